@@ -1,0 +1,76 @@
+"""ShardFormer: train the model you have over many devices, with the result you know."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from shardformer.comm.recorder import Recorder as Recorder
+    from shardformer.context import ParallelContext as ParallelContext
+    from shardformer.context import launch as launch
+    from shardformer.context import launch_from_slurm as launch_from_slurm
+    from shardformer.context import launch_from_torch as launch_from_torch
+    from shardformer.errors import ConfigError as ConfigError
+    from shardformer.errors import InputError as InputError
+    from shardformer.errors import LaunchError as LaunchError
+    from shardformer.errors import PolicyError as PolicyError
+    from shardformer.errors import ShardFormerError as ShardFormerError
+    from shardformer.errors import WorkerError as WorkerError
+    from shardformer.layers.parallel_module import ParallelModule as ParallelModule
+    from shardformer.layout import ShardSpec as ShardSpec
+    from shardformer.layout import Split as Split
+    from shardformer.policies.config import ShardConfig as ShardConfig
+    from shardformer.policies.guards import full_state_dict as full_state_dict
+    from shardformer.policies.policy import Argument as Argument
+    from shardformer.policies.policy import BlockDescription as BlockDescription
+    from shardformer.policies.policy import Col_Layer as Col_Layer
+    from shardformer.policies.policy import Layer as Layer
+    from shardformer.policies.policy import ModulePolicyDescription as ModulePolicyDescription
+    from shardformer.policies.policy import Policy as Policy
+    from shardformer.policies.policy import Row_Layer as Row_Layer
+    from shardformer.policies.policy import SubModuleReplacementDescription as SubModuleReplacementDescription
+    from shardformer.policies.record import describe as describe
+    from shardformer.policies.roles import MLP as MLP
+    from shardformer.policies.roles import Attention as Attention
+    from shardformer.policies.roles import RolePolicy as RolePolicy
+    from shardformer.policies.roles import Stack as Stack
+    from shardformer.policies.sharder import ModelSharder as ModelSharder
+    from shardformer.policies.sharder import ShardFormer as ShardFormer
+    from shardformer.policies.sharder import shard_model as shard_model
+
+_HOME = {
+    "comm.recorder": ["Recorder"],
+    "context": ["ParallelContext", "launch", "launch_from_slurm", "launch_from_torch"],
+    "errors": ["ConfigError", "InputError", "LaunchError", "PolicyError", "ShardFormerError", "WorkerError"],
+    "layers.parallel_module": ["ParallelModule"],
+    "layout": ["ShardSpec", "Split"],
+    "policies.config": ["ShardConfig"],
+    "policies.guards": ["full_state_dict"],
+    "policies.policy": [
+        "Argument",
+        "BlockDescription",
+        "Col_Layer",
+        "Layer",
+        "ModulePolicyDescription",
+        "Policy",
+        "Row_Layer",
+        "SubModuleReplacementDescription",
+    ],
+    "policies.record": ["describe"],
+    "policies.roles": ["MLP", "Attention", "RolePolicy", "Stack"],
+    "policies.sharder": ["ModelSharder", "ShardFormer", "shard_model"],
+}
+_WHERE = {name: module for module, names in _HOME.items() for name in names}
+__all__ = sorted([*_WHERE, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name where it is first used, so that importing the package costs nothing."""
+    if name not in _WHERE:
+        raise AttributeError(f"module 'shardformer' has no attribute {name!r}")
+    return getattr(import_module(f"shardformer.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])

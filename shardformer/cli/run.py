@@ -1,0 +1,375 @@
+"""``shardformer run``: a thin layer over torch's own launcher."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from shardformer.errors import LaunchError, nearest
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+# Everything goes to the launcher's own parser, and everything after the script to the script.
+CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+USAGE = "shardformer run [options] script.py [the script's own arguments]"
+DESCRIPTION = """
+Start a script once per process, with the environment that torch.distributed expects. Every option of torchrun is
+taken. Without a port or a rendezvous, a run on one machine picks a free port. On several machines, give the same
+command on each of them (nothing is started over ssh): --hostfile then says how many there are, which comes first and
+which of them this one is.
+"""
+_HOST_LINE = re.compile(r"(?P<name>[^\s=]+)(?:\s+slots\s*=\s*(?P<slots>\d+))?")
+_FATAL = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL}
+
+
+def run(arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] SCRIPT [ARGS]...")] = None) -> None:
+    """Start a script in many processes: torchrun's options, and host files."""
+    options = parse(arguments or [])
+    _check_script(options)
+    _set_threads(options)
+    sys.exit(_launch(options))
+
+
+# ---------------------------------------------------------------------------------------------------------------- hosts
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine of a host file; ``slots`` is the number of processes on it, None where the file does not say."""
+
+    name: str
+    slots: int | None = None
+
+
+def read_hostfile(path: str | Path) -> list[Host]:
+    """The machines of a host file: a line each, ``name`` or ``name slots=4``; ``#`` begins a comment.
+
+    Raises LaunchError for a file that is missing or empty, a line of another form and a name that comes twice.
+    """
+    rule = "A host file has a line for each machine: its name, and if wanted 'slots=' and its number of processes"
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(
+            f"The host file {str(path)!r} cannot be read: {error}",
+            rule=rule,
+            remedy="Correct the path after --hostfile, or leave the option out to run on this machine alone",
+        ) from error
+    hosts: list[Host] = []
+    for number, line in enumerate(lines, start=1):
+        entry = line.partition("#")[0].strip()
+        if not entry:
+            continue
+        match = _HOST_LINE.fullmatch(entry)
+        if match is None or match["slots"] == "0":
+            raise LaunchError(
+                f"Line {number} of the host file {str(path)!r} is {entry!r}",
+                rule=rule,
+                remedy=f"Write it as '{entry.split()[0]} slots=4', or the name alone",
+            )
+        if any(host.name == match["name"] for host in hosts):
+            raise LaunchError(
+                f"Line {number} of the host file {str(path)!r} names {match['name']!r} a second time",
+                rule="Each machine stands in the host file once",
+                remedy="Join its lines into one, with the sum of their slots",
+            )
+        hosts.append(Host(match["name"], int(match["slots"]) if match["slots"] else None))
+    if not hosts:
+        raise LaunchError(
+            f"The host file {str(path)!r} names no machine", rule=rule, remedy="Add a line such as 'node1 slots=4'"
+        )
+    return hosts
+
+
+def select_hosts(names: str, hosts: list[Host] | None) -> list[Host]:
+    """The machines of ``--host a,b``: out of the host file where there is one, in the order of the file."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if not wanted or len(set(wanted)) < len(wanted):
+        raise LaunchError(
+            f"--host is {names!r}",
+            rule="--host lists machines by name, each once, with commas between them",
+            remedy="Write --host node1,node2",
+        )
+    if hosts is None:
+        return [Host(name) for name in wanted]
+    known = [host.name for host in hosts]
+    for name in wanted:
+        if name not in known:
+            raise LaunchError(
+                f"--host names {name!r}, which the host file lacks",
+                rule="Beside --hostfile, --host chooses among the machines of the file",
+                remedy=f"Add it to the file or correct the name. {nearest(name, known)}",
+            )
+    return [host for host in hosts if host.name in wanted]
+
+
+def find_this_host(hosts: Sequence[Host]) -> int:
+    """The place of this machine in the list: by host name, else by an address that belongs to it."""
+    full = {socket.gethostname().lower(), socket.getfqdn().lower()}
+    short = {name.partition(".")[0] for name in full}
+    names = [host.name.lower() for host in hosts]
+    by_name = [i for i, name in enumerate(names) if name in full]
+    by_short_name = [i for i, name in enumerate(names) if name.partition(".")[0] in short and not _is_address(name)]
+    for places in (by_name, by_short_name):
+        if len(places) == 1:
+            return places[0]
+    by_address = [i for i, name in enumerate(names) if _is_local(name)]
+    if len(by_address) == 1:
+        return by_address[0]
+    which = "none" if not by_address else "more than one"
+    raise LaunchError(
+        f"This machine is {socket.gethostname()!r}, and {which} of {', '.join(host.name for host in hosts)} is it",
+        rule="The place of a machine in the list of hosts is its node rank; it is found by host name or by address",
+        remedy=f"Correct the list, or say the place: --node_rank {' or '.join(map(str, range(len(hosts))[:3]))}"
+        + (" ..." if len(hosts) > 3 else ""),
+    )
+
+
+def _is_address(name: str) -> bool:
+    return ":" in name or re.fullmatch(r"[\d.]+", name) is not None
+
+
+def _is_local(name: str) -> bool:
+    """Whether an address of that name belongs to this machine: only then can a socket be bound to it."""
+    try:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+            return True
+        except OSError:
+            continue
+    return False
+
+
+# -------------------------------------------------------------------------------------------------------------- options
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        if "training_script" in message:
+            raise LaunchError(
+                "The command names no script",
+                rule=f"The form is: {USAGE}",
+                remedy="Add the script, or -m and a module, after the options",
+            )
+        raise LaunchError(
+            message[:1].upper() + message[1:], rule=f"The form is: {USAGE}", remedy=f"See {self.prog} --help"
+        )
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """torch's own options, with what ``--hostfile`` and ``--host`` say filled in where the options do not say it."""
+    from torch.distributed.run import get_args_parser
+
+    parser = _Parser(
+        prog="shardformer run",
+        usage=USAGE,
+        description=DESCRIPTION,
+        parents=[get_args_parser()],
+        conflict_handler="resolve",
+    )
+    ours = parser.add_argument_group("hosts")
+    ours.add_argument("--hostfile", metavar="FILE", help="A line for each machine: its name, or name slots=4.")
+    ours.add_argument("--host", metavar="A,B", help="Machines by name; beside --hostfile, a choice among its machines.")
+
+    # torch's defaults are held back until we know what the user said, here or in torch's PET_ variables.
+    held_back = {name: parser.get_default(name) for name in ("nnodes", "nproc_per_node", "node_rank", "master_addr")}
+    parser.set_defaults(**{name: None for name in held_back if f"PET_{name.upper()}" not in os.environ})
+    options = parser.parse_args(list(arguments))
+    if options.hostfile is not None or options.host is not None:
+        _apply_hosts(options)
+    for name, value in held_back.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    _check_counts(options)
+    if _is_alone(options) and options.local_addr is None:
+        options.local_addr = "127.0.0.1"  # Else the machine's own name is looked up, which not every machine can.
+    return options
+
+
+def _apply_hosts(options: argparse.Namespace) -> None:
+    if options.standalone or options.rdzv_endpoint or options.rdzv_backend != "static":
+        raise LaunchError(
+            "A list of hosts stands beside --standalone or a rendezvous",
+            rule="Both say where the machines meet, and only one can",
+            remedy="Use --hostfile or --host, or torch's rendezvous options, not both",
+        )
+    hosts = read_hostfile(options.hostfile) if options.hostfile is not None else None
+    chosen = select_hosts(options.host, hosts) if options.host is not None else hosts or []
+    if options.nnodes is not None and options.nnodes != str(len(chosen)):
+        raise LaunchError(
+            f"--nnodes is {options.nnodes}, and the list of hosts has {len(chosen)}",
+            rule="The number of machines is the number of hosts",
+            remedy="Leave --nnodes out, or choose the machines with --host",
+        )
+    if options.nproc_per_node is None:
+        slots = {host.slots for host in chosen}
+        if len(slots) > 1:
+            listing = ", ".join(f"{host.name} {host.slots if host.slots else 'without slots'}" for host in chosen)
+            raise LaunchError(
+                f"The hosts differ in their slots: {listing}",
+                rule="Every machine runs the same number of processes",
+                remedy="Say how many with --nproc_per_node, or write the same slots= for each host",
+            )
+        (count,) = slots
+        options.nproc_per_node = None if count is None else str(count)
+    options.nnodes = str(len(chosen))
+    options.master_addr = options.master_addr or chosen[0].name
+    if options.node_rank is None:
+        options.node_rank = find_this_host(chosen)
+
+
+def _check_counts(options: argparse.Namespace) -> None:
+    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
+
+    try:
+        num_processes = determine_local_world_size(options.nproc_per_node)
+    except ValueError as error:
+        raise LaunchError(
+            f"--nproc_per_node is {options.nproc_per_node!r}: {error}",
+            rule="It is a number of processes, or a kind of device that this machine has: auto, cpu, gpu",
+            remedy="Write --nproc_per_node 2",
+        ) from error
+    if num_processes < 1:
+        raise LaunchError(
+            f"--nproc_per_node is {options.nproc_per_node} and gives {num_processes} processes",
+            rule="A run has one process at the least",
+            remedy="Write --nproc_per_node 2",
+        )
+    try:
+        least, most = parse_min_max_nnodes(options.nnodes)
+    except (ValueError, RuntimeError):
+        least, most = 0, 0
+    if not 1 <= least <= most:
+        raise LaunchError(
+            f"--nnodes is {options.nnodes!r}",
+            rule="It is a number of machines from 1, or the least and the most as 1:4",
+            remedy="Write --nnodes 2, or leave it out to run on this machine alone",
+        )
+    if options.rdzv_backend == "static" and not 0 <= options.node_rank < most:
+        raise LaunchError(
+            f"--node_rank is {options.node_rank} and --nnodes {options.nnodes}",
+            rule="The ranks of the machines count from 0 and stay below their number",
+            remedy=f"Use a number from 0 to {most - 1}" if most > 1 else "Leave it out, or give --nnodes as well",
+        )
+
+
+def _is_alone(options: argparse.Namespace) -> bool:
+    on_free_port = options.rdzv_backend == "static" and not options.rdzv_endpoint and options.master_port is None
+    return bool(options.standalone or (on_free_port and options.nnodes in ("1", "1:1")))
+
+
+def _check_script(options: argparse.Namespace) -> None:
+    script: str = options.training_script
+    if options.module:
+        found = PathFinder.find_spec(script.partition(".")[0], [os.getcwd(), *sys.path]) is not None
+    elif options.no_python:
+        found = shutil.which(script) is not None
+    else:
+        found = os.path.exists(script)
+    if not found:
+        kind = "module" if options.module else "script"
+        folder = Path(script).parent
+        hint = nearest(script, [] if options.module else map(str, folder.glob("*.py")))
+        raise LaunchError(
+            f"There is no {kind} {script!r} in {os.getcwd()!r}",
+            rule=f"The form is: {USAGE}",
+            remedy=f"Correct the name. {hint}" if hint.startswith("Did") else "Correct the name or change the folder",
+        )
+
+
+def _set_threads(options: argparse.Namespace) -> None:
+    """Share the machine's cores out among its processes, where the user did not."""
+    from torch.distributed.run import determine_local_world_size
+
+    num_processes = determine_local_world_size(options.nproc_per_node)
+    if num_processes > 1:
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_processes)))
+
+
+# --------------------------------------------------------------------------------------------------------------- launch
+
+
+def _launch(options: argparse.Namespace) -> int:
+    """Run the processes to their end; 0 when all ended well, else 1 after a last line that names the cause."""
+    from torch.distributed import DistNetworkError
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    if not options.no_python and not options.run_path:
+        # The script runs inside a small file of ours that leaves a note of its first error.
+        as_module = ["-m"] if options.module else []
+        options.training_script_args = [*as_module, options.training_script, *options.training_script_args]
+        options.training_script = str(Path(__file__).with_name("_worker.py"))
+        options.module = False
+    try:
+        # `record` hands the error on where a launcher has started us; without one it would log that there is none.
+        start = record(torchrun.run) if "TORCHELASTIC_ERROR_FILE" in os.environ else torchrun.run
+        start(options)
+    except ChildFailedError as error:
+        sys.stdout.flush()
+        print(describe_failures(error), file=sys.stderr, flush=True)
+        return 1
+    except SignalException as error:
+        print(f"shardformer run: ended by {error.sigval.name}", file=sys.stderr, flush=True)
+        return 128 + error.sigval
+    except (RendezvousError, DistNetworkError) as error:
+        raise LaunchError(
+            f"The machines did not meet at {torchrun.get_rdzv_endpoint(options)}: {str(error).splitlines()[0]}",
+            rule="Every machine runs the same command, and all reach the first one at one free port",
+            remedy="Check --master_addr, the firewall of the first machine and --master_port (another if it is taken)",
+        ) from error
+    return 0
+
+
+def describe_failures(error: ChildFailedError) -> str:
+    """A line for each rank that failed, the one that failed first in the last line."""
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, float]:
+        # A rank that was killed leaves no note, and what the others then raise is its consequence.
+        return -item[1].exitcode not in _FATAL, _failure_time_s(item[1])
+
+    # Those that the launcher ended itself, once another had failed, are no news.
+    own_fault = {rank: failure for rank, failure in error.failures.items() if failure.exitcode != -signal.SIGTERM}
+    first, *later = sorted((own_fault or error.failures).items(), key=order)
+    lines = [f"shardformer run: rank {rank} failed as well, {_cause(failure)}" for rank, failure in reversed(later)]
+    return "\n".join([*lines, f"shardformer run: rank {first[0]} failed first, {_cause(first[1])}"])
+
+
+def _failure_time_s(failure: ProcessFailure) -> float:
+    message = failure.error_file_data.get("message")
+    note = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+    return float(note.get("time_s", failure.timestamp))
+
+
+def _cause(failure: ProcessFailure) -> str:
+    if failure.exitcode < 0:
+        how = f"killed by {failure.signal_name()}"
+        if -failure.exitcode == signal.SIGKILL:
+            return f"{how} (often: the machine ran out of memory)"
+    else:
+        how = f"exit code {failure.exitcode}"
+    message = failure.error_file_data.get("message")
+    text = " ".join(str(message.get("message", "")).split()) if isinstance(message, dict) else ""
+    return f"{how}: {text[:600]}{'...' if len(text) > 600 else ''}" if text else how

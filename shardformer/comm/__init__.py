@@ -1,0 +1,1 @@
+"""Collectives over an axis: plain ones, ones that autograd understands, and the recorder that counts them."""

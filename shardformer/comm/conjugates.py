@@ -1,0 +1,133 @@
+"""Collectives that autograd understands, as conjugate pairs: the backward of each is its partner's forward.
+
+    enter_block      forward identity         backward all-reduce        Megatron's f (Shoeybi et al. 2019, section 3)
+    leave_block      forward all-reduce       backward identity          Megatron's g
+    gather_sequence  forward all-gather       backward reduce-scatter    g-bar's partner (Korthikanti et al. 2022, 4.2.2)
+    scatter_sequence forward reduce-scatter   backward all-gather
+    split_sequence   forward take a stretch   backward all-gather        where what is outside is replicated
+    join_sequence    forward all-gather       backward take a stretch
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+
+from shardformer.comm.collectives import all_gather, all_reduce, reduce_scatter, take_stretch
+from shardformer.context import Axis
+
+
+class _EnterBlock(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad.clone(), ctx.axis), None
+
+
+class _LeaveBlock(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, purpose: str) -> Tensor:
+        return all_reduce(x.clone(), axis, purpose=purpose)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+class _GatherSequence(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, full: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return all_gather(x, axis, dim, full)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return reduce_scatter(grad, ctx.axis, ctx.dim), None, None, None
+
+
+class _ScatterSequence(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim, ctx.full = axis, dim, x.shape[dim]
+        return reduce_scatter(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.axis, ctx.dim, ctx.full), None, None
+
+
+class _SplitSequence(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim, ctx.full = axis, dim, x.shape[dim]
+        return take_stretch(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.axis, ctx.dim, ctx.full), None, None
+
+
+class _JoinSequence(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, full: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return all_gather(x, axis, dim, full)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return take_stretch(grad, ctx.axis, ctx.dim), None, None, None
+
+
+class _JoinSlices(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, lengths: tuple[int, ...]) -> Tensor:
+        ctx.axis, ctx.dim, ctx.lengths = axis, dim, lengths
+        return all_gather(x, axis, dim, lengths=lengths, purpose="gather")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        start = sum(ctx.lengths[: ctx.axis.rank])
+        return grad.narrow(ctx.dim, start, ctx.lengths[ctx.axis.rank]).contiguous(), None, None, None
+
+
+def enter_block(x: Tensor, axis: Axis) -> Tensor:
+    """x, replicated, enters a block. Backward: one all-reduce of the gradient of x."""
+    return x if axis.size == 1 else _EnterBlock.apply(x, axis)
+
+
+def leave_block(x: Tensor, axis: Axis, purpose: str = "block") -> Tensor:
+    """The sum of every rank's partial x leaves a block. Forward: one all-reduce of x."""
+    return x if axis.size == 1 else _LeaveBlock.apply(x, axis, purpose)
+
+
+def gather_sequence(x: Tensor, axis: Axis, dim: int, full: int) -> Tensor:
+    """Stretches of the sequence enter a block as the whole. Forward all-gather, backward reduce-scatter of the whole."""
+    return x if axis.size == 1 else _GatherSequence.apply(x, axis, dim, full)
+
+
+def scatter_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Partial sums leave a block as stretches. Forward reduce-scatter, backward all-gather of x."""
+    return x if axis.size == 1 else _ScatterSequence.apply(x, axis, dim)
+
+
+def split_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's stretch of a replicated x. Backward: one all-gather of x."""
+    return x if axis.size == 1 else _SplitSequence.apply(x, axis, dim)
+
+
+def join_sequence(x: Tensor, axis: Axis, dim: int, full: int) -> Tensor:
+    """The whole from all stretches, used the same way on all ranks afterwards. Forward: one all-gather."""
+    return x if axis.size == 1 else _JoinSequence.apply(x, axis, dim, full)
+
+
+def join_slices(x: Tensor, axis: Axis, dim: int, lengths: tuple[int, ...]) -> Tensor:
+    """The whole of a dim from slices of given lengths, used the same way on all ranks. Forward: one all-gather."""
+    return x if axis.size == 1 else _JoinSlices.apply(x, axis, dim % x.dim(), lengths)

@@ -1,0 +1,42 @@
+"""Parameters by name: their layouts, and the full tensors that they are parts of."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from shardformer.comm.collectives import all_gather
+from shardformer.context import Axis
+from shardformer.layout import ShardSpec
+
+
+def param_specs(model: nn.Module) -> dict[str, ShardSpec]:
+    """The layout of every parameter, by its name in the model; a replicated one has no splits. Tied names all appear."""
+    by_id: dict[int, ShardSpec] = {}
+    for module in model.modules():
+        specs: dict[str, ShardSpec] = module.__dict__.get("shard_specs", {})
+        for name, spec in specs.items():
+            param = module._parameters.get(name)
+            if param is not None:
+                by_id[id(param)] = spec
+    return {
+        name: by_id.get(id(p), ShardSpec(tuple(p.shape))) for name, p in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def tensor_axis(model: nn.Module) -> Axis:
+    """The tensor axis that the model's layers are cut along; one of size 1 when none is."""
+    for module in model.modules():
+        axis = module.__dict__.get("axis")
+        if isinstance(axis, Axis) and axis.name == "tensor":
+            return axis
+    return Axis("tensor")
+
+
+def gather_param(local: Tensor, spec: ShardSpec, axis: Axis) -> Tensor:
+    """The full tensor of one whose part this is, on every rank. One all-gather when it is sharded."""
+    if not spec.is_sharded or axis.size == 1:
+        return local.detach().clone()
+    dim, split = next(iter(spec.splits.items()))
+    lengths = [split.length(r) for r in range(axis.size)]
+    joined = all_gather(local.detach(), axis, dim, lengths=lengths, purpose="gather")
+    return spec.join(list(joined.split(lengths, dim)))

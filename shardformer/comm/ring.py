@@ -1,0 +1,89 @@
+"""A gather and a matmul, or a matmul and a scatter, in stretches around a ring: communication runs under computation.
+
+With R ranks a stretch is passed on R-1 times; while one is on the way, the matmul of the one that is here runs
+(Wang et al. 2023, "Overlap communication with dependent computation via decomposition"). For R = 2, in time:
+
+    rank 0   | send x0, multiply x0 | multiply x1 |        rank 0   | multiply for 1, send | multiply for 0, add |
+    rank 1   | send x1, multiply x1 | multiply x0 |        rank 1   | multiply for 0, send | multiply for 1, add |
+                  gather, then matmul                            matmul, then scatter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from shardformer.comm.collectives import start_receive, start_send
+from shardformer.comm.recorder import bytes_of, record
+from shardformer.context import Axis
+from shardformer.layout import even_bounds
+
+
+def ring_gather(x_BsH: Tensor, axis: Axis, full: int, use: Callable[[Tensor, int, int], None]) -> Tensor:
+    """Joins every rank's stretch of dim 1, and calls ``use(stretch, start, end)`` for each as soon as it is here.
+
+    Returns the joined tensor (B, full, H). Communicates one all-gather of it, in R-1 steps under the calls of ``use``.
+    """
+    bounds = even_bounds(full, axis.size)
+    joined = x_BsH.new_empty((x_BsH.shape[0], full, *x_BsH.shape[2:]))
+    record("all_gather", axis, bytes_of(joined), "block")
+    after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    current = x_BsH.contiguous()
+    for step in range(axis.size):
+        holder = (axis.rank - step) % axis.size
+        start, end = bounds[holder], bounds[holder + 1]
+        works, arriving = [], current
+        if step < axis.size - 1:
+            coming = (holder - 1) % axis.size
+            shape = (x_BsH.shape[0], bounds[coming + 1] - bounds[coming], *x_BsH.shape[2:])
+            arriving = x_BsH.new_empty(shape)
+            works = _pass_on(current, arriving, axis, after, before)
+        joined[:, start:end] = current
+        if end > start:
+            use(current, start, end)
+        for work in works:
+            work.wait()
+        current = arriving
+    return joined
+
+
+def ring_scatter(make: Callable[[int, int], Tensor], axis: Axis, full: int) -> Tensor:
+    """Sums ``make(start, end)`` of all ranks for each stretch of dim 1; every rank keeps its own.
+
+    ``make`` computes this rank's summand for one stretch, and runs while the sum of the one before is on its way.
+    Communicates one reduce-scatter of the full tensor, in R-1 steps.
+    """
+    bounds = even_bounds(full, axis.size)
+    after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    works: list[object] = []
+    arriving: Tensor | None = None
+    kept: list[Tensor] = []
+    for step in range(axis.size):
+        owner = (axis.rank - 1 - step) % axis.size
+        summand = make(bounds[owner], bounds[owner + 1])
+        if step == 0:
+            per_index = bytes_of(summand) // max(summand.shape[1], 1)
+            record("reduce_scatter", axis, per_index * full, "block")
+        for work in works:
+            work.wait()  # type: ignore[attr-defined]
+        if arriving is not None:
+            summand = summand + arriving
+        if step == axis.size - 1:
+            return summand
+        following = (owner - 1) % axis.size
+        shape = (summand.shape[0], bounds[following + 1] - bounds[following], *summand.shape[2:])
+        arriving = summand.new_empty(shape)
+        kept = [summand.contiguous()]
+        works = _pass_on(kept[0], arriving, axis, after, before)
+    raise AssertionError("a ring has at least one step")
+
+
+def _pass_on(outgoing: Tensor, arriving: Tensor, axis: Axis, after: int, before: int) -> list[object]:
+    works: list[object] = []
+    if arriving.numel():
+        works.append(start_receive(arriving, axis, before))
+    if outgoing.numel():
+        works.append(start_send(outgoing, axis, after))
+    return works
+

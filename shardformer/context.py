@@ -1,0 +1,322 @@
+"""The grid of processes: a named axis for each way of being parallel, outermost first: data, pipe, sequence, tensor.
+
+``ParallelContext`` is a value that is passed in; nothing here is kept at module level. With eight processes and
+``tensor=2, pipe=2`` the grid is the array ``arange(8).reshape(data=2, pipe=2, sequence=1, tensor=2)``; a group is the
+slice along one axis through one rank, so rank 5 = (data 1, pipe 0, tensor 1) shares its tensor group with rank 4.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardformer.errors import ConfigError, LaunchError, nearest
+
+AXES = ("data", "pipe", "sequence", "tensor")
+REMEDY_LAUNCH = (
+    "Start the script with `shardformer run --nproc_per_node 2 train.py` or torchrun, "
+    "or call torch.distributed.init_process_group before"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """Counts of what this process handed to collectives: see ``shardformer.comm.recorder``, which fills and reads it."""
+
+    calls: list[Any] = field(default_factory=list)
+    enabled: list[bool] = field(default_factory=lambda: [False])
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One axis of the grid as this process sees it: its size, this process's rank on it, and the group along it.
+
+    ``group`` is None when the axis has size 1; collectives over such an axis do nothing.
+    """
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+    ranks: tuple[int, ...] = (0,)
+    traffic: Traffic = field(default_factory=Traffic)
+
+    @classmethod
+    def of(cls, group: Axis | dist.ProcessGroup | None, name: str = "tensor") -> Axis:
+        """An axis from a process group; None means all processes, or a single one when none were launched.
+
+        Raises LaunchError when this process is not in the group.
+        """
+        if isinstance(group, Axis):
+            return group
+        if group is None:
+            if not dist.is_available() or not dist.is_initialized():
+                return cls(name)
+            group = dist.group.WORLD
+        if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+            raise LaunchError(
+                f"The process group given for the {name} axis does not hold this process (global rank {dist.get_rank()})",
+                rule=f"Every process that shards a model is a member of its own {name} group",
+                remedy="Give each process the group that it belongs to, or let launch_from_torch(tensor=...) build them",
+            )
+        assert group is not None
+        ranks = tuple(dist.get_process_group_ranks(group))
+        size = len(ranks)
+        return cls(name, size, dist.get_rank(group), group if size > 1 else None, ranks)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
+        return self  # a process group cannot be copied, and a copied model still lives in the same group
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.rank}/{self.size}"
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelContext:
+    """The named grid of processes and this process's place in it."""
+
+    axes: Mapping[str, Axis]
+    device: torch.device
+    mesh: DeviceMesh | None = None
+
+    def axis(self, name: str) -> Axis:
+        """The axis called ``name``: data, pipe, sequence or tensor."""
+        if name not in self.axes:
+            raise ConfigError(
+                f"There is no axis {name!r}",
+                rule=f"The axes are {', '.join(AXES)}",
+                remedy=nearest(name, AXES),
+            )
+        return self.axes[name]
+
+    @property
+    def tensor(self) -> Axis:
+        return self.axes["tensor"]
+
+    @property
+    def data(self) -> Axis:
+        return self.axes["data"]
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.tensor.traffic
+
+    @classmethod
+    def from_group(cls, group: Axis | dist.ProcessGroup | None, device: torch.device | None = None) -> ParallelContext:
+        """A context whose tensor axis is ``group`` (None: all processes) and whose other axes have size 1."""
+        tensor = Axis.of(group)
+        axes = {name: Axis(name, ranks=(tensor.ranks[tensor.rank],), traffic=tensor.traffic) for name in AXES[:-1]}
+        return cls({**axes, "tensor": tensor}, device or local_device())
+
+    @classmethod
+    def from_world(cls, sizes: Mapping[str, int | None], device: torch.device | None = None) -> ParallelContext:
+        """Builds the grid over all processes of the initialised default group.
+
+        ``sizes`` gives some of the axes. With none of them given, all processes form the tensor axis; with some, the
+        one left open (data first, then tensor) takes what remains.
+        """
+        world = dist.get_world_size()
+        shape = _resolve_sizes(dict(sizes), world)
+        device = device or local_device()
+        mesh_device = "cuda" if device.type == "cuda" else "cpu"
+        mesh = DeviceMesh(mesh_device, torch.arange(world).reshape([shape[a] for a in AXES]), mesh_dim_names=AXES)
+        traffic = Traffic()
+        axes = {name: _axis_of_mesh(mesh, name, traffic) for name in AXES}
+        return cls(axes, device, mesh)
+
+    def merged(self, *names: str) -> Axis:
+        """One axis over the product of the named ones, for sums over both (size 1 ones are dropped)."""
+        wide = [n for n in names if self.axes[n].size > 1]
+        if len(wide) <= 1:
+            return self.axes[wide[0] if wide else names[0]]
+        assert self.mesh is not None, "an axis wider than one beside the tensor axis comes from launch_from_torch"
+        label = "_".join(wide)
+        mesh = self.mesh[tuple(wide)]._flatten(label)
+        group = mesh.get_group()
+        ranks = tuple(dist.get_process_group_ranks(group))
+        return Axis(label, len(ranks), dist.get_rank(group), group, ranks, self.traffic)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelContext:
+        return self
+
+    def __str__(self) -> str:
+        return ", ".join(f"{a.name}={a.size}" for a in self.axes.values() if a.size > 1) or "one process"
+
+
+def local_device() -> torch.device:
+    """This process's accelerator by LOCAL_RANK, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def launch_from_torch(
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    tensor: int | None = None,
+    data: int | None = None,
+    backend: str | None = None,
+    seed: int | None = None,
+    timeout_s: float = 600.0,
+) -> ParallelContext:
+    """Joins the processes that a launcher started, and lays the grid over them.
+
+    Works under ``shardformer run``, torchrun and SLURM (srun). With no size given all processes form the tensor axis.
+
+    Args:
+        config: a dict, or a Python file whose names are its keys, with ``parallel = dict(tensor=2, data=2)`` or
+            ``parallel = dict(tensor=dict(size=2, mode="1d"))``; keyword arguments win over it.
+        tensor, data: sizes of these axes; one left open takes what remains of the processes.
+        backend: a torch.distributed backend; by default gloo for the CPU and nccl for CUDA.
+        seed: seeds torch on every process, the same everywhere.
+        timeout_s: after this many seconds a collective that not all processes joined is an error.
+
+    Raises LaunchError without a launcher's environment, ConfigError when the sizes do not fit the processes.
+    """
+    settings = _read_config(config)
+    sizes = {"tensor": tensor, "data": data}
+    for name, size in _parallel_sizes(settings).items():
+        if sizes.get(name) is None:
+            sizes[name] = size
+    if not dist.is_initialized():
+        _init_process_group(backend, timeout_s)
+    if seed is None:
+        seed = settings.get("seed")
+    if seed is not None:
+        torch.manual_seed(seed)
+    return ParallelContext.from_world(sizes)
+
+
+def launch(
+    config: Mapping[str, Any] | str | None = None,
+    *,
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    local_rank: int | None = None,
+    **kwargs: Any,
+) -> ParallelContext:
+    """``launch_from_torch`` for a program that knows its rank, the number of processes and rank 0's address itself."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=host, MASTER_PORT=str(port))
+    os.environ["LOCAL_RANK"] = str(rank if local_rank is None else local_rank)
+    return launch_from_torch(config, **kwargs)
+
+
+def launch_from_slurm(config: Mapping[str, Any] | str | None = None, **kwargs: Any) -> ParallelContext:
+    """The same as ``launch_from_torch``, which reads SLURM's environment too."""
+    return launch_from_torch(config, **kwargs)
+
+
+def _init_process_group(backend: str | None, timeout_s: float) -> None:
+    _environment_from_slurm()
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise LaunchError(
+            f"The environment of a launcher is missing: {', '.join(missing)}",
+            rule="Each process learns its rank and its peers from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+            remedy=REMEDY_LAUNCH,
+        )
+    device = local_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def _environment_from_slurm() -> None:
+    """Fills torch's variables from srun's where a launcher has not set them."""
+    env = os.environ
+    if "RANK" in env or "SLURM_PROCID" not in env:
+        return
+    first_host = env.get("SLURM_LAUNCH_NODE_IPADDR") or _first_slurm_host(env.get("SLURM_JOB_NODELIST", "127.0.0.1"))
+    env.setdefault("RANK", env["SLURM_PROCID"])
+    env.setdefault("WORLD_SIZE", env.get("SLURM_NTASKS", "1"))
+    env.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
+    env.setdefault("MASTER_ADDR", first_host)
+    # every task of a job computes the same port, and two jobs on a node seldom the same one
+    env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
+
+
+def _first_slurm_host(nodelist: str) -> str:
+    """``node[03-05,9],gpu1`` -> ``node03``."""
+    head, bracket, rest = nodelist.partition("[")
+    if not bracket or "," in head:
+        return nodelist.split(",")[0]
+    return head + rest.split("]")[0].split(",")[0].split("-")[0]
+
+
+def _read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not os.path.isfile(config):
+        raise ConfigError(
+            f"The config file {os.fspath(config)!r} does not exist",
+            rule="config is a dict or the path of a Python file whose names are the settings",
+            remedy="Give the path relative to where the command runs, for example --config config.py",
+        )
+    return {k: v for k, v in runpy.run_path(os.fspath(config)).items() if not k.startswith("_")}
+
+
+def _parallel_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for name, value in dict(settings.get("parallel") or {}).items():
+        axis = {"pipeline": "pipe"}.get(name, name)
+        if axis not in AXES:
+            raise ConfigError(
+                f"The config asks for parallel axis {name!r}",
+                rule=f"The axes are {', '.join(AXES)}",
+                remedy=nearest(name, AXES),
+            )
+        size = value.get("size", 1) if isinstance(value, Mapping) else value
+        mode = value.get("mode") if isinstance(value, Mapping) else None
+        if axis == "tensor" and mode not in (None, "1d"):
+            raise ConfigError(
+                f"The config asks for tensor parallel mode {mode!r}",
+                rule="This version has the mode '1d'",
+                remedy="Write parallel = dict(tensor=dict(size=2, mode='1d'))",
+            )
+        sizes[axis] = int(size)
+    return sizes
+
+
+def _resolve_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
+    for name, size in sizes.items():
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise ConfigError(f"{name}={size!r}", rule="An axis has one rank or more", remedy=f"Use {name}=1 or leave it out")
+    for name in ("pipe", "sequence"):
+        if (sizes.get(name) or 1) > 1:
+            raise ConfigError(
+                f"{name}={sizes[name]}",
+                rule="This version lays processes along the data and tensor axes",
+                remedy=f"Leave {name} out, or use tensor=... and data=...",
+            )
+    tensor, data = sizes.get("tensor"), sizes.get("data")
+    if tensor is None:
+        tensor = world // data if data else world
+    if data is None:
+        data = max(world // tensor, 1)
+    if tensor * data != world:
+        fits = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        raise ConfigError(
+            f"tensor={tensor} times data={data} is not the number of processes, {world}",
+            rule="The sizes of the axes multiply to the number of processes",
+            remedy=f"Use a tensor size of {fits}, or start {tensor * data} processes",
+        )
+    return {"data": data, "pipe": 1, "sequence": 1, "tensor": tensor}
+
+
+def _axis_of_mesh(mesh: DeviceMesh, name: str, traffic: Traffic) -> Axis:
+    group = mesh.get_group(name)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Axis(name, len(ranks), mesh.get_local_rank(name), group if len(ranks) > 1 else None, ranks, traffic)

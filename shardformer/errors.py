@@ -1,0 +1,59 @@
+"""What ShardFormer says when something cannot be.
+
+Every error has four parts: what went wrong, the value that came, the rule it breaks, and the remedy.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Iterable
+
+
+class ShardFormerError(Exception):
+    """Base of every error that ShardFormer raises on purpose.
+
+    >>> print(ShardFormerError("tensor=3 does not divide 4 processes", rule="Axes multiply to the number of processes",
+    ...     remedy="Use a tensor size of 1, 2 or 4"))
+    tensor=3 does not divide 4 processes. Axes multiply to the number of processes. Use a tensor size of 1, 2 or 4.
+    """
+
+    def __init__(self, what: str, *, rule: str, remedy: str) -> None:
+        self.what, self.rule, self.remedy = what, rule, remedy
+        super().__init__(" ".join(part if part.endswith((".", "\n", "!", "?")) else f"{part}." for part in (what, rule, remedy)))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.what, self.rule, self.remedy))
+
+
+def _rebuild(kind: type[ShardFormerError], what: str, rule: str, remedy: str) -> ShardFormerError:
+    return kind(what, rule=rule, remedy=remedy)
+
+
+class ConfigError(ShardFormerError):
+    """An option, or a combination of options, that cannot be."""
+
+
+class LaunchError(ShardFormerError):
+    """The processes, their environment or their groups are not what the layout needs."""
+
+
+class PolicyError(ShardFormerError):
+    """A policy and a model do not fit: a rule without a match, a module that does not exist, an unexplained weight."""
+
+
+class InputError(ShardFormerError):
+    """A batch that cannot be trained on: labels or tokens out of the vocabulary, ranks that were fed different data."""
+
+
+class WorkerError(ShardFormerError):
+    """A worker process died, hung or raised."""
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+    """The known names nearest to ``name``, as the end of a sentence: ``did you mean 'a' or 'b'?`` or a short listing."""
+    names = sorted(set(known))
+    close = get_close_matches(name, names, n=count, cutoff=0.4)
+    if close:
+        return "Did you mean " + " or ".join(repr(c) for c in close) + "?"
+    shown = ", ".join(repr(n) for n in names[:8])
+    return f"There is {shown}{', ...' if len(names) > 8 else ''}." if names else "There is none."

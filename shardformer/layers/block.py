@@ -1,0 +1,337 @@
+"""Blocks enter the tensor-parallel region once and leave it once.
+
+A ``Block`` stands at both edges. At the entry one tensor x becomes the input of all the block's column-parallel
+linears; its gradient is summed over them first and over the ranks then, in one collective that runs while their weight
+gradients are computed. The row-parallel linear at the exit gives the sum. In a ``SequenceRegion`` the entry gathers
+the sequence and the exit scatters it; between blocks each rank holds a stretch of it.
+
+    x --> entry --> q, k, v (columns) --> attention of the local heads --> o (row) --> exit
+
+The unmodified forward calls its linears one by one with what the entry handed it. The first of them that sees that
+very tensor computes all, and the others take their result; one that is given anything else computes by itself.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+# B batch, S sequence, H hidden, F features of one linear; lower case: this rank's part (s = S / tensor, f = F / tensor)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from shardformer.comm.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
+from shardformer.comm.conjugates import enter_block, join_sequence, split_sequence
+from shardformer.comm.ring import ring_gather, ring_scatter
+from shardformer.context import Axis
+
+if TYPE_CHECKING:
+    from shardformer.layers.linear import Linear1D_Col
+
+SEQUENCE_DIM = 1
+"""Every family of transformers has (batch, sequence, hidden)."""
+
+
+class RandomStream:
+    """Random numbers that differ by tensor rank from ``enter`` to ``leave``, and are the same on all ranks outside.
+
+    The stream inside starts from a number drawn from the stream outside, so whoever restores the outer state, such as
+    activation checkpointing, gets the same numbers inside again.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._outer: list[tuple[torch.Generator, Tensor]] = []
+
+    def enter(self, x: Tensor) -> None:
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        generators = [torch.default_generator]
+        if x.device.type == "cuda":
+            generators.append(torch.cuda.default_generators[x.device.index or 0])
+        self._outer = [(g, g.get_state()) for g in generators]
+        for g in generators:
+            g.manual_seed((seed + 0x9E3779B97F4A7C15 * (self._axis.rank + 1)) % 2**63)
+
+    def leave(self) -> None:
+        for generator, state in self._outer:
+            generator.set_state(state)
+        self._outer = []
+
+
+class SequenceRegion:
+    """A stack of layers between whose blocks each tensor rank holds a stretch of the sequence.
+
+    ``full`` is the length of the sequence that went in last; stretches are as even as can be.
+    """
+
+    def __init__(self, axis: Axis, *, overlap: bool = False, random: bool = False) -> None:
+        self.axis, self.overlap = axis, overlap
+        self.full = 0
+        self.active = False
+        self._stream = RandomStream(axis) if random else None
+
+    def split(self, x_BSH: Tensor) -> Tensor:
+        """The stack's input (B, S, H) becomes this rank's stretch (B, s, H). Backward: one all-gather of B*S*H."""
+        self.full = x_BSH.shape[SEQUENCE_DIM]
+        # a decoding step is shorter than the axis and has no gradient: there is nothing to split
+        self.active = torch.is_grad_enabled() or self.full >= self.axis.size
+        if not self.active:
+            return x_BSH
+        if self._stream is not None:
+            self._stream.enter(x_BSH)
+        return split_sequence(x_BSH, self.axis, SEQUENCE_DIM)
+
+    def join(self, x_BsH: Tensor) -> Tensor:
+        """The stack's output becomes whole again. Forward: one all-gather of B*S*H."""
+        if not self.active:
+            return x_BsH
+        if self._stream is not None:
+            self._stream.leave()
+        return join_sequence(x_BsH, self.axis, SEQUENCE_DIM, self.full)
+
+
+@dataclass(eq=False)
+class Block:
+    """The two edges of one block, shared by its entry hook, its column-parallel linears and its row-parallel linear."""
+
+    axis: Axis
+    sequence: SequenceRegion | None = None
+    random: bool = False
+    columns: list[Linear1D_Col] = field(default_factory=list)
+    _source: Tensor | None = None
+    _entered: Tensor | None = None
+    _outputs: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._stream = RandomStream(self.axis)
+
+    @property
+    def _gathers(self) -> bool:
+        return self.sequence is not None and self.sequence.active
+
+    def enter(self, x: Tensor, training: bool) -> Tensor:
+        """x (B, S, H), or its stretch (B, s, H), becomes the block's input (B, S, H).
+
+        Without sequence parallelism: backward one all-reduce of B*S*H. With it: forward one all-gather, backward one
+        reduce-scatter of B*S*H.
+        """
+        self._outputs = {}
+        self._source = x
+        if not self._gathers:
+            self._entered = enter_block(x, self.axis)
+            if self._entered is x:
+                self._entered = x.view_as(x)
+        else:
+            assert self.sequence is not None
+            self._entered = self._gather(x, self.sequence)
+        if training and self.random:
+            self._stream.enter(x)
+        return self._entered
+
+    def _gather(self, x: Tensor, sequence: SequenceRegion) -> Tensor:
+        if sequence.overlap and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
+            joined, *outputs = _ColumnGroup.apply(x, None, _How(self.axis, sequence, self.columns, ring=True), *_weights(self.columns))
+            self._keep(outputs)
+        else:
+            joined = all_gather(x.detach(), self.axis, SEQUENCE_DIM, sequence.full)
+        return _Gathered.apply(x, joined, self.axis)
+
+    def project(self, column: Linear1D_Col, x: Tensor) -> Tensor:
+        """The output (B, S, f) of one of the block's columns for what it was called with."""
+        if x is not self._entered or self._source is None:
+            return column.multiply(x)
+        if id(column) not in self._outputs:
+            joined = x.detach() if self._gathers else None
+            how = _How(self.axis, self.sequence if self._gathers else None, self.columns)
+            self._keep(_project(self._source, joined, how))
+        return self._outputs.pop(id(column))
+
+    def _keep(self, outputs: Sequence[Tensor]) -> None:
+        self._outputs = {id(c): y for c, y in zip(self.columns, outputs, strict=True)}
+
+    def leave(self, training: bool) -> None:
+        """The row-parallel linear has been reached: what follows is outside of the block."""
+        self._source = self._entered = None
+        self._outputs = {}
+        if training and self.random:
+            self._stream.leave()
+
+
+def project_alone(column: Linear1D_Col, x: Tensor) -> Tensor:
+    """The output of a column-parallel linear that is a block's whole entry by itself. Backward: one all-reduce of x."""
+    return _project(x, None, _How(column.axis, None, [column]))[0]
+
+
+@dataclass(frozen=True)
+class _How:
+    axis: Axis
+    sequence: SequenceRegion | None
+    columns: Sequence[Linear1D_Col]
+    ring: bool = False
+
+
+def _weights(columns: Sequence[Linear1D_Col]) -> list[Tensor | None]:
+    return [p for c in columns for p in (c.weight, c.fused_bias)]
+
+
+def _project(x: Tensor, joined: Tensor | None, how: _How) -> tuple[Tensor, ...]:
+    weights = _weights(how.columns)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, joined = x.to(dtype), None if joined is None else joined.to(dtype)
+        weights = [None if w is None else w.to(dtype) for w in weights]
+    outputs: tuple[Tensor, ...] = _ColumnGroup.apply(x, joined, how, *weights)
+    return outputs[1:]
+
+
+def matmul_in(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """x @ W^T + b for a weight stored (out, in), or x @ W + b for one stored (in, out)."""
+    if not transposed:
+        return F.linear(x, weight, bias)
+    flat = x.reshape(-1, x.shape[-1])
+    y = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
+    return y.view(*x.shape[:-1], weight.shape[1])
+
+
+def weight_grad(x: Tensor, grad: Tensor, transposed: bool) -> Tensor:
+    x2, g2 = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    return x2.t() @ g2 if transposed else g2.t() @ x2
+
+
+class _Gathered(Function):
+    """Hands out the gathered sequence as a function of this rank's stretch, for uses beside the columns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, joined: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return joined.view_as(joined)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return start_reduce_scatter(grad, ctx.axis, SEQUENCE_DIM).wait(), None, None
+
+
+class _ColumnGroup(Function):
+    """All column-parallel linears behind one entry. Returns the input they saw and their outputs.
+
+    Backward starts the collective of the input's gradient, computes the weights' gradients under it, and waits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, joined: Tensor | None, how: _How, *weights: Tensor | None) -> tuple[Tensor, ...]:
+        pairs = list(zip(weights[::2], weights[1::2], strict=True))
+        transposed = [c.transposed for c in how.columns]
+        if how.ring:
+            assert how.sequence is not None
+            seen, outputs = _multiply_in_ring(x, how, pairs)
+        else:
+            seen = x if joined is None else joined
+            outputs = [matmul_in(seen, w, b, t) for (w, b), t in zip(pairs, transposed, strict=True)]  # type: ignore[arg-type]
+        ctx.how, ctx.transposed = how, transposed
+        ctx.has_bias = [b is not None for _, b in pairs]
+        ctx.save_for_backward(seen, *[w for w, _ in pairs])
+        ctx.set_materialize_grads(False)
+        visible = seen.detach() if how.ring else x.new_empty(0)
+        ctx.mark_non_differentiable(visible)
+        return (visible, *outputs)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        seen, *weights = ctx.saved_tensors
+        pending = None
+        if ctx.needs_input_grad[0]:
+            pending = _start_input_grad(ctx.how, seen, weights, ctx.transposed, grads)
+        out: list[Tensor | None] = []
+        for i, grad in enumerate(grads):
+            needs_weight, needs_bias = ctx.needs_input_grad[3 + 2 * i], ctx.needs_input_grad[4 + 2 * i]
+            out.append(weight_grad(seen, grad, ctx.transposed[i]) if needs_weight and grad is not None else None)
+            has = needs_bias and ctx.has_bias[i] and grad is not None
+            out.append(grad.reshape(-1, grad.shape[-1]).sum(0) if has and grad is not None else None)
+        return (None if pending is None else pending.wait(), None, None, *out)
+
+
+def _start_input_grad(
+    how: _How, seen: Tensor, weights: Sequence[Tensor], transposed: Sequence[bool], grads: Sequence[Tensor | None]
+) -> Pending:
+    total = None
+    for weight, t, grad in zip(weights, transposed, grads, strict=True):
+        if grad is None:
+            continue
+        flat = grad.reshape(-1, grad.shape[-1])
+        matrix = weight.t() if t else weight
+        total = flat @ matrix if total is None else total.addmm_(flat, matrix)
+    whole = torch.zeros_like(seen) if total is None else total.view(seen.shape)
+    if how.sequence is None:
+        return start_all_reduce(whole, how.axis)
+    return start_reduce_scatter(whole, how.axis, SEQUENCE_DIM)
+
+
+def _multiply_in_ring(
+    x: Tensor, how: _How, pairs: Sequence[tuple[Tensor | None, Tensor | None]]
+) -> tuple[Tensor, list[Tensor]]:
+    assert how.sequence is not None
+    full = how.sequence.full
+    widths = [c.local_out for c in how.columns]
+    outputs = [x.new_empty((x.shape[0], full, width)) for width in widths]
+
+    def multiply(stretch: Tensor, start: int, end: int) -> None:
+        for (w, b), out, column in zip(pairs, outputs, how.columns, strict=True):
+            assert w is not None
+            out[:, start:end] = matmul_in(stretch, w, b, column.transposed)
+
+    return ring_gather(x, how.axis, full, multiply), outputs
+
+
+class RowExit(Function):
+    """The row-parallel linear: this rank's partial product, summed over the ranks. The bias comes after.
+
+    Plain: forward one all-reduce of B*S*H. With sequence parallelism: forward one reduce-scatter, backward one
+    all-gather of B*S*H.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, axis: Axis, sequence: SequenceRegion | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.transposed, ctx.axis, ctx.sequence = transposed, axis, sequence
+        if sequence is None:
+            return start_all_reduce(matmul_in(x, weight, None, transposed), axis).wait()
+        ctx.full = sequence.full
+        if sequence.overlap:
+            return ring_scatter(lambda a, b: matmul_in(x[:, a:b], weight, None, transposed), axis, ctx.full)
+        return start_reduce_scatter(matmul_in(x, weight, None, transposed), axis, SEQUENCE_DIM).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        x, weight = ctx.saved_tensors
+        transposed, x_grad = ctx.transposed, None
+        if ctx.sequence is not None and ctx.sequence.overlap and ctx.needs_input_grad[0]:
+            x_grad = torch.empty_like(x)
+
+            def multiply(stretch: Tensor, start: int, end: int) -> None:
+                x_grad[:, start:end] = matmul_in(stretch, weight, None, not transposed)
+
+            grad = ring_gather(grad, ctx.axis, ctx.full, multiply)
+        else:
+            if ctx.sequence is not None:
+                grad = all_gather(grad, ctx.axis, SEQUENCE_DIM, ctx.full)
+            if ctx.needs_input_grad[0]:
+                x_grad = matmul_in(grad, weight, None, not transposed)
+        w_grad = weight_grad(x, grad, transposed) if ctx.needs_input_grad[1] else None
+        return x_grad, w_grad, None, None, None
+
+
+def register_entry(module: nn.Module, block: Block) -> Any:
+    """Makes ``module`` the entry of ``block``: its first tensor argument enters before its forward runs."""
+
+    def enter(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args and isinstance(args[0], Tensor):
+            return (block.enter(args[0], mod.training), *args[1:]), kwargs
+        name = "hidden_states" if "hidden_states" in kwargs else next(k for k, v in kwargs.items() if isinstance(v, Tensor))
+        return args, {**kwargs, name: block.enter(kwargs[name], mod.training)}
+
+    return module.register_forward_pre_hook(enter, with_kwargs=True)

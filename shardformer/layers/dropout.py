@@ -1,0 +1,48 @@
+"""Dropout by hand-written models: inside a block each tensor rank needs its own mask, outside all need the same.
+
+Models that a policy shards need neither class: their blocks switch the random stream at entry and exit, for any
+dropout inside, also in attention (``shardformer.layers.block.RandomStream``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardformer.context import Axis
+from shardformer.layers.block import RandomStream
+from shardformer.layers.parallel_module import GroupLike
+
+
+class DropoutForParallelInput(nn.Module):
+    """Dropout on this rank's part of an activation: the masks differ by tensor rank. Communicates nothing."""
+
+    def __init__(self, p: float = 0.5, inplace: bool = False, process_group: GroupLike = None) -> None:
+        super().__init__()
+        self.p, self.inplace = p, inplace
+        self._stream = RandomStream(Axis.of(process_group))
+
+    @classmethod
+    def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
+        assert isinstance(module, nn.Dropout)
+        return cls(module.p, module.inplace, process_group).train(module.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        self._stream.enter(x)
+        try:
+            return F.dropout(x, self.p, True, self.inplace)
+        finally:
+            self._stream.leave()
+
+
+class DropoutForReplicatedInput(nn.Dropout):
+    """Dropout on an activation that all tensor ranks hold: the masks are the same, as the random streams outside are."""
+
+    @classmethod
+    def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
+        assert isinstance(module, nn.Dropout)
+        return cls(module.p, module.inplace).train(module.training)

@@ -1,0 +1,281 @@
+"""Norms by torch's fused kernels, with the numbers of the class that they stand for.
+
+RMS norms of transformers differ in where they round and in what they do with the weight. Which of the known kinds a
+module is gets proven, not guessed from its name: a twin of it with other weights is run on a few numbers in several
+dtypes, and the kind whose formula gives the same is taken. A module that no formula matches is refused.
+"""
+
+# H hidden; x is (..., H), statistics are taken over H in fp32
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardformer.errors import ConfigError
+
+HALF = (torch.bfloat16, torch.float16)
+EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
+
+
+def _scaled(x: Tensor, eps: float) -> Tensor:
+    """x over its root mean square, computed in fp32 and given in fp32."""
+    x = x.to(torch.float32)
+    return F.rms_norm(x, x.shape[-1:], None, eps)
+
+
+def _one_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, eps).to(x.dtype)  # autocast may have computed it in fp32
+
+
+def _llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Rounded to the dtype of x, then times the weight."""
+    # in 16 bit the kernel rounds once, after the weight: at most one unit in the last place from rounding twice
+    if x.dtype == weight.dtype != torch.float64:
+        return _one_kernel(x, weight, eps)
+    return weight * _scaled(x, eps).to(x.dtype)
+
+
+def _t5(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Only the statistics in fp32; rounded to the dtype of the weight if that has 16 bit."""
+    if x.dtype == weight.dtype != torch.float64:
+        return _one_kernel(x, weight, eps)
+    if x.dtype == torch.float64:
+        scaled = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)
+    else:
+        scaled = _scaled(x, eps)
+    return weight * (scaled.to(weight.dtype) if weight.dtype in HALF else scaled)
+
+
+def _gemma(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Times one plus the weight in fp32, then rounded to the dtype of x."""
+    x32 = x.to(torch.float32)
+    return F.rms_norm(x32, x32.shape[-1:], 1.0 + weight.to(torch.float32), eps).to(x.dtype)
+
+
+def _olmo(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Times the weight, then rounded to the dtype of x."""
+    if x.dtype == weight.dtype != torch.float64:
+        return _one_kernel(x, weight, eps)
+    return (weight * _scaled(x, eps)).to(x.dtype)
+
+
+def _torch(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
+    """nn.RMSNorm: all in the dtype of x, statistics in fp32 or, for fp64, fp64."""
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+RMS_KINDS: dict[str, Callable[..., Tensor]] = {
+    "llama": _llama,
+    "t5": _t5,
+    "gemma": _gemma,
+    "olmo": _olmo,
+    "torch": _torch,
+}
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """Layer norm by one kernel: (..., H) -> (..., H). Communicates nothing."""
+
+    @classmethod
+    def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedLayerNorm:
+        """The fused norm around the parameters of ``module``: nn.LayerNorm or a class that computes the same.
+
+        Raises ConfigError when ``module`` computes something else.
+        """
+        _refuse_options(cls, kwargs)
+        shape = _normalized_shape(module)
+        if shape is None or not _is_layer_norm(module, shape):
+            raise _not_recognised(cls, module)
+        eps = _eps(module)
+        assert eps is not None
+        norm = cls(shape, eps=eps, elementwise_affine=False)
+        norm.elementwise_affine = module._parameters.get("weight") is not None
+        _take_over(norm, module, ("weight", "bias"))
+        return norm
+
+
+class FusedRMSNorm(nn.Module):
+    """RMS norm by torch's fused kernel: (..., H) -> (..., H), as the class it stands for. Communicates nothing.
+
+    ``kind`` says which (llama, t5, gemma, olmo, torch): where it rounds, and whether the weight is an offset from 1.
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(self, kind: str, eps: float | None) -> None:
+        super().__init__()
+        self.kind, self.eps = kind, eps
+        self._compute = RMS_KINDS[kind]
+
+    @classmethod
+    def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedRMSNorm:
+        """The fused norm around the weight of ``module``: any RMS norm whose numbers one of the kinds gives.
+
+        Raises ConfigError when none does.
+        """
+        _refuse_options(cls, kwargs)
+        shape = _normalized_shape(module)
+        kind = _rms_kind(module, shape) if shape is not None and len(shape) == 1 else None
+        if kind is None:
+            raise _not_recognised(cls, module)
+        norm = cls(kind, _eps(module))
+        _take_over(norm, module, ("weight",))
+        return norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._compute(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        size = "" if self.weight is None else f"{self.weight.shape[0]}, "
+        return f"{size}eps={self.eps}, kind={self.kind}"
+
+
+def fused_norm(module: nn.Module) -> nn.Module:
+    """The fused norm that stands for ``module``, around its own parameters.
+
+    >>> fused_norm(nn.RMSNorm(8, eps=1e-6))
+    FusedRMSNorm(8, eps=1e-06, kind=torch)
+
+    Raises ConfigError when it is neither a layer norm nor an RMS norm of a known kind.
+    """
+    if isinstance(module, FusedLayerNorm | FusedRMSNorm):
+        return module
+    shape = _normalized_shape(module)
+    if shape is not None and _is_layer_norm(module, shape):
+        return FusedLayerNorm.from_native_module(module)
+    return FusedRMSNorm.from_native_module(module)
+
+
+def _take_over(norm: nn.Module, module: nn.Module, names: tuple[str, ...]) -> None:
+    """The parameters themselves, and the plain attributes that other code may read (``variance_epsilon``, ...)."""
+    for name in names:
+        norm.register_parameter(name, module._parameters.get(name))
+    for name, value in vars(module).items():
+        if not name.startswith("_") and name not in ("training", "forward") and not hasattr(norm, name):
+            setattr(norm, name, value)
+    norm.train(module.training)
+
+
+def _eps(module: nn.Module) -> float | None:
+    return next((getattr(module, name) for name in EPS_NAMES if isinstance(getattr(module, name, None), float)), None)
+
+
+def _normalized_shape(module: nn.Module) -> tuple[int, ...] | None:
+    """The dims that are normalised; None for a module with other parameters, or other inputs, than those of a norm."""
+    if not set(module._parameters) <= {"weight", "bias"} or module._modules or module._buffers:
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return None  # a gate, a condition
+    weight = module._parameters.get("weight")
+    if weight is not None:
+        return tuple(weight.shape)
+    shape = getattr(module, "normalized_shape", None)
+    return tuple(shape) if isinstance(shape, tuple) else None
+
+
+# -- proof ----------------------------------------------------------------------------------------------------------
+
+# of x and of the weight; the mixed ones tell apart where a class rounds and which dtype it gives
+PROBES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float64, torch.float64),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+)
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float64: 3e-7}  # relative; bf16: one unit in the last place
+
+
+def _waves(shape: tuple[int, ...], step: float) -> Tensor:
+    """Numbers in (-1, 1) that look irregular and take nothing from the random stream."""
+    num = torch.Size(shape).numel()
+    return torch.sin(torch.arange(1, num + 1, dtype=torch.float64) * step).reshape(shape)
+
+
+def _twin(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of a norm on the CPU, with parameters of its own that are neither 0 nor 1."""
+    twin = copy.copy(module)
+    twin._parameters = {
+        name: None if p is None else nn.Parameter((1.3 + _waves(tuple(p.shape), 0.9 + 0.2 * i)).to(dtype))
+        for i, (name, p) in enumerate(module._parameters.items())
+    }
+    return twin
+
+
+def _runs(module: nn.Module, shape: tuple[int, ...], mixed: bool) -> Iterator[tuple[Tensor, nn.Module, Tensor | None]]:
+    """For each probe its input, the twin, and what the twin's own forward gives; None where that raises."""
+    sizes = torch.tensor([1.0, 1e-3, 30.0], dtype=torch.float64).reshape(3, *[1] * len(shape))
+    for x_dtype, weight_dtype in PROBES:
+        if x_dtype != weight_dtype and not mixed:
+            continue
+        x = (_waves((3, *shape), 0.7) * sizes).to(x_dtype)
+        twin = _twin(module, weight_dtype)
+        try:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+                y = twin.forward(x)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            y = None  # not of this kind, or not made for this pair of dtypes
+        if y is not None or x_dtype == weight_dtype:
+            yield x, twin, y
+
+
+def _error(ours: Tensor, native: Tensor | None) -> float:
+    """The largest deviation by element, as a multiple of the bound of its dtype."""
+    if not isinstance(native, Tensor) or native.dtype != ours.dtype or native.shape != ours.shape:
+        return float("inf")
+    a, b = ours.to(torch.float64), native.to(torch.float64)
+    return float(((a - b).abs() / b.abs().clamp(min=1e-4)).max()) / BOUNDS[native.dtype]
+
+
+def _is_layer_norm(module: nn.Module, shape: tuple[int, ...]) -> bool:
+    eps = _eps(module)
+    if eps is None:
+        return False
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return all(
+            _error(F.layer_norm(x, shape, twin._parameters.get("weight"), twin._parameters.get("bias"), eps), y) <= 1
+            for x, twin, y in _runs(module, shape, mixed=False)
+        )
+
+
+def _rms_kind(module: nn.Module, shape: tuple[int, ...]) -> str | None:
+    if module._parameters.get("bias") is not None:
+        return None
+    eps, weight = _eps(module), module._parameters.get("weight")
+    kinds = {name: f for name, f in RMS_KINDS.items() if name == "torch" or (weight is not None and eps is not None)}
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it has no fused kernel for mixed dtypes
+        runs = list(_runs(module, shape, mixed=True))
+        errors = {
+            name: max(_error(f(x, twin._parameters.get("weight"), eps), y) for x, twin, y in runs)
+            for name, f in kinds.items()
+        }
+    best = min(errors, key=lambda name: errors[name])
+    return best if errors[best] <= 1 else None
+
+
+def _refuse_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
+    if options:
+        raise ConfigError(
+            f"{cls.__name__} was given {', '.join(f'{k}={v!r}' for k, v in options.items())}",
+            rule="A norm takes everything from the module it stands for",
+            remedy="Leave the options out",
+        )
+
+
+def _not_recognised(cls: type[nn.Module], module: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"{cls.__name__} was given a {type(module).__name__}, whose numbers it does not give",
+        rule="A fused norm stands for a layer norm, or for an RMS norm that rounds and scales as the one of LLaMA, T5, "
+        "Gemma, OLMo 2 or torch",
+        remedy="Leave enable_fused_normalization off for this model, or leave this module out of the policy's norms",
+    )

@@ -1,0 +1,1 @@
+"""Optimizers, loss scaling and the gradient norm of sharded models."""

@@ -1,0 +1,102 @@
+"""ShardConfig: what is asked of the sharder. Every combination is either done or refused before anything changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from shardformer.context import ParallelContext
+from shardformer.errors import ConfigError, nearest
+
+TENSOR_PARALLEL_MODES = ("1d",)
+EXTRA_KWARGS = ("check_inputs", "bucket_bytes")
+
+
+@dataclass
+class ShardConfig:
+    """How a model is sharded.
+
+    Args:
+        tensor_parallel_process_group: the group of the tensor axis. None means all processes.
+        pipeline_stage_manager: the stages of a pipeline. This version has none, and refuses one.
+        enable_tensor_parallelism: whether weights are cut over the tensor axis.
+        enable_fused_normalization: torch's fused layer and RMS norm in place of the model's own classes.
+        enable_flash_attention: torch's flash or memory-efficient attention, or the flash-attn package where it fits.
+        enable_jit_fused: element-wise chains (bias and activation, bias, dropout and residual, gate) compiled to one kernel.
+        enable_sequence_parallelism: between blocks each tensor rank holds a stretch of the sequence.
+        enable_sequence_overlap: the gathers and scatters of sequence parallelism run under the matmuls beside them.
+        enable_all_optimization: all five of the above.
+        tensor_parallel_mode: "1d".
+        extra_kwargs: ``check_inputs`` (default True: at the first forward, the tensor ranks compare what they were
+            fed), ``bucket_bytes`` (size of a bucket of gradients, default 25 MB).
+        context: the grid from ``launch_from_torch``; it brings the data axis too.
+    """
+
+    tensor_parallel_process_group: dist.ProcessGroup | None = None
+    pipeline_stage_manager: Any = None
+    enable_tensor_parallelism: bool = True
+    enable_fused_normalization: bool = False
+    enable_flash_attention: bool = False
+    enable_jit_fused: bool = False
+    enable_sequence_parallelism: bool = False
+    enable_sequence_overlap: bool = False
+    enable_all_optimization: bool = False
+    tensor_parallel_mode: str = "1d"
+    extra_kwargs: dict[str, Any] = field(default_factory=dict)
+    context: ParallelContext | None = None
+
+    def __post_init__(self) -> None:
+        if self.enable_all_optimization:
+            self.enable_fused_normalization = self.enable_flash_attention = self.enable_jit_fused = True
+            if self.enable_tensor_parallelism:
+                self.enable_sequence_parallelism = self.enable_sequence_overlap = True
+        if self.enable_sequence_overlap and not self.enable_sequence_parallelism:
+            raise ConfigError(
+                "enable_sequence_overlap=True with enable_sequence_parallelism=False",
+                rule="The overlap hides the communication of sequence parallelism, which is off",
+                remedy="Set enable_sequence_parallelism=True too, or leave both off",
+            )
+        if self.enable_sequence_parallelism and not self.enable_tensor_parallelism:
+            raise ConfigError(
+                "enable_sequence_parallelism=True with enable_tensor_parallelism=False",
+                rule="The sequence is cut over the tensor axis, between tensor-parallel blocks",
+                remedy="Set enable_tensor_parallelism=True, or leave sequence parallelism off",
+            )
+        if self.tensor_parallel_mode not in TENSOR_PARALLEL_MODES:
+            raise ConfigError(
+                f"tensor_parallel_mode={self.tensor_parallel_mode!r}",
+                rule=f"The modes are {', '.join(TENSOR_PARALLEL_MODES)}",
+                remedy="Use tensor_parallel_mode='1d'",
+            )
+        if self.pipeline_stage_manager is not None:
+            raise ConfigError(
+                f"pipeline_stage_manager={type(self.pipeline_stage_manager).__name__}(...)",
+                rule="This version cuts weights over the tensor axis and batches over the data axis, not layers",
+                remedy="Leave pipeline_stage_manager out and use launch_from_torch(tensor=..., data=...)",
+            )
+        for name in self.extra_kwargs:
+            if name not in EXTRA_KWARGS:
+                raise ConfigError(
+                    f"extra_kwargs holds {name!r}",
+                    rule=f"It takes {', '.join(EXTRA_KWARGS)}",
+                    remedy=nearest(name, EXTRA_KWARGS),
+                )
+
+    def resolve_context(self) -> ParallelContext:
+        """The grid to shard over: the one given, one around the group given, or all processes as the tensor axis."""
+        if self.context is None:
+            return ParallelContext.from_group(self.tensor_parallel_process_group)
+        if self.tensor_parallel_process_group is not None:
+            raise ConfigError(
+                "Both context and tensor_parallel_process_group were given",
+                rule="A context names its tensor group itself",
+                remedy="Give one of the two",
+            )
+        return self.context
+
+    def options(self) -> dict[str, bool | str]:
+        """The options by name, for the plan's hash and for ``describe``."""
+        names = [n for n in self.__dataclass_fields__ if n.startswith("enable_")]
+        return {**{n: bool(getattr(self, n)) for n in names}, "tensor_parallel_mode": self.tensor_parallel_mode}

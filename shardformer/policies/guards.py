@@ -1,0 +1,112 @@
+"""What a sharded model checks and refuses once it is in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.comm.collectives import all_gather, gather_objects
+from shardformer.context import Axis
+from shardformer.errors import ConfigError, InputError
+from shardformer.comm.params import gather_param, param_specs
+from shardformer.policies.config import ShardConfig
+from shardformer.policies.record import ShardRecord, record_of
+
+
+def guard_model(model: nn.Module, record: ShardRecord, config: ShardConfig) -> None:
+    """Installs the checks of a forward, and lets ``save_pretrained`` write full weights."""
+    _Guard(model, record, config)
+    for name, method in (("save_pretrained", _save_pretrained), ("resize_token_embeddings", _refuse_resize)):
+        if hasattr(model, name):
+            setattr(model, name, method.__get__(model))
+            record.add(name, name, method, kind="method")
+
+
+class _Guard:
+    """Before a forward: gradients are hooked, and once the tensor ranks compare what they were fed."""
+
+    def __init__(self, model: nn.Module, record: ShardRecord, config: ShardConfig) -> None:
+        self._record, self._config = record, config
+        self._compared = not config.extra_kwargs.get("check_inputs", True) or record.context.tensor.size == 1
+        model.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._record.averager is not None:
+            self._record.averager.refresh()
+        self._refuse_outputs(model, kwargs)
+        if not self._compared:
+            self._compared = True
+            compare_inputs([*args, *kwargs.values()], self._record.context.tensor)
+
+    def _refuse_outputs(self, model: nn.Module, kwargs: dict[str, Any]) -> None:
+        if self._record.context.tensor.size == 1:
+            return
+        settings = getattr(model, "config", None)
+        for name, when in (("output_attentions", True), ("output_hidden_states", self._config.enable_sequence_parallelism)):
+            asked = kwargs.get(name)
+            if when and (getattr(settings, name, False) if asked is None else asked):
+                part = "heads" if name == "output_attentions" else "stretch of the sequence"
+                raise ConfigError(
+                    f"{name}=True on a model that is sharded over {self._record.context}",
+                    rule=f"Between the blocks each tensor rank holds its own {part} only",
+                    remedy=f"Leave {name} off, or run the plain model for it",
+                )
+
+
+def compare_inputs(values: list[Any], axis: Axis) -> None:
+    """Raises InputError on every rank when the tensor ranks were not fed the same tensors. One small all-gather."""
+    marks = [_mark(v) for v in values if isinstance(v, Tensor)]
+    mine = torch.stack(marks)[None] if marks else torch.zeros(1, 1, 3, dtype=torch.float64)
+    counts = gather_objects(mine.shape[1], axis)
+    same = len(set(counts)) == 1 and bool((lambda e: (e == e[0]).all())(all_gather(mine, axis, 0, purpose="check")))
+    if not same:
+        raise InputError(
+            f"The {axis.size} tensor ranks were fed different batches",
+            rule="Tensor ranks compute one batch together; only data ranks have batches of their own",
+            remedy="Draw the batch by the data rank: context.data.rank of context.data.size, not the global rank",
+        )
+
+
+def _mark(t: Tensor) -> Tensor:
+    flat = t.detach().reshape(-1).cpu().double().nan_to_num()
+    weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64).cos()
+    return torch.stack([torch.tensor(float(t.numel()), dtype=torch.float64), flat.sum(), (flat * weights).sum()])
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The plain model's state dict: every parameter and buffer whole, on the CPU, on every rank.
+
+    All ranks of the tensor axis call it. Communicates one all-gather a sharded parameter.
+    """
+    axis, specs = record_of(model).context.tensor, param_specs(model)
+    known: dict[int, Tensor] = {}
+    out = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in known:
+            spec = specs.get(name)
+            known[id(value)] = value.detach() if spec is None else gather_param(value, spec, axis)
+        out[name] = known[id(value)].cpu()
+    return out
+
+
+def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
+    """As on the plain model: full weights, written by the first rank. All ranks call it."""
+    context = record_of(self).context
+    state = kwargs.pop("state_dict", None) or full_state_dict(self)
+    if context.tensor.rank == 0 and context.data.rank == 0:
+        native: Callable[..., None] = type(self).save_pretrained
+        native(self, save_directory, state_dict=state, **kwargs)
+    for axis in (context.tensor, context.data):
+        gather_objects(None, axis)
+
+
+def _refuse_resize(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Refused: the table is cut over the ranks."""
+    raise ConfigError(
+        "resize_token_embeddings on a sharded model",
+        rule="The vocabulary is cut over the tensor ranks when the model is sharded",
+        remedy="Resize the plain model, then shard it",
+    )

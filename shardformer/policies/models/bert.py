@@ -1,0 +1,25 @@
+"""BERT: post-norm encoder (a decoder on request), learned positions, the output projections beside what they close."""
+
+from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+
+
+class BertPolicy(RolePolicy):
+    stack = Stack(
+        "encoder.layer",
+        [
+            Attention("attention.self", q="query", k="key", v="value", out=".attention.output.dense"),
+            Attention(
+                "crossattention.self",
+                q="query",
+                k="key",
+                v="value",
+                out=".crossattention.output.dense",
+                reads_context=True,
+                optional=True,
+            ),
+            MLP("intermediate", up="dense", down=".output.dense"),
+        ],
+        context=("encoder", "encoder_hidden_states"),
+    )
+    embedding, head = "embeddings.word_embeddings", "cls.predictions.decoder"
+    whole = ("embeddings.position_embeddings", "embeddings.token_type_embeddings", "pooler?")

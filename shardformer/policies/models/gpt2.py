@@ -1,0 +1,26 @@
+"""GPT-2: pre-norm decoder, learned positions, q, k and v in one Conv1D behind each other, cross-attention on request."""
+
+from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+
+
+class GPT2Policy(RolePolicy):
+    stack = Stack(
+        "h",
+        [
+            Attention("attn", qkv="c_attn", out="c_proj", attributes={"split_size": "width"}),
+            Attention(
+                "crossattention",
+                q="q_attn",
+                kv="c_attn",
+                out="c_proj",
+                attributes={"split_size": "width"},
+                reads_context=True,
+                optional=True,
+            ),
+            MLP("mlp", up="c_fc", down="c_proj"),
+        ],
+        final_norm="ln_f",
+        context=("", "encoder_hidden_states"),
+    )
+    embedding, head = "wte", "lm_head"
+    whole = ("wpe",)

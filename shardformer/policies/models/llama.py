@@ -1,0 +1,17 @@
+"""LLaMA: pre-norm decoder, rotary positions, grouped KV heads, gated MLP."""
+
+from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+
+
+class LlamaPolicy(RolePolicy):
+    stack = Stack(
+        "layers",
+        [
+            Attention(
+                "self_attn", q="q_proj", k="k_proj", v="v_proj", out="o_proj", attributes={"num_key_value_groups": "groups"}
+            ),
+            MLP("mlp", up=["gate_proj", "up_proj"], down="down_proj"),
+        ],
+        final_norm="norm",
+    )
+    embedding, head = "embed_tokens", "lm_head"

@@ -1,0 +1,134 @@
+"""What stacks and parameters need beside the replaced layers: sequence regions, contexts, and agreed gradients."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.comm.conjugates import enter_block
+from shardformer.comm.gradients import BUCKET_BYTES, Entry, GradientAverager
+from shardformer.context import Axis, ParallelContext
+from shardformer.errors import PolicyError
+from shardformer.layers.block import SequenceRegion
+from shardformer.comm.params import param_specs
+from shardformer.layout import ShardSpec
+from shardformer.policies.config import ShardConfig
+from shardformer.policies.plan import Plan
+from shardformer.policies.policy import StackDescription
+
+
+def register_stack(model: nn.Module, stack: StackDescription, axis: Axis, region: SequenceRegion | None) -> None:
+    """Lets the states of another stack enter once for all layers, and cuts the sequence between first and last layer."""
+    if stack.context is not None:
+        _register_context(model.get_submodule(stack.context[0]), stack.context[1], axis)
+    if region is None:
+        return
+    layers = model.get_submodule(stack.layers)
+    assert isinstance(layers, nn.ModuleList)
+
+    def split(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (region.split(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": region.split(kwargs["hidden_states"])}
+
+    def join(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (region.join(output[0]), *output[1:])
+        return region.join(output)
+
+    layers[0].register_forward_pre_hook(split, with_kwargs=True)
+    last = model.get_submodule(stack.final_norm) if stack.final_norm else layers[-1]
+    last.register_forward_hook(join)
+
+
+def _register_context(module: nn.Module, name: str, axis: Axis) -> None:
+    names = list(inspect.signature(module.forward).parameters)
+    if name not in names:
+        raise PolicyError(
+            f"{type(module).__name__}.forward has no argument {name!r}",
+            rule="A stack's context is named by the module and the argument that bring it",
+            remedy=f"Its arguments are {', '.join(names)}",
+        )
+    position = names.index(name)
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if isinstance(kwargs.get(name), Tensor):
+            return args, {**kwargs, name: enter_block(kwargs[name], axis)}
+        if len(args) > position and isinstance(args[position], Tensor):
+            return (*args[:position], enter_block(args[position], axis), *args[position + 1 :]), kwargs
+        return args, kwargs
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+
+
+def uses_dropout(model: nn.Module) -> bool:
+    """Whether the model draws random numbers when it trains: a dropout module, or a dropout field of its config."""
+    if any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):
+        return True
+    config = getattr(model, "config", None)
+    fields = vars(config) if config is not None else {}
+    return any(("drop" in name) and isinstance(v, float) and v > 0 for name, v in fields.items())
+
+
+def average_gradients(
+    model: nn.Module, plan: Plan, context: ParallelContext, config: ShardConfig
+) -> GradientAverager | None:
+    """Sees to it that every gradient is the one of the plain model: over data, and where a rank has a summand only."""
+    tensor, data = context.tensor, context.data
+    partial = partial_parameters(model, plan, config) if tensor.size > 1 else set()
+    specs = param_specs(model)
+    both = context.merged("data", "tensor") if tensor.size > 1 and data.size > 1 else (tensor if data.size == 1 else data)
+    entries, seen = [], set()
+    for name, param in model.named_parameters():
+        if id(param) in seen:
+            continue
+        seen.add(id(param))
+        entry = _entry(param, specs[name], name in partial, tensor, data, both)
+        if entry is not None:
+            entries.append(entry)
+    if not entries:
+        return None
+    return GradientAverager(entries, config.extra_kwargs.get("bucket_bytes", BUCKET_BYTES))
+
+
+def _entry(param: Tensor, spec: ShardSpec, is_partial: bool, tensor: Axis, data: Axis, both: Axis) -> Entry | None:
+    held_by = spec.multiplicity(tensor.rank)
+    if isinstance(held_by, Tensor):
+        dim, split = next(iter(spec.splits.items()))
+        copies = torch.tensor(split.multiplicity, dtype=torch.float64) * data.size
+        shape = [-1 if d == dim else 1 for d in range(len(spec.shape))]
+        shared = (dim, split.indices(tensor.rank), tuple(spec.shape))
+        return Entry(param, both, held_by.double(), copies.reshape(shape), shared)
+    if is_partial:
+        return Entry(param, both, tensor.size, tensor.size * data.size)
+    return Entry(param, data, 1, data.size) if data.size > 1 else None
+
+
+def partial_parameters(model: nn.Module, plan: Plan, config: ShardConfig) -> set[str]:
+    """Names of whole parameters of which a rank's backward gives a summand only.
+
+    Inside a block, between entry and exit, they see this rank's heads. With sequence parallelism those between the
+    blocks of a stack, and the biases added after an exit, see this rank's stretch of the sequence.
+    """
+    specs = param_specs(model)
+    inside: set[str] = set()
+    after: set[str] = set()
+    for target in plan.targets:
+        prefix = f"{target.path}." if target.path else ""
+        for block in target.description.blocks or []:
+            inside.add(f"{prefix}{block.entry}.")
+            after.add(f"{prefix}{block.row}.bias")
+    stretched = [f"{s.layers}." for s in plan.stacks] + [f"{s.final_norm}." for s in plan.stacks if s.final_norm]
+    out = set()
+    for name in specs:
+        if specs[name].is_sharded:
+            continue
+        if name in after or not name.startswith(tuple(inside)):
+            if config.enable_sequence_parallelism and name.startswith(tuple(stretched)):
+                out.add(name)
+        else:
+            out.add(name)
+    return out

@@ -1,0 +1,80 @@
+"""Which policy a model gets: the user's own, else the registered one of its family, else an error that helps.
+
+The registry is data: model type, as a transformers config names it, to where the policy stands. A policy's module is
+imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from shardformer.errors import PolicyError, nearest
+from shardformer.policies.policy import Policy
+
+
+@dataclass(frozen=True)
+class PolicyLocation:
+    """Where a policy stands: a module of ``shardformer.policies.models`` (or a full module name), and its class."""
+
+    file_name: str
+    class_name: str
+
+    def load(self) -> type[Policy]:
+        name = self.file_name if "." in self.file_name else f"shardformer.policies.models.{self.file_name}"
+        policy: type[Policy] = getattr(import_module(name), self.class_name)
+        return policy
+
+
+FAMILIES = MappingProxyType(
+    {
+        "bert": PolicyLocation("bert", "BertPolicy"),
+        "gpt2": PolicyLocation("gpt2", "GPT2Policy"),
+        "llama": PolicyLocation("llama", "LlamaPolicy"),
+        "t5": PolicyLocation("t5", "T5Policy"),
+    }
+)
+
+EXAMPLE = '''
+    import shardformer
+    from shardformer import Attention, MLP, RolePolicy, Stack
+
+    class MyPolicy(RolePolicy):
+        stack = Stack("layers", [                       # the ModuleList of layers, from the base model
+            Attention("attn", q="q", k="k", v="v", out="o"),
+            MLP("mlp", up="fc1", down="fc2"),
+        ])
+        embedding = "embed"
+
+    model = shardformer.shard_model(model, policy=MyPolicy)
+'''
+
+
+def resolve_policy(model: nn.Module, policy: Policy | type[Policy] | None) -> tuple[Policy, str]:
+    """The policy for ``model`` and the link of the chain that gave it.
+
+    Raises PolicyError for a model of an unknown family, with an example of a policy.
+    """
+    if policy is not None:
+        chosen = policy() if isinstance(policy, type) else policy
+        if not isinstance(chosen, Policy):
+            raise PolicyError(
+                f"policy={policy!r}",
+                rule="A policy is an instance or a subclass of shardformer.Policy",
+                remedy="Derive the class from shardformer.Policy or shardformer.RolePolicy",
+            )
+        return chosen, f"the user's policy {type(chosen).__name__}"
+    config: Any = getattr(model, "config", None)
+    family = getattr(config, "model_type", None)
+    if family in FAMILIES:
+        return FAMILIES[family].load()(), f"the registered family {family!r}"
+    tried = f"its config names the model type {family!r}" if family else "it has no config with a model type"
+    raise PolicyError(
+        f"No policy for {type(model).__name__}: {tried}, and no policy was given",
+        rule=f"The registered families are {', '.join(FAMILIES)}",
+        remedy=(f"{nearest(family, FAMILIES)} " if family else "") + f"Say what the model is made of:\n{EXAMPLE}",
+    )

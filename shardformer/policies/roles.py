@@ -1,0 +1,343 @@
+"""Roles: what a model is made of, as a table. ``RolePolicy`` turns it into descriptions of modules.
+
+Paths in a table are relative: a stack's to the base model (so one table serves every head class), an attention's or an
+MLP's to one layer, and what it holds to that module; a leading dot makes such a path relative to the layer again
+(BERT keeps the output projection beside the attention). A trailing ``?`` marks what some of the models lack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardformer.errors import ConfigError, PolicyError, nearest
+from shardformer.layers.embedding import Embedding1D, VocabParallelEmbedding1D
+from shardformer.layers.linear import Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D, is_linear, is_transposed
+from shardformer.layout import Split
+from shardformer.policies.heads import HeadLayout
+from shardformer.policies.policy import (
+    BlockDescription,
+    ModuleKey,
+    ModulePolicyDescription,
+    Policy,
+    StackDescription,
+    SubModuleReplacementDescription,
+)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention of a layer. Name the projections it has: q, k and v, or a fused qkv, or q and a fused kv.
+
+    Args:
+        at: path of the module; its first tensor argument is what enters.
+        out: the output projection.
+        q, k, v, qkv, kv: the projections; fused ones lie behind each other (q, then k, then v).
+        interleaved: the fused ones lie head by head instead: q, k, v of head 0, then of head 1, ...
+        reads_context: k and v read another stack's states (cross-attention).
+        attributes: attribute of the module -> what it counts: "heads", "kv_heads", "groups" (query heads a KV head)
+            or "width" (heads times head dim). Only those that the forward reads.
+        tables: embeddings with one column a head (relative position bias).
+        optional: whether some models lack this attention.
+    """
+
+    at: str
+    out: str
+    q: str | None = None
+    k: str | None = None
+    v: str | None = None
+    qkv: str | None = None
+    kv: str | None = None
+    interleaved: bool = False
+    reads_context: bool = False
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    tables: Sequence[str] = ()
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class MLP:
+    """An MLP of a layer.
+
+    Args:
+        at: path of the module; its first tensor argument is what enters.
+        up: the linears that read the input (gate and up), of which those with a ``?`` may be lacking.
+        down: the linear at the exit.
+        fused: how many blocks lie behind each other in each of ``up`` (2 for a fused gate and up).
+        optional: whether some models lack it.
+    """
+
+    at: str
+    up: str | Sequence[str]
+    down: str
+    fused: int = 1
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack of equal layers.
+
+    Args:
+        layers: path of the ModuleList.
+        blocks: the attentions and MLPs of one layer.
+        final_norm: the norm behind the last layer.
+        context: (path of a module, name of its argument): the states that ``reads_context`` attentions read.
+        optional: whether some models lack it.
+    """
+
+    layers: str
+    blocks: Sequence[Attention | MLP]
+    final_norm: str | None = None
+    context: tuple[str, str] | None = None
+    optional: bool = False
+
+
+class RolePolicy(Policy):
+    """A policy that is a table of roles. See ``shardformer/policies/models`` for tables.
+
+    Class attributes:
+        stack: the model's stack or stacks.
+        embedding: embeddings over the vocabulary, relative to the base model.
+        head: the language model's head, relative to the whole model; head classes without one need no word.
+        whole: what stays whole on purpose although it is large or inside a layer, relative to the base model.
+        heads, kv_heads: fields of the config.
+    """
+
+    stack: Stack | Sequence[Stack]
+    embedding: str | Sequence[str] = ()
+    head: str | Sequence[str] = ()
+    whole: Sequence[str] = ()
+    heads: str = "num_attention_heads"
+    kv_heads: str = "num_key_value_heads"
+
+    @property
+    def base(self) -> str:
+        """Path of the base model inside the model that was given; empty when it is the base model itself."""
+        prefix = getattr(self.model, "base_model_prefix", "")
+        return prefix if prefix and isinstance(getattr(self.model, prefix, None), nn.Module) else ""
+
+    def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
+        out: dict[ModuleKey, ModulePolicyDescription] = {"": self._outside()}
+        for stack in self._present_stacks():
+            path = _join(self.base, stack.layers)
+            layer = _module(self.model, f"{path}.0")
+            found = [self._block(block, layer, path) for block in stack.blocks]
+            present = [description for description in found if description is not None]
+            out[f"{path}.*"] = _merged(present)
+        return out
+
+    def stacks(self) -> list[StackDescription]:
+        return [
+            StackDescription(
+                _join(self.base, s.layers),
+                _join(self.base, s.final_norm) if s.final_norm else None,
+                (_join(self.base, s.context[0]), s.context[1]) if s.context else None,
+            )
+            for s in self._present_stacks()
+        ]
+
+    def replicated(self) -> list[str]:
+        return [_join(self.base, path.rstrip("?")) for path in self.whole]
+
+    def _present_stacks(self) -> list[Stack]:
+        stacks = [self.stack] if isinstance(self.stack, Stack) else list(self.stack)
+        return [s for s in stacks if not s.optional or _find(self.model, _join(self.base, s.layers)) is not None]
+
+    def _outside(self) -> ModulePolicyDescription:
+        embeddings = [self.embedding] if isinstance(self.embedding, str) else self.embedding
+        heads = [self.head] if isinstance(self.head, str) else self.head
+        subs = [
+            SubModuleReplacementDescription(
+                _join(self.base, path.rstrip("?")), VocabParallelEmbedding1D, ignore_if_not_exist=path.endswith("?")
+            )
+            for path in embeddings
+        ]
+        subs += [SubModuleReplacementDescription(p, VocabParallelLMHead1D, ignore_if_not_exist=True) for p in heads]
+        return ModulePolicyDescription(sub_module_replacement=subs)
+
+    def _block(self, block: Attention | MLP, layer: nn.Module, path: str) -> ModulePolicyDescription | None:
+        at = _find(layer, block.at)
+        if at is None:
+            if block.optional:
+                return None
+            raise _no_match(f"{path}.*", block.at, layer)
+        if isinstance(block, MLP):
+            return self._mlp(block, layer, path)
+        return self._attention(block, layer, path)
+
+    def _mlp(self, mlp: MLP, layer: nn.Module, path: str) -> ModulePolicyDescription:
+        ups = _existing([mlp.up] if isinstance(mlp.up, str) else mlp.up, mlp.at, layer, path)
+        down = _relative(mlp.at, mlp.down)
+        width = _features(_linear(layer, ups[0], path), out=True)
+        if width // mlp.fused < self.axis.size:
+            raise ConfigError(
+                f"A tensor size of {self.axis.size} is more than the {width} features of {path}.*.{ups[0]}",
+                rule="Every tensor rank computes at least one of them",
+                remedy=f"Use a tensor size of {width // mlp.fused} or less",
+            )
+        split = Split.fused([width // mlp.fused] * mlp.fused, self.axis.size)
+        row = Split.even(_features(_linear(layer, down, path), out=False), self.axis.size)
+        return _block_description(mlp.at, {up: {"split": split} for up in ups}, {}, down, row)
+
+    def _attention(self, attention: Attention, layer: nn.Module, path: str) -> ModulePolicyDescription:
+        def full(name: str | None) -> str | None:
+            return None if name is None else _relative(attention.at, name)
+
+        layout = self._head_layout(attention, layer, path)
+        rank = self.axis.rank
+        fused_sizes = [layout.num_heads * layout.head_dim] + [layout.num_kv_heads * layout.head_dim] * 2
+        splits = [layout.query_split, layout.kv_split, layout.kv_split]
+        expand = layout.expand(rank)
+        kv: dict[str, Any] = {"split": layout.kv_split}
+        if expand is not None:
+            kv["expand"] = (layout.head_dim, expand)
+        columns: dict[str, dict[str, Any]] = {}
+        if attention.q:
+            columns[full(attention.q) or ""] = {"split": layout.query_split}
+        if attention.k and attention.v:
+            columns[full(attention.k) or ""] = columns[full(attention.v) or ""] = kv
+        for name, first in ((attention.qkv, 0), (attention.kv, 1)):
+            if name is not None:
+                columns[full(name) or ""] = {
+                    "split": self._fused_split(attention, layout, splits[first:], fused_sizes[first:], path)
+                }
+        context = {full(n) or "" for n in (attention.k, attention.v, attention.kv) if n and attention.reads_context}
+        entering = {name: kwargs for name, kwargs in columns.items() if name not in context}
+        others = {name: kwargs for name, kwargs in columns.items() if name in context}
+        description = _block_description(attention.at, entering, others, full(attention.out) or "", layout.query_split)
+        values = layout.values(rank)
+        description.attribute_replacement = {
+            f"{attention.at}.{name}": values[kind] for name, kind in attention.attributes.items()
+        }
+        description.sub_module_replacement = [
+            *(description.sub_module_replacement or []),
+            *(
+                SubModuleReplacementDescription(
+                    _relative(attention.at, table.rstrip("?")),
+                    Embedding1D,
+                    {"split": layout.table_split, "gather_output": False},
+                    ignore_if_not_exist=table.endswith("?"),
+                )
+                for table in attention.tables
+            ),
+        ]
+        return description
+
+    def _fused_split(
+        self, attention: Attention, layout: HeadLayout, splits: list[Split], sizes: list[int], path: str
+    ) -> Split:
+        if layout.num_kv_heads != layout.num_heads and any(layout.expand(r) for r in range(layout.ranks)):
+            raise ConfigError(
+                f"A tensor size of {layout.ranks} cuts the {layout.num_kv_heads} KV heads of {path}.*.{attention.at} unevenly",
+                rule="In a fused projection every rank's query heads read a whole number of KV heads each",
+                remedy=f"Use a tensor size that divides {layout.num_kv_heads} or {layout.num_heads}",
+            )
+        if attention.interleaved:
+            per_head = len(splits) * layout.head_dim
+            return Split.even(layout.num_heads * per_head, layout.ranks, unit=per_head)
+        return Split.stack(splits, sizes)
+
+    def _head_layout(self, attention: Attention, layer: nn.Module, path: str) -> HeadLayout:
+        config = getattr(self.model, "config", None)
+        num_heads = getattr(config, self.heads, None)
+        if not isinstance(num_heads, int):
+            raise PolicyError(
+                f"The config of {type(self.model).__name__} has no field {self.heads!r}",
+                rule="Attention is cut by whole heads, whose number the policy reads from the config",
+                remedy=nearest(self.heads, [n for n in vars(config) if "head" in n] if config is not None else []),
+            )
+        num_kv_heads = getattr(config, self.kv_heads, None) or num_heads
+        row = _linear(layer, _relative(attention.at, attention.out), path)
+        width = _features(row, out=False)
+        return HeadLayout(num_heads, num_kv_heads, width // num_heads, self.axis.size)
+
+
+def _block_description(
+    at: str, entering: Mapping[str, dict[str, Any]], others: Mapping[str, dict[str, Any]], row: str, row_split: Split
+) -> ModulePolicyDescription:
+    subs = [
+        SubModuleReplacementDescription(name, Linear1D_Col, dict(kwargs))
+        for name, kwargs in {**entering, **others}.items()
+    ]
+    subs.append(SubModuleReplacementDescription(row, Linear1D_Row, {"split": row_split}))
+    block = BlockDescription(at, list(entering), row, list(others))
+    return ModulePolicyDescription(sub_module_replacement=subs, blocks=[block])
+
+
+def _merged(descriptions: Sequence[ModulePolicyDescription]) -> ModulePolicyDescription:
+    out = ModulePolicyDescription({}, [], [], {}, [])
+    for d in descriptions:
+        assert out.attribute_replacement is not None and out.sub_module_replacement is not None
+        assert out.blocks is not None
+        out.attribute_replacement.update(d.attribute_replacement or {})
+        out.sub_module_replacement += d.sub_module_replacement or []
+        out.blocks += d.blocks or []
+    return out
+
+
+def _join(*parts: str) -> str:
+    return ".".join(p for p in parts if p)
+
+
+def _relative(at: str, name: str) -> str:
+    return name[1:] if name.startswith(".") else _join(at, name)
+
+
+def _find(module: nn.Module, path: str) -> nn.Module | None:
+    for part in path.split(".") if path else []:
+        child = module._modules.get(part)
+        if child is None:
+            return None
+        module = child
+    return module
+
+
+def _module(module: nn.Module, path: str) -> nn.Module:
+    found = _find(module, path)
+    if found is None:
+        raise _no_match("", path, module)
+    return found
+
+
+def _existing(names: Sequence[str], at: str, layer: nn.Module, path: str) -> list[str]:
+    out = []
+    for name in names:
+        full = _relative(at, name.rstrip("?"))
+        if _find(layer, full) is not None:
+            out.append(full)
+        elif not name.endswith("?"):
+            raise _no_match(f"{path}.*", full, layer)
+    if not out:
+        raise _no_match(f"{path}.*", _relative(at, names[0].rstrip("?")), layer)
+    return out
+
+
+def _linear(layer: nn.Module, name: str, path: str) -> nn.Module:
+    found = _find(layer, name)
+    if found is None:
+        raise _no_match(f"{path}.*", name, layer)
+    if not is_linear(found):
+        raise PolicyError(
+            f"{path}.*.{name} is a {type(found).__name__}",
+            rule="Columns and rows are nn.Linear or transformers' Conv1D",
+            remedy="Name the linear itself",
+        )
+    return found
+
+
+def _features(module: nn.Module, *, out: bool) -> int:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return int(weight.shape[int(out == is_transposed(module))])
+
+
+def _no_match(where: str, name: str, inside: nn.Module) -> PolicyError:
+    return PolicyError(
+        f"There is no module {_join(where, name)!r}",
+        rule="Every rule of a policy matches a module",
+        remedy=nearest(name, [n for n, _ in inside.named_modules() if n]) + " Mark it optional if some models lack it",
+    )

@@ -1,0 +1,86 @@
+"""Can anybody tell? The sharded model against the plain one: loss, every gradient, and every weight after some steps.
+
+Worker processes build the model from one seed. The first runs it plain; then all run it sharded, on different parts of
+each batch where there is a data axis. Gradients and weights are gathered through their layouts and compared one by one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardformer.errors import ConfigError
+from shardformer.policies.config import ShardConfig
+from shardformer.policies.policy import Policy
+from shardformer.pool import WorkerPool
+from shardformer.verify.compare import compare
+from shardformer.verify.report import Bounds, Difference, Report
+from shardformer.verify.run import BatchFn, Job, LossFn, ModelFn, run_job
+
+__all__ = ["Bounds", "Difference", "Report", "verify"]
+
+
+def verify(
+    model_fn: ModelFn,
+    batch_fn: BatchFn,
+    tensor: int = 2,
+    data: int = 1,
+    steps: int = 3,
+    dtype: torch.dtype = torch.float64,
+    loss_fn: LossFn | None = None,
+    policy: Policy | type[Policy] | None = None,
+    config: Mapping[str, Any] | ShardConfig | None = None,
+    *,
+    pool: WorkerPool | None = None,
+) -> Report:
+    """Trains the plain and the sharded model side by side and compares everything.
+
+    Args:
+        model_fn: builds the plain model; called under one seed in every process. Picklable.
+        batch_fn: step -> the global batch of that step. Tensors whose first dim is the batch are cut along the data
+            axis, whose size divides it. Picklable.
+        tensor, data: the sizes of the axes; tensor * data processes are started.
+        steps: optimizer steps (SGD with momentum on gradients clipped to norm 1).
+        dtype: of the model and of what floats in the batch.
+        loss_fn: (model, batch) -> loss; by default ``model(**batch).loss``.
+        policy: the user's own policy.
+        config: options of ``ShardConfig``, as one or as a dict.
+        pool: workers to run in, ``tensor * data`` of them; by default started and ended here.
+
+    With data ranks the plain loss is the mean of the losses of the ranks' parts of the batch: the loss of the whole
+    batch when the parts count equally many labels.
+
+    Returns the report. Raises ShardFormerError when the model cannot be sharded as asked.
+    """
+    options = _options_of(config)
+    ShardConfig(**options)
+    job = Job(model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, options)
+    start = time.perf_counter()
+    if pool is not None:
+        report = pool.run(_verify_here, job)[0]
+    else:
+        with WorkerPool(tensor * data, timeout_s=3600.0) as own:
+            report = own.run(_verify_here, job)[0]
+    assert report is not None
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _options_of(config: Mapping[str, Any] | ShardConfig | None) -> dict[str, Any]:
+    if not isinstance(config, ShardConfig):
+        return dict(config or {})
+    if config.context is not None or config.tensor_parallel_process_group is not None:
+        raise ConfigError(
+            "verify was given a config with a process group",
+            rule="verify starts its own processes and lays its own grid",
+            remedy="Leave context and tensor_parallel_process_group out, and use tensor= and data=",
+        )
+    return {k: v for k, v in vars(config).items() if k not in ("context", "tensor_parallel_process_group")}
+
+
+def _verify_here(job: Job) -> Report | None:
+    plain, sharded, name, layout = run_job(job)
+    return compare(job, plain, sharded, name, layout) if plain is not None else None

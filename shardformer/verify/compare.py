@@ -1,0 +1,88 @@
+"""Plain against sharded, number by number."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shardformer.verify.report import Bounds, Difference, Report, bounds_for
+from shardformer.verify.run import LEARNING_RATE, MAX_NORM, Job, Trace
+
+NOISE_FACTOR = 4.0
+"""How many times its own noise a difference may be, where the noise is wider than the bound."""
+
+
+def compare(job: Job, plain: Trace, sharded: Trace, name: str, layout: str) -> Report:
+    bounds = bounds_for(job.dtype, plain.casts)
+    loss = max(
+        (_scalar(a, b, bounds.loss, f"step {i}") for i, (a, b) in enumerate(zip(plain.losses, sharded.losses, strict=True))),
+        key=lambda d: d.used,
+    )
+    norm = max(
+        (_scalar(a, b, bounds.gradient, f"step {i}") for i, (a, b) in enumerate(zip(plain.norms, sharded.norms, strict=True))),
+        key=lambda d: d.used,
+    )
+    gradient, missing = _worst_gradient(plain, sharded, bounds)
+    weight = _worst_weight(plain, sharded, bounds)
+    options = [k.removeprefix("enable_") for k, v in job.config.items() if v is True]
+    return Report(
+        name,
+        ", ".join([layout, *options]),
+        job.steps,
+        str(job.dtype).removeprefix("torch."),
+        bounds,
+        loss,
+        gradient,
+        weight,
+        norm,
+        sharded.collectives,
+        list(zip(plain.losses, sharded.losses, strict=True)),
+        missing=missing,
+    )
+
+
+def _scalar(a: float, b: float, bound: float, where: str) -> Difference:
+    relative = abs(a - b) / max(abs(a), 1e-30) if a == a and b == b else float("inf")
+    return Difference(relative, where, relative / bound)
+
+
+def _worst_gradient(plain: Trace, sharded: Trace, bounds: Bounds) -> tuple[Difference, list[str]]:
+    worst, missing = Difference(0.0, "", 0.0), []
+    for step, (ours, theirs) in enumerate(zip(sharded.grads, plain.grads, strict=True)):
+        largest = max((float(g.abs().max()) for g in theirs.values() if g is not None and g.numel()), default=0.0)
+        for name in {**theirs, **ours}:
+            a, b = theirs.get(name), ours.get(name)
+            if a is None or b is None:
+                if a is not b:
+                    missing.append(f"{name} (step {step})")
+                continue
+            noise = NOISE_FACTOR * (plain.noise.get(name, 0.0) + bounds.eps * largest)
+            worst = _worse(worst, a, b, a, bounds.gradient, noise, f"{name}, step {step}")
+    return worst, missing
+
+
+def _worst_weight(plain: Trace, sharded: Trace, bounds: Bounds) -> Difference:
+    """The differences against how far each weight has moved, not against the weight."""
+    worst = Difference(0.0, "", 0.0)
+    steps = len(plain.losses)
+    for name, after in plain.after.items():
+        moved = after - plain.before[name]
+        rounding = bounds.eps * float(after.abs().max()) if after.numel() else 0.0
+        scale = LEARNING_RATE * steps * steps * min(1.0, MAX_NORM / max(min(plain.norms), 1e-30))
+        noise = NOISE_FACTOR * (rounding + scale * plain.noise.get(name, 0.0) + scale * bounds.eps)
+        worst = _worse(worst, after, sharded.after[name], moved, bounds.gradient, noise, name)
+    return worst
+
+
+def _worse(worst: Difference, a: Tensor, b: Tensor, size: Tensor, bound: float, noise: float, where: str) -> Difference:
+    if a.shape != b.shape:
+        return Difference(float("inf"), f"{where}: {tuple(b.shape)} for {tuple(a.shape)}", float("inf"))
+    if not a.numel():
+        return worst
+    difference, magnitude = float((a - b).abs().max()), float(size.abs().max())
+    allowed = bound * magnitude + noise
+    used = difference / allowed if allowed > 0 else (0.0 if difference == 0 else float("inf"))
+    if difference != difference:
+        used = float("inf")
+    if used <= worst.used:
+        return worst
+    return Difference(difference / max(magnitude, noise / bound, 1e-300), where, used)

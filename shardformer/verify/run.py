@@ -1,0 +1,246 @@
+"""What runs in the workers: the plain model on the first, the sharded one on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardformer.comm.collectives import all_reduce
+from shardformer.comm.params import gather_param, param_specs
+from shardformer.comm.recorder import Recorder
+from shardformer.context import ParallelContext
+from shardformer.errors import ConfigError
+from shardformer.optim.grad_norm import clip_grad_norm_
+from shardformer.policies.config import ShardConfig
+from shardformer.policies.policy import Policy
+from shardformer.policies.sharder import shard_model
+
+ModelFn = Callable[[], nn.Module]
+BatchFn = Callable[[int], Mapping[str, Any]]
+LossFn = Callable[[nn.Module, Mapping[str, Any]], Tensor]
+
+MAX_NORM = 1.0
+LEARNING_RATE = 0.05
+MAX_NOISE = 1e-3
+"""Of the largest gradient: a model that moves more than that under another order of samples is not comparable."""
+
+
+@dataclass(frozen=True)
+class Job:
+    model_fn: ModelFn
+    batch_fn: BatchFn
+    tensor: int
+    data: int
+    steps: int
+    dtype: torch.dtype
+    loss_fn: LossFn | None
+    policy: Policy | type[Policy] | None
+    config: Mapping[str, Any]
+
+
+@dataclass
+class Trace:
+    """What one run leaves: per step the loss, the gradients and their norm; the weights before and after."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    grads: list[dict[str, Tensor | None]] = field(default_factory=list)
+    before: dict[str, Tensor] = field(default_factory=dict)
+    after: dict[str, Tensor] = field(default_factory=dict)
+    noise: dict[str, float] = field(default_factory=dict)
+    casts: str = ""
+    collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def run_job(job: Job) -> tuple[Trace | None, Trace, str, str]:
+    """Called on every worker: the plain trace (on the first only), the sharded one, the model's name, the layout."""
+    context = ParallelContext.from_world({"tensor": job.tensor, "data": job.data})
+    first = context.tensor.rank == 0 and context.data.rank == 0
+    plain = _run_plain(job) if first else None
+    sharded, name = _run_sharded(job, context)
+    return plain, sharded, name, str(context)
+
+
+def build(job: Job) -> nn.Module:
+    torch.manual_seed(0)
+    model = job.model_fn().to(job.dtype).train()
+    silence_dropout(model)
+    return model
+
+
+def silence_dropout(model: nn.Module) -> None:
+    """Sets every dropout to zero: two layouts draw different random numbers, of the same kind."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+        config = getattr(module, "config", None)
+        for name, value in list(vars(config).items()) if config is not None else []:
+            if "drop" in name and isinstance(value, float):
+                setattr(config, name, 0.0)
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(trainable, lr=LEARNING_RATE, momentum=0.9)
+
+
+def _loss(job: Job, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    if job.loss_fn is not None:
+        return job.loss_fn(model, batch)
+    loss = model(**batch).loss
+    if loss is None:
+        raise ConfigError(
+            f"{type(model).__name__} gave no loss",
+            rule="verify trains: the batch has labels, or loss_fn makes a loss of the outputs",
+            remedy="Add labels to the batch, or give loss_fn(model, batch)",
+        )
+    return loss  # type: ignore[no-any-return]
+
+
+def _run_plain(job: Job) -> Trace:
+    model, trace = build(job), Trace()
+    trace.noise = _noise(job, model)
+    optimizer = _optimizer(model)
+    trace.before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for step in range(job.steps):
+        parts = [_part(job, job.batch_fn(step), d) for d in range(job.data)]
+        with _watch_casts(trace, model) if step == 0 else nullcontext():
+            loss = torch.stack([_loss(job, model, part).double() for part in parts]).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        trace.losses.append(float(loss.detach()))
+        trace.grads.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
+        trace.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+    trace.after = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return trace
+
+
+def _noise(job: Job, model: nn.Module) -> dict[str, float]:
+    """How much each gradient moves when the samples of the first batch are only put in another order."""
+    found: list[dict[str, Tensor]] = []
+    for flip in (False, True):
+        parts = [_part(job, job.batch_fn(0), d) for d in range(job.data)]
+        if flip:
+            size = _batch_size(parts[0])
+            parts = [{k: v.flip(0) if _is_batched(v, size) else v for k, v in p.items()} for p in parts]
+        torch.stack([_loss(job, model, part).double() for part in parts]).mean().backward()  # type: ignore[no-untyped-call]
+        found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad()
+    noise = {n: float((g - found[1][n]).abs().max()) for n, g in found[0].items() if n in found[1] and g.numel()}
+    largest = max((float(g.abs().max()) for g in found[0].values() if g.numel()), default=0.0)
+    if max(noise.values(), default=0.0) > MAX_NOISE * largest:
+        worst = max(noise, key=lambda n: noise[n])
+        raise ConfigError(
+            f"The gradient of {worst} moves by {noise[worst]:.1e} when the samples of a batch change places",
+            rule="The plain model gives one result for one batch, whatever the order of its samples",
+            remedy="Switch off what is random in it, or what depends on the order of the samples",
+        )
+    return noise
+
+
+def _run_sharded(job: Job, context: ParallelContext) -> tuple[Trace, str]:
+    model, trace = build(job), Trace()
+    name = type(model).__name__
+    model = shard_model(model, job.policy, config=ShardConfig(context=context, **job.config))
+    optimizer, specs = _optimizer(model), param_specs(model)
+    for step in range(job.steps):
+        part = _part(job, job.batch_fn(step), context.data.rank)
+        with Recorder(context) as recorder:
+            loss = _loss(job, model, part).double()
+            loss.backward()  # type: ignore[no-untyped-call]
+        mean = all_reduce(loss.detach().clone(), context.data, purpose="check") / context.data.size
+        trace.losses.append(float(mean))
+        trace.grads.append(
+            {
+                n: None if p.grad is None else gather_param(p.grad, specs[n], context.tensor)
+                for n, p in model.named_parameters()
+            }
+        )
+        trace.norms.append(float(clip_grad_norm_(model, MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+    trace.after = {n: gather_param(p, specs[n], context.tensor) for n, p in model.named_parameters()}
+    trace.collectives = {f"{op} over {axis} ({why})": v for (op, axis, why), v in recorder.table().items()}
+    return trace, name
+
+
+def _part(job: Job, batch: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    size = _batch_size(batch)
+    if size % job.data:
+        raise ConfigError(
+            f"A batch of {size} samples over data={job.data}",
+            rule="Every data rank gets the same number of samples",
+            remedy=f"Let batch_fn give a multiple of {job.data}",
+        )
+    each = size // job.data
+    out = {}
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            value = value.to(job.dtype)
+        out[name] = value[rank * each : (rank + 1) * each] if _is_batched(value, size) else value
+    return out
+
+
+def _batch_size(batch: Mapping[str, Any]) -> int:
+    sizes = [v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim() > 0]
+    if not sizes:
+        raise ConfigError(
+            f"The batch holds {', '.join(batch) or 'nothing'} and no tensor",
+            rule="A batch is a dict of tensors whose first dim is the batch",
+            remedy="Let batch_fn return what the model's forward takes",
+        )
+    return int(sizes[0])
+
+
+def _is_batched(value: Any, size: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == size
+
+
+class _CastWatch(TorchDispatchMode):
+    """Notes the first operation that makes fp32 of fp64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self.found and isinstance(out, Tensor) and out.dtype == torch.float32 and out.requires_grad is False:
+            source = args[0] if args else None
+            if isinstance(source, Tensor) and source.dtype == torch.float64 and source.numel() > 1:
+                self.found = str(func)
+        return out
+
+
+@contextmanager
+def _watch_casts(trace: Trace, model: nn.Module) -> Iterator[None]:
+    """Finds the module in which the model casts fp64 to fp32 by itself."""
+    watch, stack = _CastWatch(), [type(model).__name__]
+    where: list[str] = []
+
+    def entered(module: nn.Module, _: Any) -> None:
+        stack.append(type(module).__name__)
+
+    def left(module: nn.Module, _: Any, __: Any) -> None:
+        if watch.found and not where:
+            where.append(stack[-1])
+        stack.pop()
+
+    handles = [m.register_forward_pre_hook(entered) for m in model.modules() if m is not model]
+    handles += [m.register_forward_hook(left) for m in model.modules() if m is not model]
+    with watch:
+        yield
+    for handle in handles:
+        handle.remove()
+    if watch.found:
+        trace.casts = where[0] if where else "the loss"

@@ -1,0 +1,97 @@
+"""``shardformer check``: what it finds, and that a missing requirement is an exit status of 1."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import typer
+
+from shardformer.cli import check as cli_check
+from shardformer.cli.check import Finding, check, measure_all_reduce
+from shardformer.errors import WorkerError
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No processes are started: the all-reduce is taken as good."""
+    monkeypatch.setattr(cli_check, "measure_all_reduce", lambda: 0.5)
+
+
+def test_two_processes_add_up_their_numbers() -> None:
+    assert 0 < measure_all_reduce() < 10_000
+
+
+def test_an_all_reduce_that_hangs_is_ended_and_named() -> None:
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"did not finish an all-reduce in 0\.2 s"):
+        measure_all_reduce(timeout_s=0.2)
+    assert time.monotonic() - start < 20
+
+
+def test_a_process_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-device")
+    with pytest.raises(WorkerError, match=r"Rank \d of an all-reduce ended with exit code 1"):
+        measure_all_reduce()
+
+
+@pytest.mark.usefixtures("quick")
+def test_json_tells_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    check(as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    assert report["ready"] is True
+    found = {finding["name"]: finding for finding in report["findings"]}
+    wanted = {
+        "shardformer",
+        "python",
+        "torch",
+        "transformers",
+        "CPU",
+        "gloo",
+        "nccl",
+        "mpi",
+        "flash-attn",
+        "matplotlib",
+    }
+    assert wanted | {"tensorboard", "timm", "C++ compiler"} <= found.keys()
+    for finding in found.values():
+        assert finding["value"]
+        if finding["group"] == "optional" and finding["status"] == "missing":
+            assert finding["remedy"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_table_says_that_the_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
+    check(as_json=False)
+    out = capsys.readouterr().out
+    assert "all-reduce" in out and "0.50 ms over gloo" in out
+    assert out.strip().endswith("Ready to train.")
+
+
+def test_a_failed_requirement_is_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def hang() -> float:
+        raise WorkerError("2 processes [x] did not finish", rule="They talk", remedy="Look at the firewall")
+
+    monkeypatch.setattr(cli_check, "measure_all_reduce", hang)
+    with pytest.raises(typer.Exit) as caught:
+        check(as_json=False)
+    assert caught.value.exit_code == 1
+    out = capsys.readouterr().out
+    assert "failed" in out and "GLOO_SOCKET_IFNAME" in out and "Not ready" in out
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_version_that_is_too_old_fails_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = cli_check.version
+    monkeypatch.setattr(cli_check, "version", lambda name: "2.10.1+cpu" if name == "torch" else real(name))
+    torch = next(finding for finding in cli_check._versions() if finding.name == "torch")
+    assert torch == Finding("versions", "torch", "failed", "2.10.1+cpu", "pip install 'torch>=2.11'")
+
+
+def test_a_missing_optional_part_names_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_check.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(cli_check.shutil, "which", lambda name: None)
+    findings = cli_check._optional_parts()
+    assert {finding.status for finding in findings} == {"missing"}
+    assert all("install" in finding.remedy for finding in findings)

@@ -1,0 +1,274 @@
+"""``shardformer run``: host files, what reaches the script, and what is said when a process fails."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from shardformer.cli import run as cli_run
+from shardformer.cli.run import Host, describe_failures, find_this_host, parse, read_hostfile, select_hosts
+from shardformer.errors import LaunchError, ShardFormerError
+
+SHARDFORMER = [sys.executable, "-c", "from shardformer.cli import main; main()"]
+
+
+def start(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
+    clean = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS" and not k.startswith("PET_")}
+    return subprocess.Popen(
+        [*SHARDFORMER, "run", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**clean, **environment},
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    with process:
+        try:
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    return process.returncode, out, err
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """A script that prints its place among the processes, its threads and its own arguments."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import os, pickle, sys\n"
+        "class Thing: pass\n"
+        "pickle.dumps(Thing)\n"  # Works only if __main__ is really this file.
+        "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS')\n"
+        "words = [*(os.environ[n] for n in names), __name__, os.path.basename(__file__), *sys.argv[1:]]\n"
+        "os.write(1, (' '.join(words) + '\\n').encode())\n"  # One write, so that the processes' lines do not mix.
+    )
+    return path
+
+
+def hostfile(folder: Path, text: str) -> Path:
+    path = folder / "hosts"
+    path.write_text(text)
+    return path
+
+
+def assert_four_parts(error: ShardFormerError, value: str) -> None:
+    assert value in error.what
+    assert error.rule and error.remedy
+    assert error.remedy.rstrip(".") in str(error)
+
+
+# ------------------------------------------------------------------------------------------------------------ launching
+
+
+def test_the_script_gets_its_place_and_its_own_arguments(script: Path) -> None:
+    status, out, err = finish(start("--nproc_per_node", "2", script, "--config", "c.py", "--mode", "train", "--", "-m"))
+    assert status == 0, err
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert sorted(out.splitlines()) == [
+        f"{rank} {rank} 2 {threads} __main__ train.py --config c.py --mode train -- -m" for rank in (0, 1)
+    ]
+    assert "OMP_NUM_THREADS" not in err
+
+
+def test_a_module_runs_as_python_m_does(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(script.parent)
+    status, out, err = finish(start("--nproc-per-node=2", "-m", "train", "-m", "x", OMP_NUM_THREADS="3"))
+    assert status == 0, err
+    assert sorted(out.splitlines()) == [f"{rank} {rank} 2 3 __main__ train.py -m x" for rank in (0, 1)]
+
+
+def test_the_rank_that_failed_first_is_named_last(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text(
+        "import os, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    time.sleep(0.02)\n"
+        "    raise RuntimeError('connection closed')\n"
+        "raise ValueError('label 7 is out of\\nthe vocabulary')\n"
+    )
+    status, _, err = finish(start("--nproc_per_node", "2", bad))
+    assert status == 1
+    last = err.strip().splitlines()[-1]
+    assert "rank 1 failed first, exit code 1: ValueError: label 7 is out of the vocabulary" in last
+    assert "_worker.py" not in err
+    assert err.count("Traceback") <= 2  # The workers' own, none of the launcher.
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text("import os, time\nif os.environ['RANK'] == '1':\n    os.kill(os.getpid(), 9)\ntime.sleep(60)\n")
+    status, _, err = finish(start("--nproc_per_node", "2", bad))
+    assert status == 1
+    assert "rank 1 failed first, killed by SIGKILL" in err.strip().splitlines()[-1]
+
+
+def test_two_hosts_of_a_host_file_meet(script: Path) -> None:
+    path = hostfile(script.parent, "127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = ("--hostfile", path, "--master_port", str(port), "--node_rank")
+    both = [start(*common, str(node), script, OMP_NUM_THREADS="1") for node in (0, 1)]
+    results = [finish(process) for process in both]
+    assert [status for status, _, _ in results] == [0, 0], results
+    assert [out.split()[:3] for _, out, _ in results] == [["0", "0", "2"], ["1", "0", "2"]]
+
+
+def test_an_error_is_a_message_and_status_2_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    missing = tmp_path / "trian.py"
+    status, _, err = finish(start("--nproc_per_node", "2", missing))
+    assert status == 2
+    assert err.startswith("LaunchError: ") and "Traceback" not in err
+    assert str(missing) in err and "train.py" in err
+    assert "Traceback" in finish(start("--nproc_per_node", "2", missing, SHARDFORMER_TRACEBACK="1"))[2]
+
+
+def failure(exitcode: int, message: str = "", time_s: float = 0.0) -> SimpleNamespace:
+    note = {"message": message, "extraInfo": {"time_s": time_s}} if message else "<NONE>"
+    return SimpleNamespace(
+        exitcode=exitcode, timestamp=int(time_s), error_file_data={"message": note}, signal_name=lambda: "SIGX"
+    )
+
+
+@pytest.mark.parametrize(
+    ("failures", "first"),
+    [
+        ({0: failure(1, "b", 5.2), 1: failure(1, "a", 5.1)}, 1),
+        ({0: failure(1, "connection closed", 5.2), 1: failure(-9, time_s=6)}, 1),
+        ({0: failure(-15, time_s=4), 1: failure(1, "a", 5.1)}, 1),
+        ({0: failure(-15), 1: failure(-15)}, 0),
+    ],
+)
+def test_the_cause_is_told_from_its_consequences(failures: dict[int, SimpleNamespace], first: int) -> None:
+    error = SimpleNamespace(failures=failures)
+    assert f"rank {first} failed first" in describe_failures(error).splitlines()[-1]  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------------------------- hosts
+
+
+def test_a_host_file_is_read_with_comments_and_without_slots(tmp_path: Path) -> None:
+    path = hostfile(tmp_path, "# the cluster\nnode1 slots=4  # first\n\n  node2   slots = 2\n10.0.0.3\n")
+    assert read_hostfile(path) == [Host("node1", 4), Host("node2", 2), Host("10.0.0.3", None)]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", "names no machine"),
+        ("# only this\n", "names no machine"),
+        ("node1 slots=four\n", "slots=four"),
+        ("node1\nnode2 slots=0\n", "Line 2"),
+        ("node1 4\n", "'node1 4'"),
+        ("slots=4\n", "'slots=4'"),
+        ("node1\nnode1 slots=2\n", "'node1' a second time"),
+    ],
+)
+def test_a_bad_host_file_is_refused(tmp_path: Path, text: str, value: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        read_hostfile(hostfile(tmp_path, text))
+    assert_four_parts(caught.value, value)
+
+
+def test_a_missing_host_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError) as caught:
+        read_hostfile(tmp_path / "none")
+    assert_four_parts(caught.value, "none")
+
+
+def test_hosts_are_chosen_in_the_order_of_the_file() -> None:
+    hosts = [Host("a", 1), Host("b", 2), Host("c", 3)]
+    assert select_hosts("c,a", hosts) == [Host("a", 1), Host("c", 3)]
+    assert select_hosts("x, y", None) == [Host("x"), Host("y")]
+    for names in ("d", "", "a,a"):
+        with pytest.raises(LaunchError) as caught:
+            select_hosts(names, hosts)
+        assert_four_parts(caught.value, repr(names))
+
+
+def test_this_machine_is_found_by_name_and_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "node2")
+    monkeypatch.setattr(socket, "getfqdn", lambda: "node2.cluster")
+    # No name server is asked: only 127.0.0.1 is an address of this machine.
+    monkeypatch.setattr(cli_run, "_is_local", lambda name: name == "127.0.0.1")
+    assert find_this_host([Host("node1"), Host("node2"), Host("127.0.0.1")]) == 1
+    assert find_this_host([Host("node1.cluster"), Host("NODE2.cluster")]) == 1
+    assert find_this_host([Host("node1.other"), Host("node2.other")]) == 1
+    assert find_this_host([Host("192.0.2.1"), Host("127.0.0.1")]) == 1
+    with pytest.raises(LaunchError) as caught:
+        find_this_host([Host("node7"), Host("node8")])
+    assert_four_parts(caught.value, "none of node7, node8")
+    assert "--node_rank 0 or 1" in caught.value.remedy
+
+
+def test_an_address_of_this_machine_is_known_from_one_that_is_not() -> None:
+    assert cli_run._is_local("127.0.0.1")
+    assert not cli_run._is_local("192.0.2.1")  # Set aside for documentation: nobody's.
+
+
+# -------------------------------------------------------------------------------------------------------------- options
+
+
+def test_a_host_file_fills_in_what_the_options_leave_open(tmp_path: Path) -> None:
+    path = hostfile(tmp_path, "192.0.2.1 slots=4\n127.0.0.1 slots=4\n")
+    options = parse(["--hostfile", str(path), "train.py", "--hostfile", "mine"])
+    filled = (options.nnodes, options.nproc_per_node, options.node_rank, options.master_addr)
+    assert filled == ("2", "4", 1, "192.0.2.1")
+    assert options.training_script_args == ["--hostfile", "mine"]
+    said = ["--nproc_per_node", "2", "--node_rank", "0", "--master_addr", "10.0.0.9"]
+    options = parse(["--hostfile", str(path), *said, "train.py"])
+    assert (options.nproc_per_node, options.node_rank, options.master_addr) == ("2", 0, "10.0.0.9")
+
+
+def test_without_hosts_the_options_are_torchruns_own() -> None:
+    from torch.distributed.run import get_args_parser
+
+    for arguments in (["--nnodes", "2", "--node_rank", "1", "-t", "3", "a.py", "-x"], ["--standalone", "-m", "a.b"]):
+        ours, theirs = vars(parse(arguments)), vars(get_args_parser().parse_args(arguments))
+        ours["local_addr"] = None  # Ours says 127.0.0.1 when a run is alone.
+        assert {name: ours[name] for name in theirs} == theirs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        ([], "names no script"),
+        (["--nproc_per_node", "2"], "names no script"),
+        (["--frobnicate=2", "a.py"], "--frobnicate"),
+        (["--nproc_per_node", "many", "a.py"], "'many'"),
+        (["--nproc_per_node", "0", "a.py"], "0 processes"),
+        (["--nnodes", "none", "a.py"], "'none'"),
+        (["--nnodes", "2", "--node_rank", "2", "a.py"], "--node_rank is 2"),
+        (["--host", "127.0.0.1", "--standalone", "a.py"], "--standalone"),
+        (["--host", "127.0.0.1", "--rdzv_endpoint", "x:1", "a.py"], "rendezvous"),
+        (["--host", "127.0.0.1", "--nnodes", "2", "a.py"], "--nnodes is 2"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(arguments: list[str], value: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        parse(arguments)
+    assert_four_parts(caught.value, value)
+
+
+def test_hosts_that_differ_in_slots_need_a_number_of_processes(tmp_path: Path) -> None:
+    path = hostfile(tmp_path, "127.0.0.1 slots=4\nnode2\n")
+    with pytest.raises(LaunchError) as caught:
+        parse(["--hostfile", str(path), "--node_rank", "0", "a.py"])
+    assert_four_parts(caught.value, "127.0.0.1 4, node2 without slots")
+    assert parse(["--hostfile", str(path), "--node_rank", "0", "--nproc_per_node", "3", "a.py"]).nproc_per_node == "3"
+
+
+@pytest.mark.parametrize("arguments", [["none.py"], ["-m", "no_such_module"], ["--no_python", "no-such-program"]])
+def test_a_script_that_does_not_exist_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(LaunchError) as caught:
+        cli_run._check_script(parse(arguments))
+    assert_four_parts(caught.value, arguments[-1])

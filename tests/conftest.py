@@ -1,0 +1,36 @@
+"""What all tests share: small processes, no network, and pools of workers that live as long as the session."""
+
+from __future__ import annotations
+
+import os
+
+# Read by libraries when they are imported, and handed on to the workers.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from shardformer.pool import Pools, WorkerPool
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    """``pools(n).run(fn, *args)`` calls ``fn`` on n workers; see :class:`shardformer.pool.WorkerPool`."""
+    with Pools() as pools:
+        yield pools
+
+
+@pytest.fixture(scope="session")
+def pool2(pools: Pools) -> WorkerPool:
+    return pools(2)
+
+
+@pytest.fixture(scope="session")
+def pool4(pools: Pools) -> WorkerPool:
+    return pools(4)

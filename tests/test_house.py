@@ -1,0 +1,179 @@
+"""The house rules, read from the source: who may import whom, how long things are, what an import costs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "shardformer"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# From the top: a module imports only from the floors above its own.
+FLOORS = [
+    {"errors"},
+    {"context", "layout"},
+    {"comm"},
+    {"pool"},
+    {"layers", "pipeline", "zero", "optim"},
+    {"policies", "checkpoint"},
+    {"engine", "trainer", "verify", "plan", "demo"},
+    {"cli"},
+]
+FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
+ARROWS = {("zero", "optim"), ("checkpoint", "policies"), ("trainer", "engine"), ("verify", "engine")}
+LATE_ONLY = {"transformers", "timm", "torchvision", "triton", "flash_attn", "matplotlib", "tensorboard"}
+
+
+def name_of(path: Path) -> str:
+    """``shardformer/comm/functions.py`` -> ``shardformer.comm.functions``."""
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path) for path in FILES} | {f"shardformer.{part}" for part in FLOOR}
+
+
+def imports(tree: ast.AST, module: str, is_package: bool = False) -> Iterator[str]:
+    """Full names of what a tree imports anywhere, functions included; ``from x import y`` gives x.y if that is ours."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")
+                kept = len(parents) - node.level + is_package
+                base = ".".join([*parents[:kept], *filter(None, [base])])
+            for alias in node.names:
+                yield f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base
+
+
+def part_of(name: str) -> str | None:
+    """The part of the house that a module of ours belongs to; None for the package itself.
+
+    A private file beside a part's own belongs to that part: ``_pool_worker`` to ``pool``.
+    """
+    if "." not in name:
+        return None
+    part = name.split(".")[1]
+    owner = part.lstrip("_").partition("_")[0]
+    return owner if part.startswith("_") and owner in FLOOR else part
+
+
+def broken_rule(source: str, target: str) -> str | None:
+    """What is wrong with an import of module ``target`` in module ``source``, None if nothing is."""
+    if target.partition(".")[0] != "shardformer" or part_of(source) is None:
+        return None  # Not ours; or the package's own __init__, which names everything.
+    here, there = part_of(source), part_of(target)
+    if here not in FLOOR:
+        return f"{source} stands on no floor: add {here!r} to FLOORS"
+    if there is None:
+        return None if here == "cli" else f"{source} imports the whole package: name the module"
+    if here == there or (here, there) in ARROWS or FLOOR.get(there, len(FLOORS)) < FLOOR[here]:
+        return None
+    return f"{source} may not import {target}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_module_imports_only_from_the_floors_above(path: Path) -> None:
+    module = name_of(path)
+    found = imports(ast.parse(path.read_text(encoding="utf-8")), module, path.name == "__init__.py")
+    assert [rule for target in found if (rule := broken_rule(module, target))] == []
+
+
+def test_every_module_stands_on_a_floor() -> None:
+    assert {part for path in FILES if (part := part_of(name_of(path)))} <= FLOOR.keys()
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "allowed"),
+    [
+        ("shardformer.comm.functions", "from shardformer.context import ParallelContext", True),
+        ("shardformer.comm.functions", "def f():\n    from shardformer.layers.linear import Linear1D_Col", False),
+        ("shardformer.context", "from shardformer import layout", False),
+        ("shardformer.layers.linear", "from .norm import LayerNorm", True),
+        ("shardformer.layers.linear", "from ..zero import x", False),
+        ("shardformer.zero.state", "import shardformer.optim", True),
+        ("shardformer.optim.adam", "import shardformer.zero", False),
+        ("shardformer.verify", "from shardformer.engine import initialize", True),
+        ("shardformer.engine", "from shardformer import shard_model", False),
+        ("shardformer.errors", "import shardformer.unheard_of", False),
+    ],
+)
+def test_the_contract_tells_good_imports_from_bad(source: str, line: str, allowed: bool) -> None:
+    rules = [broken_rule(source, target) for target in imports(ast.parse(line), source)]
+    assert (rules == [None]) == allowed
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_optional_and_slow_libraries_are_imported_when_used(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = {name.partition(".")[0] for node in at_import_time(tree) for name in imports(node, name_of(path))}
+    assert found & LATE_ONLY == set()
+
+
+def at_import_time(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The import statements that run when a module is imported: outside functions and ``if TYPE_CHECKING``."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        yield node
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        return
+    children: list[ast.AST] = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        children = list(node.orelse)
+    for child in children:
+        yield from at_import_time(child)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_files_functions_and_signatures_stay_short(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    too_long = [f"{path.name}: {len(text.splitlines())} lines"] if len(text.splitlines()) >= 400 else []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        if num_lines >= 60:
+            too_long.append(f"{node.name}: {num_lines} lines")
+        names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        num_arguments = len([name for name in names if name not in ("self", "cls")])
+        if num_arguments >= 9:
+            too_long.append(f"{node.name}: {num_arguments} arguments")
+    assert too_long == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_is_left_for_later(path: Path) -> None:
+    words = re.findall(r"\b(?:TODO|FIXME|XXX|HACK|NotImplementedError)\b", path.read_text(encoding="utf-8"))
+    assert words == []
+
+
+def import_seconds(statement: str) -> float:
+    """How long an import takes in a fresh interpreter, the better of two."""
+    code = f"import time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    return min(float(subprocess.check_output(command, text=True, timeout=120)) for _ in range(2))
+
+
+# Public names are loaded when they are asked for, so all of them are asked for.
+ALL_NAMES = "import shardformer; [getattr(shardformer, name) for name in getattr(shardformer, '__all__', ())]"
+
+
+def test_importing_shardformer_costs_less_than_a_second_beside_torch() -> None:
+    assert import_seconds(ALL_NAMES) < import_seconds("import torch") + 1.0
+
+
+def test_importing_shardformer_leaves_slow_libraries_alone() -> None:
+    code = f"import sys, torch; before = set(sys.modules); {ALL_NAMES}; "
+    code += f"print(sorted((set(sys.modules) - before) & {LATE_ONLY!r}))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120).strip() == "[]"
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = "import sys, shardformer.cli as cli; cli.build_app(); print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120).strip() == "False"
