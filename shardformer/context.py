@@ -29,7 +29,7 @@ REMEDY_LAUNCH = (
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Counts of what this process handed to collectives: see ``shardformer.comm.recorder``, which fills and reads it."""
+    """What this process handed to collectives; ``shardformer.comm.recorder`` fills and reads it."""
 
     calls: list[Any] = field(default_factory=list)
     enabled: list[bool] = field(default_factory=lambda: [False])
@@ -61,13 +61,12 @@ class Axis:
             if not dist.is_available() or not dist.is_initialized():
                 return cls(name)
             group = dist.group.WORLD
-        if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
             raise LaunchError(
-                f"The process group given for the {name} axis does not hold this process (global rank {dist.get_rank()})",
+                f"The process group given for the {name} axis lacks this process (global rank {dist.get_rank()})",
                 rule=f"Every process that shards a model is a member of its own {name} group",
-                remedy="Give each process the group that it belongs to, or let launch_from_torch(tensor=...) build them",
+                remedy="Give each process the group that it belongs to, or let launch_from_torch(tensor=...) build it",
             )
-        assert group is not None
         ranks = tuple(dist.get_process_group_ranks(group))
         size = len(ranks)
         return cls(name, size, dist.get_rank(group), group if size > 1 else None, ranks)
@@ -293,7 +292,9 @@ def _parallel_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
 def _resolve_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
     for name, size in sizes.items():
         if size is not None and (not isinstance(size, int) or size < 1):
-            raise ConfigError(f"{name}={size!r}", rule="An axis has one rank or more", remedy=f"Use {name}=1 or leave it out")
+            raise ConfigError(
+                f"{name}={size!r}", rule="An axis has one rank or more", remedy=f"Use {name}=1 or leave it out"
+            )
     for name in ("pipe", "sequence"):
         if (sizes.get(name) or 1) > 1:
             raise ConfigError(

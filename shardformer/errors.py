@@ -5,8 +5,8 @@ Every error has four parts: what went wrong, the value that came, the rule it br
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Iterable
 
 
 class ShardFormerError(Exception):
@@ -19,7 +19,9 @@ class ShardFormerError(Exception):
 
     def __init__(self, what: str, *, rule: str, remedy: str) -> None:
         self.what, self.rule, self.remedy = what, rule, remedy
-        super().__init__(" ".join(part if part.endswith((".", "\n", "!", "?")) else f"{part}." for part in (what, rule, remedy)))
+        super().__init__(
+            " ".join(part if part.endswith((".", "\n", "!", "?")) else f"{part}." for part in (what, rule, remedy))
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.what, self.rule, self.remedy))
@@ -50,7 +52,7 @@ class WorkerError(ShardFormerError):
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """The known names nearest to ``name``, as the end of a sentence: ``did you mean 'a' or 'b'?`` or a short listing."""
+    """The known names nearest to ``name``, as a sentence: ``Did you mean 'a'?``, or a short listing."""
     names = sorted(set(known))
     close = get_close_matches(name, names, n=count, cutoff=0.4)
     if close:

@@ -59,7 +59,12 @@ HEADS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )  # fmt: skip
 
 LANGUAGE_MODEL: Mapping[str, str] = MappingProxyType(
-    {"bert": "BertForMaskedLM", "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "t5": "T5ForConditionalGeneration"}
+    {
+        "bert": "BertForMaskedLM",
+        "gpt2": "GPT2LMHeadModel",
+        "llama": "LlamaForCausalLM",
+        "t5": "T5ForConditionalGeneration",
+    }
 )
 
 

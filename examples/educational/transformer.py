@@ -7,7 +7,7 @@
 All print the same losses. ``mlp.py`` explains f, g, and why columns come first.
 """
 
-# B batch, S sequence, H hidden, N heads, D head dim, V vocabulary, T = B * (S - 1) tokens with a label
+# B batch, S sequence, H hidden, N heads, D head dim, V vocabulary, T = S - 1 tokens with a next one
 # lower case: this rank's part (n = N / tensor, h = H / tensor, v = V / tensor)
 
 from __future__ import annotations
@@ -193,11 +193,11 @@ def main() -> None:
     parser.add_argument("--loss-parallel", action="store_true", help="cut the vocabulary: embedding, head and loss")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=0, help="train on random tokens instead of the text")
-    parser.add_argument("--seq-len", type=int, default=64, help="of the random tokens")
-    parser.add_argument(
-        "--tokenizer", type=Path, help="a folder with GPT-2's vocabulary files (the ids are known without)"
-    )
+    parser.add_argument("--seq-len", type=int, default=0, help=f"of the random tokens, {BLOCK_SIZE} at the most")
+    parser.add_argument("--tokenizer", type=Path, help="a folder with GPT-2's vocabulary files")
     args = parser.parse_args()
+    if (args.batch_size > 0) != (args.seq_len > 1) or args.seq_len > BLOCK_SIZE:
+        parser.error(f"give --batch-size and --seq-len (2 to {BLOCK_SIZE}) together, or neither for the text")
     context = start(args)
     check_heads(args.hidden, context.tensor)
     vocab_size, text_ids = read_tokens(args)

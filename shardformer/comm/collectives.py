@@ -8,6 +8,7 @@ in rank order, which also makes the result the same to the bit on all ranks; lar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -64,7 +65,13 @@ def all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "block"
 
 
 def start_all_gather(
-    x: Tensor, axis: Axis, dim: int, full: int | None = None, *, purpose: str = "block", lengths: Sequence[int] | None = None
+    x: Tensor,
+    axis: Axis,
+    dim: int,
+    full: int | None = None,
+    *,
+    purpose: str = "block",
+    lengths: Sequence[int] | None = None,
 ) -> Pending:
     """Starts joining every rank's ``x`` along ``dim``.
 
@@ -80,7 +87,7 @@ def start_all_gather(
     dim = dim % x.dim()
     if lengths is None:
         bounds = even_bounds(x.shape[dim] * axis.size if full is None else full, axis.size)
-        lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+        lengths = [b - a for a, b in pairwise(bounds)]
     full_bytes = bytes_of(x) // max(x.shape[dim], 1) * sum(lengths)
     record("all_gather", axis, full_bytes, purpose)
     parts = [x if r == axis.rank else x.new_empty(_with_length(x, dim, n)) for r, n in enumerate(lengths)]
@@ -101,7 +108,13 @@ def start_all_gather(
 
 
 def all_gather(
-    x: Tensor, axis: Axis, dim: int, full: int | None = None, *, purpose: str = "block", lengths: Sequence[int] | None = None
+    x: Tensor,
+    axis: Axis,
+    dim: int,
+    full: int | None = None,
+    *,
+    purpose: str = "block",
+    lengths: Sequence[int] | None = None,
 ) -> Tensor:
     """Every rank's ``x`` joined along ``dim``: see ``start_all_gather``."""
     return start_all_gather(x, axis, dim, full, purpose=purpose, lengths=lengths).wait()

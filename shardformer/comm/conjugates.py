@@ -1,11 +1,11 @@
 """Collectives that autograd understands, as conjugate pairs: the backward of each is its partner's forward.
 
-    enter_block      forward identity         backward all-reduce        Megatron's f (Shoeybi et al. 2019, section 3)
-    leave_block      forward all-reduce       backward identity          Megatron's g
-    gather_sequence  forward all-gather       backward reduce-scatter    g-bar's partner (Korthikanti et al. 2022, 4.2.2)
-    scatter_sequence forward reduce-scatter   backward all-gather
-    split_sequence   forward take a stretch   backward all-gather        where what is outside is replicated
-    join_sequence    forward all-gather       backward take a stretch
+enter_block      forward identity         backward all-reduce        Megatron's f (Shoeybi et al. 2019, section 3)
+leave_block      forward all-reduce       backward identity          Megatron's g
+gather_sequence  forward all-gather       backward reduce-scatter    g-bar's partner (Korthikanti et al. 2022, 4.2.2)
+scatter_sequence forward reduce-scatter   backward all-gather
+split_sequence   forward take a stretch   backward all-gather        where what is outside is replicated
+join_sequence    forward all-gather       backward take a stretch
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -109,7 +109,7 @@ def leave_block(x: Tensor, axis: Axis, purpose: str = "block") -> Tensor:
 
 
 def gather_sequence(x: Tensor, axis: Axis, dim: int, full: int) -> Tensor:
-    """Stretches of the sequence enter a block as the whole. Forward all-gather, backward reduce-scatter of the whole."""
+    """Stretches of the sequence enter a block as the whole. Forward all-gather, backward reduce-scatter."""
     return x if axis.size == 1 else _GatherSequence.apply(x, axis, dim, full)
 
 

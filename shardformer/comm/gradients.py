@@ -216,9 +216,7 @@ class GradientAverager:
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientAverager:
         from copy import deepcopy
 
-        entries = [
-            Entry(deepcopy(e.param, memo), e.axis, e.scale, e.copies, e.shared) for e in self._entries
-        ]
+        entries = [Entry(deepcopy(e.param, memo), e.axis, e.scale, e.copies, e.shared) for e in self._entries]
         return GradientAverager(entries, self._bucket_bytes)
 
 

@@ -10,7 +10,7 @@ from shardformer.layout import ShardSpec
 
 
 def param_specs(model: nn.Module) -> dict[str, ShardSpec]:
-    """The layout of every parameter, by its name in the model; a replicated one has no splits. Tied names all appear."""
+    """The layout of every parameter by its name, tied names too; a replicated one has no splits."""
     by_id: dict[int, ShardSpec] = {}
     for module in model.modules():
         specs: dict[str, ShardSpec] = module.__dict__.get("shard_specs", {})

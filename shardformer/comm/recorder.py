@@ -88,11 +88,7 @@ class Recorder:
         return {key: (count[key], sent[key]) for key in sorted(count)}
 
     def _chosen(self, op: str | None, axis: str | None, purpose: str | None) -> list[Call]:
-        return [
-            c
-            for c in self.calls
-            if op in (None, c.op) and axis in (None, c.axis) and purpose in (None, c.purpose)
-        ]
+        return [c for c in self.calls if op in (None, c.op) and axis in (None, c.axis) and purpose in (None, c.purpose)]
 
 
 def record(op: str, axis: Axis, full_bytes: int, purpose: str) -> None:

@@ -11,6 +11,7 @@ With R ranks a stretch is passed on R-1 times; while one is on the way, the matm
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -56,7 +57,7 @@ def ring_scatter(make: Callable[[int, int], Tensor], axis: Axis, full: int) -> T
     """
     bounds = even_bounds(full, axis.size)
     after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
-    works: list[object] = []
+    works: list[Any] = []
     arriving: Tensor | None = None
     kept: list[Tensor] = []
     for step in range(axis.size):
@@ -66,7 +67,7 @@ def ring_scatter(make: Callable[[int, int], Tensor], axis: Axis, full: int) -> T
             per_index = bytes_of(summand) // max(summand.shape[1], 1)
             record("reduce_scatter", axis, per_index * full, "block")
         for work in works:
-            work.wait()  # type: ignore[attr-defined]
+            work.wait()
         if arriving is not None:
             summand = summand + arriving
         if step == axis.size - 1:
@@ -79,11 +80,10 @@ def ring_scatter(make: Callable[[int, int], Tensor], axis: Axis, full: int) -> T
     raise AssertionError("a ring has at least one step")
 
 
-def _pass_on(outgoing: Tensor, arriving: Tensor, axis: Axis, after: int, before: int) -> list[object]:
-    works: list[object] = []
+def _pass_on(outgoing: Tensor, arriving: Tensor, axis: Axis, after: int, before: int) -> list[Any]:
+    works: list[Any] = []
     if arriving.numel():
         works.append(start_receive(arriving, axis, before))
     if outgoing.numel():
         works.append(start_send(outgoing, axis, after))
     return works
-

@@ -135,11 +135,14 @@ class Block:
 
     def _gather(self, x: Tensor, sequence: SequenceRegion) -> Tensor:
         if sequence.overlap and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
-            joined, *outputs = _ColumnGroup.apply(x, None, _How(self.axis, sequence, self.columns, ring=True), *_weights(self.columns))
+            joined, *outputs = _ColumnGroup.apply(
+                x, None, _How(self.axis, sequence, self.columns, ring=True), *_weights(self.columns)
+            )
             self._keep(outputs)
         else:
             joined = all_gather(x.detach(), self.axis, SEQUENCE_DIM, sequence.full)
-        return _Gathered.apply(x, joined, self.axis)
+        gathered: Tensor = _Gathered.apply(x, joined, self.axis)
+        return gathered
 
     def project(self, column: Linear1D_Col, x: Tensor) -> Tensor:
         """The output (B, S, f) of one of the block's columns for what it was called with."""
@@ -295,7 +298,9 @@ class RowExit(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, axis: Axis, sequence: SequenceRegion | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, transposed: bool, axis: Axis, sequence: SequenceRegion | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.transposed, ctx.axis, ctx.sequence = transposed, axis, sequence
         if sequence is None:
@@ -310,10 +315,10 @@ class RowExit(Function):
         x, weight = ctx.saved_tensors
         transposed, x_grad = ctx.transposed, None
         if ctx.sequence is not None and ctx.sequence.overlap and ctx.needs_input_grad[0]:
-            x_grad = torch.empty_like(x)
+            x_grad = parts = torch.empty_like(x)
 
             def multiply(stretch: Tensor, start: int, end: int) -> None:
-                x_grad[:, start:end] = matmul_in(stretch, weight, None, not transposed)
+                parts[:, start:end] = matmul_in(stretch, weight, None, not transposed)
 
             grad = ring_gather(grad, ctx.axis, ctx.full, multiply)
         else:
@@ -331,7 +336,11 @@ def register_entry(module: nn.Module, block: Block) -> Any:
     def enter(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args and isinstance(args[0], Tensor):
             return (block.enter(args[0], mod.training), *args[1:]), kwargs
-        name = "hidden_states" if "hidden_states" in kwargs else next(k for k, v in kwargs.items() if isinstance(v, Tensor))
+        name = (
+            "hidden_states"
+            if "hidden_states" in kwargs
+            else next(k for k, v in kwargs.items() if isinstance(v, Tensor))
+        )
         return args, {**kwargs, name: block.enter(kwargs[name], mod.training)}
 
     return module.register_forward_pre_hook(enter, with_kwargs=True)

@@ -120,7 +120,9 @@ class Embedding1D(_ParallelEmbedding):
 
     _dim = 1
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, *args: Any, gather_output: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, *args: Any, gather_output: bool = True, **kwargs: Any
+    ) -> None:
         super().__init__(num_embeddings, embedding_dim, *args, **kwargs)
         self.gather_output = gather_output
 

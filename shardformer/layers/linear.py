@@ -63,10 +63,12 @@ class _ParallelLinear(ParallelModule):
         self.train(native.training)
 
     def _default_split(self) -> Split:
-        raise NotImplementedError
+        """How the features are cut by default."""
+        raise AssertionError("given by the two kinds")
 
     def _hold(self, weight: Tensor, bias: Tensor | None, shared: dict[int, nn.Parameter] | None) -> None:
-        raise NotImplementedError
+        """Takes this rank's parts of weight and bias."""
+        raise AssertionError("given by the two kinds")
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
@@ -181,7 +183,9 @@ class FusedLinear1D_Col(Linear1D_Col):
     rank 0 holds 0-1, 4-5, 8-9 and rank 1 the others. Communicates as Linear1D_Col.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, n_fused: int = 3, **kwargs: Any) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, n_fused: int = 3, **kwargs: Any
+    ) -> None:
         if out_features % n_fused:
             raise ConfigError(
                 f"out_features={out_features} with n_fused={n_fused}",

@@ -261,11 +261,31 @@ def _set_grad(func: Torch, args: Args, kwargs: Kwargs) -> None:
 
 
 def _backward(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    """Tensor.backward, from a given gradient of the logits."""
     x, gradient = args[0], args[1] if len(args) > 1 else kwargs.get("gradient")
     if gradient is None or not isinstance(x, VocabSharded):
         return _gathered(func, args, kwargs)
     named = {key: value for key, value in kwargs.items() if key != "gradient"}
-    return func(x.to_local(), part_of(gradient, x), *args[2:], **named)
+    return func(*_start(x, gradient), *args[2:], **named)
+
+
+def _autograd_backward(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    """torch.autograd.backward, from several tensors."""
+    tensors, gradients = args[0], args[1] if len(args) > 1 else kwargs.get("grad_tensors")
+    if not isinstance(tensors, Sequence) or not isinstance(gradients, Sequence):
+        return _gathered(func, args, kwargs)
+    starts, given = zip(*map(_start, tensors, gradients), strict=True)
+    named = {key: value for key, value in kwargs.items() if key != "grad_tensors"}
+    return func(starts, given, *args[2:], **named)
+
+
+def _start(x: Tensor, gradient: Any) -> tuple[Tensor, Any]:
+    """The tensor and the gradient that backward starts from."""
+    if not isinstance(x, VocabSharded):
+        return x, _plain(gradient)
+    with torch.enable_grad():
+        local = own_part(x)
+    return (x.full_tensor(), gradient) if gradient is None else (local, part_of(gradient, x).to(local.dtype))
 
 
 def _autograd_grad(func: Torch, args: Args, kwargs: Kwargs) -> Any:
@@ -278,7 +298,11 @@ def _autograd_grad(func: Torch, args: Args, kwargs: Kwargs) -> Any:
     )
 
 
-_WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__ipow__"}
+_WRITES = {
+    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__ipow__"),
+    *("all_reduce", "broadcast", "reduce", "recv", "irecv"),  # of torch.distributed
+}
+"""Functions that write into their first argument, beside those whose name ends in an underscore."""
 
 # Methods and attributes of a tensor, and functions of torch and torch.nn.functional, by name.
 _NAMES: Mapping[Rule, str] = {
@@ -288,7 +312,7 @@ _NAMES: Mapping[Rule, str] = {
     _cast: "to type type_as cpu cuda float double half bfloat16",
     _elementwise: """
         add sub subtract rsub mul multiply div divide true_divide pow neg negative abs clamp clamp_min clamp_max exp
-        tanh sigmoid relu softplus masked_fill where __rsub__ __rdiv__ __rpow__
+        tanh sigmoid relu softplus masked_fill where __pow__ __rpow__ __rsub__ __rdiv__
         """,
     _cross_entropy: "cross_entropy",
     _from_shape: """
@@ -318,6 +342,7 @@ def _rules() -> Iterator[tuple[Any, Rule]]:
     yield tensor.grad.__get__, _get_grad
     yield tensor.grad.__set__, _set_grad
     yield torch.autograd.grad, _autograd_grad
+    yield torch.autograd.backward, _autograd_backward
 
 
 RULES: Mapping[Any, Rule] = dict(_rules())

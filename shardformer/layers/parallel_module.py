@@ -32,7 +32,9 @@ class ParallelModule(nn.Module, ABC):
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
         """The parallel module that stands for ``module``, whose parameters hold the full values."""
 
-    def hold(self, name: str, full: Tensor | None, spec: ShardSpec, shared: dict[int, nn.Parameter] | None = None) -> None:
+    def hold(
+        self, name: str, full: Tensor | None, spec: ShardSpec, shared: dict[int, nn.Parameter] | None = None
+    ) -> None:
         """Registers this rank's part of ``full`` as parameter ``name`` with its layout.
 
         ``shared`` remembers parts already cut, by the identity of the full parameter, so tied weights stay tied.

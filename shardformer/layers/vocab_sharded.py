@@ -154,7 +154,8 @@ def slice_of(full: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int) -> Ten
 def rewrite(x: VocabSharded, full: Tensor) -> None:
     """Makes ``full`` the values and the history of ``x``."""
     local = part_of(full, x)
-    _Rewrite.apply(x, local)
+    with torch._C.DisableTorchFunctionSubclass():
+        _Rewrite.apply(x, local)
     x._local, x._full = local, full
 
 

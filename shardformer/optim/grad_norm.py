@@ -71,7 +71,5 @@ def _terms(model: nn.Module, norm_type: float, axis: Axis) -> Iterator[Tensor]:
         held_by = spec.multiplicity(axis.rank)
         if isinstance(held_by, Tensor):
             yield (powers / held_by.to(powers)).sum()
-        elif spec.is_sharded:
-            yield powers.sum()
-        elif axis.rank == 0:
+        elif spec.is_sharded or axis.rank == 0:
             yield powers.sum()

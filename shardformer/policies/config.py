@@ -24,7 +24,7 @@ class ShardConfig:
         enable_tensor_parallelism: whether weights are cut over the tensor axis.
         enable_fused_normalization: torch's fused layer and RMS norm in place of the model's own classes.
         enable_flash_attention: torch's flash or memory-efficient attention, or the flash-attn package where it fits.
-        enable_jit_fused: element-wise chains (bias and activation, bias, dropout and residual, gate) compiled to one kernel.
+        enable_jit_fused: element-wise chains (bias and activation; bias, dropout, residual; gate) in one kernel.
         enable_sequence_parallelism: between blocks each tensor rank holds a stretch of the sequence.
         enable_sequence_overlap: the gathers and scatters of sequence parallelism run under the matmuls beside them.
         enable_all_optimization: all five of the above.

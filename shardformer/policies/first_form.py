@@ -38,8 +38,8 @@ def descriptions_of(policy: Policy) -> dict[Any, ModulePolicyDescription]:
     return out
 
 
-def inject(policy: Policy, model: nn.Module) -> str | None:
-    """Gives the model the class that ``inject_policy`` names. Returns what was done."""
+def inject(policy: Policy, model: nn.Module) -> tuple[type, type] | None:
+    """Gives the model the class that ``inject_policy`` names. Returns (the class before, the class now)."""
     pair = policy.inject_policy()
     if not pair:
         return None
@@ -51,11 +51,11 @@ def inject(policy: Policy, model: nn.Module) -> str | None:
             remedy=f"Return ({type(model).__name__}, {custom.__name__})",
         )
     model.__class__ = custom
-    return f"{native.__name__} -> {custom.__name__}"
+    return native, custom
 
 
-def bind(policy: Policy, model: nn.Module) -> list[str]:
-    """Ties the parameters that ``binding_policy`` pairs. Returns their names."""
+def bind(policy: Policy, model: nn.Module) -> list[tuple[str, str]]:
+    """Ties the parameters that ``binding_policy`` pairs. Returns (name, name that it is tied to) of each."""
     done = []
     for source, target in (policy.binding_policy() or {}).items():
         source_param = model.get_parameter(source)
@@ -68,7 +68,7 @@ def bind(policy: Policy, model: nn.Module) -> list[str]:
                 remedy="Shard both or neither",
             )
         setattr(model.get_submodule(path), name, source_param)
-        done.append(f"{target} = {source}")
+        done.append((target, source))
     return done
 
 

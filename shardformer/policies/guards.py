@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import all_gather, gather_objects
+from shardformer.comm.params import gather_param, param_specs
 from shardformer.context import Axis
 from shardformer.errors import ConfigError, InputError
-from shardformer.comm.params import gather_param, param_specs
 from shardformer.policies.config import ShardConfig
 from shardformer.policies.record import ShardRecord, record_of
 
@@ -45,7 +45,10 @@ class _Guard:
         if self._record.context.tensor.size == 1:
             return
         settings = getattr(model, "config", None)
-        for name, when in (("output_attentions", True), ("output_hidden_states", self._config.enable_sequence_parallelism)):
+        for name, when in (
+            ("output_attentions", True),
+            ("output_hidden_states", self._config.enable_sequence_parallelism),
+        ):
             asked = kwargs.get(name)
             if when and (getattr(settings, name, False) if asked is None else asked):
                 part = "heads" if name == "output_attentions" else "stretch of the sequence"

@@ -6,7 +6,7 @@ All ranks compare their plans, so a rank that disagrees, or cannot shard at all,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from shardformer.comm.collectives import all_gather, broadcast, gather_objects
 from shardformer.context import Axis, ParallelContext
-from shardformer.errors import ConfigError, PolicyError, ShardFormerError, nearest
+from shardformer.errors import ConfigError, PolicyError, nearest
+from shardformer.layers.linear import is_linear
 from shardformer.policies.config import ShardConfig
 from shardformer.policies.policy import (
     ModuleKey,
@@ -97,6 +98,7 @@ def make_plan(model: nn.Module, policy: Policy) -> Plan:
                     remedy="Remove one of the two",
                 )
         _check_attributes(target)
+    _check_tied(model, plan)
     _check_explained(model, policy, plan)
     return plan
 
@@ -109,7 +111,7 @@ def _match(model: nn.Module, descriptions: Mapping[ModuleKey, ModulePolicyDescri
             known = {type(m).__name__ for _, m in modules} | {path for path, _ in modules if path}
             raise PolicyError(
                 f"The rule for {_name(key)!r} matches no module of {type(model).__name__}",
-                rule="Every rule of a policy matches a module: by class, by class name or by path, * standing for an index",
+                rule="Every rule of a policy matches a module: by class, class name or path with * for an index",
                 remedy=nearest(_name(key), known),
             )
         yield from found
@@ -121,6 +123,22 @@ def _matches(key: ModuleKey, path: str, module: nn.Module) -> bool:
     if key == path or key in (type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"):
         return True
     return "*" in key and key.count(".") == path.count(".") and fnmatchcase(path, key)
+
+
+def _check_tied(model: nn.Module, plan: Plan) -> None:
+    """A weight that is cut in one module must not be used whole by another that it is tied to."""
+    replaced = {id(module) for _, module, _ in plan.replacements()}
+    cut = {id(p): path for path, module, _ in plan.replacements() for p in module.parameters(recurse=False)}
+    for path, module in model.named_modules():
+        if id(module) in replaced or not (is_linear(module) or isinstance(module, nn.Embedding)):
+            continue
+        for name, p in module.named_parameters(recurse=False):
+            if id(p) in cut:
+                raise PolicyError(
+                    f"{path}.{name} is tied to {cut[id(p)]}.{name}, which is cut, but no rule names it",
+                    rule="Modules that share a weight are cut together or stay whole together",
+                    remedy=f"Name {path!r} too (an embedding, or a head), or leave {cut[id(p)]!r} whole",
+                )
 
 
 def _check_attributes(target: Target) -> None:
@@ -161,15 +179,18 @@ def _check_explained(model: nn.Module, policy: Policy, plan: Plan) -> None:
             )
 
 
-def agree(context: ParallelContext, config: ShardConfig, model: nn.Module, source: str, make: Any) -> Plan:
+def agree(
+    context: ParallelContext, config: ShardConfig, model: nn.Module, source: str, make: Callable[[], Plan]
+) -> Plan:
     """Makes the plan on every rank and compares the plans.
 
     Every rank raises when one of them cannot make it, or when they differ. Communicates one gather of a hash.
     """
-    plan, problem = None, None
+    plan: Plan | None = None
+    problem: Exception | None = None
     try:
         plan = make()
-    except ShardFormerError as error:
+    except Exception as error:  # any failure of one rank must reach the others, which would wait for it
         problem = error
     lines = [source, str(config.options()), *_model_lines(model), *(plan.lines() if plan else [])]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from shardformer.comm.gradients import GradientAverager
+from shardformer.comm.params import param_specs
 from shardformer.context import ParallelContext
 from shardformer.errors import ConfigError
-from shardformer.comm.params import param_specs
 
 ATTRIBUTE = "_shardformer_record"
 
@@ -55,7 +55,7 @@ def record_of(model: nn.Module) -> ShardRecord:
         raise ConfigError(
             f"This {type(model).__name__} is not sharded",
             rule="What was done to a model is kept by the model that shard_model returned",
-            remedy="Call shardformer.shard_model(model) first, and give the model itself, not a part or a wrapper of it",
+            remedy="Call shardformer.shard_model(model) first, and give the model itself, not a wrapper of it",
         )
     return record
 
@@ -79,7 +79,10 @@ class Description:
         head = ("module", "was", "is", "full shape", "on this rank", "times")
         lines += _table([head, *[(*row[:5], str(row[5])) for row in self.rows]])
         if self.changes:
-            lines += ["", *_table([("also changed", "was", "is", "times"), *[(*r[:3], str(r[3])) for r in self.changes]])]
+            lines += [
+                "",
+                *_table([("also changed", "was", "is", "times"), *[(*r[:3], str(r[3])) for r in self.changes]]),
+            ]
         if self.whole:
             rows = [(path, shape, str(n), f"{share:.1%}") for path, shape, n, share in self.whole]
             lines += ["", *_table([("whole on every rank", "shape", "times", "of all parameters"), *rows])]

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from shardformer.comm.conjugates import enter_block
 from shardformer.comm.gradients import BUCKET_BYTES, Entry, GradientAverager
+from shardformer.comm.params import param_specs
 from shardformer.context import Axis, ParallelContext
 from shardformer.errors import PolicyError
 from shardformer.layers.block import SequenceRegion
-from shardformer.comm.params import param_specs
 from shardformer.layout import ShardSpec
 from shardformer.policies.config import ShardConfig
 from shardformer.policies.plan import Plan
@@ -21,7 +21,7 @@ from shardformer.policies.policy import StackDescription
 
 
 def register_stack(model: nn.Module, stack: StackDescription, axis: Axis, region: SequenceRegion | None) -> None:
-    """Lets the states of another stack enter once for all layers, and cuts the sequence between first and last layer."""
+    """Lets another stack's states enter once for all layers, and cuts the sequence from the first layer to the last."""
     if stack.context is not None:
         _register_context(model.get_submodule(stack.context[0]), stack.context[1], axis)
     if region is None:
@@ -80,7 +80,9 @@ def average_gradients(
     tensor, data = context.tensor, context.data
     partial = partial_parameters(model, plan, config) if tensor.size > 1 else set()
     specs = param_specs(model)
-    both = context.merged("data", "tensor") if tensor.size > 1 and data.size > 1 else (tensor if data.size == 1 else data)
+    both = (
+        context.merged("data", "tensor") if tensor.size > 1 and data.size > 1 else (tensor if data.size == 1 else data)
+    )
     entries, seen = [], set()
     for name, param in model.named_parameters():
         if id(param) in seen:

@@ -39,7 +39,7 @@ FAMILIES = MappingProxyType(
     }
 )
 
-EXAMPLE = '''
+EXAMPLE = """
     import shardformer
     from shardformer import Attention, MLP, RolePolicy, Stack
 
@@ -48,10 +48,10 @@ EXAMPLE = '''
             Attention("attn", q="q", k="k", v="v", out="o"),
             MLP("mlp", up="fc1", down="fc2"),
         ])
-        embedding = "embed"
+        embeddings = "embed"
 
     model = shardformer.shard_model(model, policy=MyPolicy)
-'''
+"""
 
 
 def resolve_policy(model: nn.Module, policy: Policy | type[Policy] | None) -> tuple[Policy, str]:
@@ -70,7 +70,7 @@ def resolve_policy(model: nn.Module, policy: Policy | type[Policy] | None) -> tu
         return chosen, f"the user's policy {type(chosen).__name__}"
     config: Any = getattr(model, "config", None)
     family = getattr(config, "model_type", None)
-    if family in FAMILIES:
+    if isinstance(family, str) and family in FAMILIES:
         return FAMILIES[family].load()(), f"the registered family {family!r}"
     tried = f"its config names the model type {family!r}" if family else "it has no config with a model type"
     raise PolicyError(

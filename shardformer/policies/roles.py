@@ -101,18 +101,18 @@ class RolePolicy(Policy):
 
     Class attributes:
         stack: the model's stack or stacks.
-        embedding: embeddings over the vocabulary, relative to the base model.
+        embeddings: embeddings over the vocabulary, relative to the base model.
         head: the language model's head, relative to the whole model; head classes without one need no word.
         whole: what stays whole on purpose although it is large or inside a layer, relative to the base model.
-        heads, kv_heads: fields of the config.
+        num_heads, num_kv_heads: the config's fields with these numbers.
     """
 
     stack: Stack | Sequence[Stack]
-    embedding: str | Sequence[str] = ()
+    embeddings: str | Sequence[str] = ()
     head: str | Sequence[str] = ()
     whole: Sequence[str] = ()
-    heads: str = "num_attention_heads"
-    kv_heads: str = "num_key_value_heads"
+    num_heads: str = "num_attention_heads"
+    num_kv_heads: str = "num_key_value_heads"
 
     @property
     def base(self) -> str:
@@ -148,7 +148,7 @@ class RolePolicy(Policy):
         return [s for s in stacks if not s.optional or _find(self.model, _join(self.base, s.layers)) is not None]
 
     def _outside(self) -> ModulePolicyDescription:
-        embeddings = [self.embedding] if isinstance(self.embedding, str) else self.embedding
+        embeddings = [self.embeddings] if isinstance(self.embeddings, str) else self.embeddings
         heads = [self.head] if isinstance(self.head, str) else self.head
         subs = [
             SubModuleReplacementDescription(
@@ -232,7 +232,8 @@ class RolePolicy(Policy):
     ) -> Split:
         if layout.num_kv_heads != layout.num_heads and any(layout.expand(r) for r in range(layout.ranks)):
             raise ConfigError(
-                f"A tensor size of {layout.ranks} cuts the {layout.num_kv_heads} KV heads of {path}.*.{attention.at} unevenly",
+                f"A tensor size of {layout.ranks} cuts the {layout.num_kv_heads} KV heads of {path}.*.{attention.at} "
+                "unevenly",
                 rule="In a fused projection every rank's query heads read a whole number of KV heads each",
                 remedy=f"Use a tensor size that divides {layout.num_kv_heads} or {layout.num_heads}",
             )
@@ -243,14 +244,14 @@ class RolePolicy(Policy):
 
     def _head_layout(self, attention: Attention, layer: nn.Module, path: str) -> HeadLayout:
         config = getattr(self.model, "config", None)
-        num_heads = getattr(config, self.heads, None)
+        num_heads = getattr(config, self.num_heads, None)
         if not isinstance(num_heads, int):
             raise PolicyError(
-                f"The config of {type(self.model).__name__} has no field {self.heads!r}",
+                f"The config of {type(self.model).__name__} has no field {self.num_heads!r}",
                 rule="Attention is cut by whole heads, whose number the policy reads from the config",
-                remedy=nearest(self.heads, [n for n in vars(config) if "head" in n] if config is not None else []),
+                remedy=nearest(self.num_heads, [n for n in vars(config) if "head" in n] if config is not None else []),
             )
-        num_kv_heads = getattr(config, self.kv_heads, None) or num_heads
+        num_kv_heads = getattr(config, self.num_kv_heads, None) or num_heads
         row = _linear(layer, _relative(attention.at, attention.out), path)
         width = _features(row, out=False)
         return HeadLayout(num_heads, num_kv_heads, width // num_heads, self.axis.size)

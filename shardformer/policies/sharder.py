@@ -75,13 +75,15 @@ class ModelSharder:
         config, policy, record = self.shard_config, self._policy, self._record
         injected = first_form.inject(policy, self.model)
         if injected:
-            record.add("", *injected.split(" -> "), kind="class")
-        if config.enable_tensor_parallelism and self._context.tensor.size > 1:
+            record.add("", injected[0], injected[1], kind="class")
+        cut = config.enable_tensor_parallelism and self._context.tensor.size > 1
+        if cut:
             self.replace_module(plan)
-            self._open_regions(plan)
-        for bound in first_form.bind(policy, self.model):
-            record.add(bound.split(" = ")[0], "own parameter", f"tied to {bound.split(' = ')[1]}", kind="tie")
-        apply_optimizations(self.model, config, plan, record)
+        for target, source in first_form.bind(policy, self.model):
+            record.add(target, "own parameter", f"tied to {source}", kind="tie")
+        apply_optimizations(self.model, config, record)
+        if cut:
+            self._open_regions(plan)  # last: its hooks stand on the modules that stay
         self.model = policy.postprocess() or self.model
         record.averager = average_gradients(self.model, plan, self._context, config)
         self.model.__dict__[ATTRIBUTE] = record

@@ -14,11 +14,17 @@ NOISE_FACTOR = 4.0
 def compare(job: Job, plain: Trace, sharded: Trace, name: str, layout: str) -> Report:
     bounds = bounds_for(job.dtype, plain.casts)
     loss = max(
-        (_scalar(a, b, bounds.loss, f"step {i}") for i, (a, b) in enumerate(zip(plain.losses, sharded.losses, strict=True))),
+        (
+            _scalar(a, b, bounds.loss, f"step {i}")
+            for i, (a, b) in enumerate(zip(plain.losses, sharded.losses, strict=True))
+        ),
         key=lambda d: d.used,
     )
     norm = max(
-        (_scalar(a, b, bounds.gradient, f"step {i}") for i, (a, b) in enumerate(zip(plain.norms, sharded.norms, strict=True))),
+        (
+            _scalar(a, b, bounds.gradient, f"step {i}")
+            for i, (a, b) in enumerate(zip(plain.norms, sharded.norms, strict=True))
+        ),
         key=lambda d: d.used,
     )
     gradient, missing = _worst_gradient(plain, sharded, bounds)

@@ -60,13 +60,20 @@ class Report:
 
     def __str__(self) -> str:
         rows = [("", "worst difference", "bound", "used", "where")]
-        kinds = (("loss", self.loss), ("gradients", self.gradient), ("gradient norm", self.norm), ("weights", self.weight))
+        kinds = (
+            ("loss", self.loss),
+            ("gradients", self.gradient),
+            ("gradient norm", self.norm),
+            ("weights", self.weight),
+        )
         for name, d in kinds:
             bound = self.bounds.loss if name == "loss" else self.bounds.gradient
             rows.append((name, f"{d.relative:.1e}", f"{bound:.0e}", f"{d.used:.0%}", d.where))
         widths = [max(len(r[i]) for r in rows) for i in range(5)]
         table = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
-        calls = [f"  {name}: {count}, {sent / 1e6:.3f} MB on the wire" for name, (count, sent) in self.collectives.items()]
+        calls = [
+            f"  {name}: {count}, {sent / 1e6:.3f} MB on the wire" for name, (count, sent) in self.collectives.items()
+        ]
         verdict = "Nobody can tell." if self.passed else "SOMEBODY CAN TELL."
         gone = [f"Gradients that only one of the two has: {', '.join(self.missing)}"] if self.missing else []
         return "\n".join(

@@ -115,7 +115,7 @@ def _run_plain(job: Job) -> Trace:
         parts = [_part(job, job.batch_fn(step), d) for d in range(job.data)]
         with _watch_casts(trace, model) if step == 0 else nullcontext():
             loss = torch.stack([_loss(job, model, part).double() for part in parts]).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         trace.losses.append(float(loss.detach()))
         trace.grads.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
         trace.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
@@ -133,7 +133,7 @@ def _noise(job: Job, model: nn.Module) -> dict[str, float]:
         if flip:
             size = _batch_size(parts[0])
             parts = [{k: v.flip(0) if _is_batched(v, size) else v for k, v in p.items()} for p in parts]
-        torch.stack([_loss(job, model, part).double() for part in parts]).mean().backward()  # type: ignore[no-untyped-call]
+        torch.stack([_loss(job, model, part).double() for part in parts]).mean().backward()
         found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         model.zero_grad()
     noise = {n: float((g - found[1][n]).abs().max()) for n, g in found[0].items() if n in found[1] and g.numel()}
@@ -157,7 +157,7 @@ def _run_sharded(job: Job, context: ParallelContext) -> tuple[Trace, str]:
         part = _part(job, job.batch_fn(step), context.data.rank)
         with Recorder(context) as recorder:
             loss = _loss(job, model, part).double()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         mean = all_reduce(loss.detach().clone(), context.data, purpose="check") / context.data.size
         trace.losses.append(float(mean))
         trace.grads.append(
@@ -209,9 +209,7 @@ def _is_batched(value: Any, size: int) -> bool:
 class _CastWatch(TorchDispatchMode):
     """Notes the first operation that makes fp32 of fp64."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = ""
+    found = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -225,7 +223,8 @@ class _CastWatch(TorchDispatchMode):
 @contextmanager
 def _watch_casts(trace: Trace, model: nn.Module) -> Iterator[None]:
     """Finds the module in which the model casts fp64 to fp32 by itself."""
-    watch, stack = _CastWatch(), [type(model).__name__]
+    watch = _CastWatch()  # type: ignore[no-untyped-call]  # torch gives its base no types
+    stack = [type(model).__name__]
     where: list[str] = []
 
     def entered(module: nn.Module, _: Any) -> None:

@@ -21,5 +21,6 @@ class BertPolicy(RolePolicy):
         ],
         context=("encoder", "encoder_hidden_states"),
     )
-    embedding, head = "embeddings.word_embeddings", "cls.predictions.decoder"
+    embeddings = "embeddings.word_embeddings"
+    head = "cls.predictions.decoder"
     whole = ("embeddings.position_embeddings", "embeddings.token_type_embeddings", "pooler?")

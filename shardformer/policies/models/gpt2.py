@@ -1,4 +1,4 @@
-"""GPT-2: pre-norm decoder, learned positions, q, k and v in one Conv1D behind each other, cross-attention on request."""
+"""GPT-2: pre-norm decoder, learned positions, q, k and v behind each other in one Conv1D, perhaps cross-attention."""
 
 from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
 
@@ -22,5 +22,6 @@ class GPT2Policy(RolePolicy):
         final_norm="ln_f",
         context=("", "encoder_hidden_states"),
     )
-    embedding, head = "wte", "lm_head"
+    embeddings = "wte"
+    head = "lm_head"
     whole = ("wpe",)

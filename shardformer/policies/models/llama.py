@@ -8,10 +8,16 @@ class LlamaPolicy(RolePolicy):
         "layers",
         [
             Attention(
-                "self_attn", q="q_proj", k="k_proj", v="v_proj", out="o_proj", attributes={"num_key_value_groups": "groups"}
+                "self_attn",
+                q="q_proj",
+                k="k_proj",
+                v="v_proj",
+                out="o_proj",
+                attributes={"num_key_value_groups": "groups"},
             ),
             MLP("mlp", up=["gate_proj", "up_proj"], down="down_proj"),
         ],
         final_norm="norm",
     )
-    embedding, head = "embed_tokens", "lm_head"
+    embeddings = "embed_tokens"
+    head = "lm_head"

@@ -1,9 +1,12 @@
 """T5: encoder and decoder, pre-norm, a table of relative position biases in the first layer of each, no biases."""
 
+from typing import Any
+
 from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
 
-_PROJECTIONS = {"q": "q", "k": "k", "v": "v", "out": "o"}
-_COUNTS = {"n_heads": "heads"}
+
+def _attention(at: str, **kwargs: Any) -> Attention:
+    return Attention(at, q="q", k="k", v="v", out="o", attributes={"n_heads": "heads"}, **kwargs)
 
 
 class T5Policy(RolePolicy):
@@ -11,9 +14,7 @@ class T5Policy(RolePolicy):
         Stack(
             "encoder.block",
             [
-                Attention(
-                    "layer.0.SelfAttention", **_PROJECTIONS, attributes=_COUNTS, tables=["relative_attention_bias?"]
-                ),
+                _attention("layer.0.SelfAttention", tables=["relative_attention_bias?"]),
                 MLP("layer.1.DenseReluDense", up=["wi?", "wi_0?", "wi_1?"], down="wo"),
             ],
             final_norm="encoder.final_layer_norm",
@@ -21,10 +22,8 @@ class T5Policy(RolePolicy):
         Stack(
             "decoder.block",
             [
-                Attention(
-                    "layer.0.SelfAttention", **_PROJECTIONS, attributes=_COUNTS, tables=["relative_attention_bias?"]
-                ),
-                Attention("layer.1.EncDecAttention", **_PROJECTIONS, attributes=_COUNTS, reads_context=True),
+                _attention("layer.0.SelfAttention", tables=["relative_attention_bias?"]),
+                _attention("layer.1.EncDecAttention", reads_context=True),
                 MLP("layer.2.DenseReluDense", up=["wi?", "wi_0?", "wi_1?"], down="wo"),
             ],
             final_norm="decoder.final_layer_norm",
@@ -32,4 +31,5 @@ class T5Policy(RolePolicy):
             optional=True,
         ),
     )
-    embedding, head = ("shared?", "encoder.embed_tokens", "decoder.embed_tokens?"), "lm_head"
+    embeddings = ("shared?", "encoder.embed_tokens", "decoder.embed_tokens?")
+    head = "lm_head"
