@@ -25,10 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shardformer.comm.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
+from shardformer.comm.collectives import Pending, all_gather, broadcast, start_all_reduce, start_reduce_scatter
 from shardformer.comm.conjugates import enter_block, join_sequence, split_sequence
 from shardformer.comm.ring import ring_gather, ring_scatter
 from shardformer.context import Axis
+from shardformer.errors import ConfigError
+from shardformer.layout import even_bounds
 
 if TYPE_CHECKING:
     from shardformer.layers.linear import Linear1D_Col
@@ -50,17 +52,27 @@ class RandomStream:
 
     def enter(self, x: Tensor) -> None:
         seed = int(torch.randint(2**62, (), device="cpu"))
-        generators = [torch.default_generator]
-        if x.device.type == "cuda":
-            generators.append(torch.cuda.default_generators[x.device.index or 0])
-        self._outer = [(g, g.get_state()) for g in generators]
-        for g in generators:
+        self._outer = [(g, g.get_state()) for g in _generators(x.device)]
+        for g, _ in self._outer:
             g.manual_seed((seed + 0x9E3779B97F4A7C15 * (self._axis.rank + 1)) % 2**63)
 
     def leave(self) -> None:
         for generator, state in self._outer:
             generator.set_state(state)
         self._outer = []
+
+
+def align_random(axis: Axis, device: torch.device) -> None:
+    """Gives all tensor ranks the random state of the first, which outside of blocks must be one."""
+    for generator in _generators(device):
+        generator.set_state(broadcast(generator.get_state(), axis))
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    return generators
 
 
 class SequenceRegion:
@@ -85,6 +97,17 @@ class SequenceRegion:
         if self._stream is not None:
             self._stream.enter(x_BSH)
         return split_sequence(x_BSH, self.axis, SEQUENCE_DIM)
+
+    def check(self, x_BsH: Tensor) -> None:
+        """Raises ConfigError when x is not this rank's stretch: gathering it would wait for bytes that never come."""
+        bounds = even_bounds(self.full, self.axis.size)
+        length = bounds[self.axis.rank + 1] - bounds[self.axis.rank]
+        if x_BsH.dim() != 3 or x_BsH.shape[SEQUENCE_DIM] != length:
+            raise ConfigError(
+                f"A block with sequence parallelism was given a tensor of shape {tuple(x_BsH.shape)}",
+                rule=f"Its input is (batch, {length}, hidden): this rank's stretch of {self.full} positions",
+                remedy="Switch off what cuts the sequence itself (chunk_size_feed_forward), or sequence parallelism",
+            )
 
     def join(self, x_BsH: Tensor) -> Tensor:
         """The stack's output becomes whole again. Forward: one all-gather of B*S*H."""
@@ -134,6 +157,7 @@ class Block:
         return self._entered
 
     def _gather(self, x: Tensor, sequence: SequenceRegion) -> Tensor:
+        sequence.check(x)
         if sequence.overlap and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
             joined, *outputs = _ColumnGroup.apply(
                 x, None, _How(self.axis, sequence, self.columns, ring=True), *_weights(self.columns)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -114,9 +115,8 @@ class Signature:
             by_index = dict(zip(self.wanted, wanted, strict=True))
             return run(self.program, *(by_index.get(i, t) for i, t in enumerate(inputs)))
 
-        _, pull = torch.func.vjp(of_wanted, *(inputs[i] for i in self.wanted))
-        grads: tuple[Tensor, ...] = pull(grad_NH)
-        return grads
+        pull: Callable[[Tensor], tuple[Tensor, ...]] = torch.func.vjp(of_wanted, *(inputs[i] for i in self.wanted))[1]
+        return pull(grad_NH)
 
     def _inputs(self, grad_NH: Tensor, saved: list[Tensor]) -> list[Tensor]:
         """All inputs: where backward does not need the values, zeros, which the compiler leaves out again."""
@@ -137,7 +137,7 @@ def _compiled(signature: Signature, backward: bool) -> Callable[..., Any]:
         return signature.backward(*inputs) if backward else signature.forward(*inputs)
 
     # torch counts and limits recompilations by code object, so each kernel gets its own
-    name = f"chain_{'backward' if backward else 'forward'}_{abs(hash(signature))}"
+    name = re.sub(r"\W+", "_", f"chain_{'backward' if backward else 'forward'}_{signature!r}")
     own = types.FunctionType(kernel.__code__.replace(co_name=name), globals(), name, None, kernel.__closure__)
     compiled: Callable[..., Any] = torch.compile(own, dynamic=True)
     return compiled
@@ -151,14 +151,12 @@ def _execute(signature: Signature, backward: bool, inputs: Iterable[Tensor]) -> 
     device = tensors[0].device.type
     # torch specialises on sizes of 0 and 1: not worth a kernel of their own
     compiles = tensors[0].dim() == 2 and min(tensors[0].shape) > 1 and signature.is_worth_compiling()
+    kernel = _compiled(signature, backward) if compiles else signature.backward if backward else signature.forward
     with torch.no_grad(), torch.autocast(device, enabled=False):
-        if not compiles:
-            outputs = signature.backward(*tensors) if backward else signature.forward(*tensors)
-        else:
-            try:
-                outputs = _compiled(signature, backward)(*tensors)
-            except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
-                raise _cannot_compile(signature, error) from error
+        try:
+            outputs: Any = kernel(*tensors)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise _cannot_compile(signature, error) from error
     if not backward:
         return outputs.reshape(shape)
     return tuple(g if g.dim() < 2 else g.reshape(shape) for g in outputs)
@@ -173,7 +171,7 @@ def _cannot_compile(signature: Signature, error: Exception) -> ConfigError:
     )
 
 
-# -- autograd -----------------------------------------------------------------------------------------------------------
+# -- autograd ---------------------------------------------------------------------------------------------------------
 
 
 class _Record(Function):
@@ -213,7 +211,7 @@ class Chain(Tensor):
     program: Program
     inputs: tuple[Tensor, ...]
     _versions: list[int]
-    _values: Tensor | None
+    _known: Tensor | None
     _changed: Tensor | None
 
     @staticmethod
@@ -221,15 +219,15 @@ class Chain(Tensor):
         x = inputs[0]
         others = [t.dtype for op, t in zip(_operand_ops(program), inputs[1:], strict=True) if op.kind in ("add", "mul")]
         dtype = functools.reduce(torch.promote_types, others, x.dtype)
-        chain: Chain = Tensor._make_wrapper_subclass(cls, x.shape, dtype=dtype, device=x.device)  # type: ignore[attr-defined]
+        chain: Chain = Tensor._make_wrapper_subclass(cls, x.shape, dtype=dtype, device=x.device)
         chain.program, chain.inputs = program, inputs
         chain._versions = _versions(inputs)
-        chain._values = chain._changed = None
+        chain._known = chain._changed = None
         return chain
 
     def evaluate(self) -> Tensor:
         """The values, computed once; outside of autograd."""
-        if self._values is None:
+        if self._known is None:
             if _versions(self.inputs) != self._versions:
                 raise ShardFormerError(
                     f"A tensor was changed in place while it waited in a chain ({', '.join(map(str, self.program))})",
@@ -237,15 +235,15 @@ class Chain(Tensor):
                     remedy="Leave enable_jit_fused off for this model, or change the tensor out of place",
                 )
             signature = Signature(self.program, tuple(t.dtype for t in self.inputs))
-            self._values = _execute(signature, False, self.inputs)
-        return self._values
+            self._known = _execute(signature, False, self.inputs)
+        return self._known
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in METADATA:
-            return super().__torch_function__(func, tuple(types), args, dict(kwargs or {}))
+            return super().__torch_function__(func, tuple(types), args, kwargs)  # type: ignore[no-untyped-call]
         noted = _note(func, args, kwargs or {})
         if noted is not None:
             return noted
@@ -277,10 +275,12 @@ def _is_in_place(func: Any) -> bool:
     return name == "__setitem__" or name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
-IN_PLACE_OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+IN_PLACE_OPERATORS = {
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+}
 
 
-# -- noting -------------------------------------------------------------------------------------------------------------
+# -- noting -----------------------------------------------------------------------------------------------------------
 
 
 def finish(x: Tensor) -> Tensor:
@@ -289,6 +289,8 @@ def finish(x: Tensor) -> Tensor:
         return x
     if x._changed is not None:
         return x._changed
+    if not x.program:
+        return x.inputs[0]
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x.evaluate().detach()
     plain: Tensor = _Values.apply(x)  # type: ignore[no-untyped-call]
@@ -301,15 +303,16 @@ def is_chainable(x: Tensor) -> bool:
     return plain and x.is_floating_point() and x.dim() > 0 and not x.is_meta and not torch.compiler.is_compiling()
 
 
-def extend(x: Tensor, op: Op, operand: Tensor | None = None, now: bool = False) -> Tensor:
-    """``x`` with one more operation to do, or with ``now`` the values after it. Not to be given what is not chainable."""
+def extend(x: Tensor, op: Op | None, operand: Tensor | None = None, now: bool = False) -> Tensor:
+    """``x`` with one more operation to do, or with ``now`` the values after it. Only for what ``is_chainable``."""
     if isinstance(x, Chain) and x._changed is not None:
         x = x._changed
     program, inputs = (x.program, x.inputs) if isinstance(x, Chain) else ((), (x,))
-    if op.kind in WITH_OPERAND:
-        assert operand is not None
+    if op is not None:
+        program = (*program, op)
+    if operand is not None:
         inputs = (*inputs, operand)
-    out: Tensor = _Record.apply((*program, op), now, *inputs)  # type: ignore[no-untyped-call]
+    out: Tensor = _Record.apply(program, now, *inputs)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -329,9 +332,11 @@ def _note(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor
     other = finish(other) if isinstance(other, Chain) else other
     if type(other) not in (Tensor, nn.Parameter) or not other.is_floating_point():
         return None
-    if other.shape != chain.shape or other.device != chain.device:
+    if chain._changed is not None or other.shape != chain.shape or other.device != chain.device:
         return None
     kind = BINARY[func]
+    if not chain.program:
+        return torch.add(finish(chain), other) if kind == "add" else torch.mul(finish(chain), other)
     return extend(chain, Op(kind), other, now=kind == "add")
 
 
@@ -350,14 +355,28 @@ def _dropout_mask(chain: Chain, p: float) -> Tensor:
     return torch.empty(chain.shape, dtype=torch.bool, device=chain.device).bernoulli_(1.0 - p)
 
 
-BINARY = {
+BINARY: dict[Any, str] = {
     **{f: "add" for f in (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)},
     **{f: "mul" for f in (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)},
 }
-ACTIVATIONS = {F.silu: "silu", F.relu: "relu", torch.relu: "relu", Tensor.relu: "relu"}
+ACTIVATIONS: dict[Any, str] = {F.silu: "silu", F.relu: "relu", torch.relu: "relu", Tensor.relu: "relu"}
 METADATA = {
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn")),
-    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "layout", "is_sparse", "is_quantized")),
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__, Tensor.__len__),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn")
+    ),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("is_cuda", "is_cpu", "is_meta", "layout", "is_sparse", "is_quantized")
+    ),
+    *(
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.__hash__,
+        Tensor.__len__,
+    ),
     *(Tensor.register_hook, Tensor.is_inference),
 }

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardformer.context import ParallelContext, launch_from_torch
 from shardformer.errors import ConfigError, PolicyError, nearest
-from shardformer.layers.block import Block, SequenceRegion, register_entry
+from shardformer.layers.block import Block, SequenceRegion, align_random, register_entry
 from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.policies import first_form
@@ -133,6 +133,8 @@ class ModelSharder:
     def _open_regions(self, plan: Plan) -> None:
         config, axis = self.shard_config, self._context.tensor
         random = uses_dropout(self.model)
+        if random:
+            align_random(axis, self._context.device)
         regions: dict[str, SequenceRegion] = {}
         for stack in plan.stacks:
             region = None

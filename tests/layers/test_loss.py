@@ -147,9 +147,7 @@ def test_it_is_the_cross_entropy_of_the_full_logits(
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_the_vocabulary_may_be_cut_anywhere(pool2: WorkerPool, bounds: list[int], label_smoothing: float) -> None:
     logits_TV, targets_T = batch()
-    loss, grad = joined(
-        pool2.run(sharded_loss, logits_TV, targets_T, bounds=bounds, label_smoothing=label_smoothing)
-    )
+    loss, grad = joined(pool2.run(sharded_loss, logits_TV, targets_T, bounds=bounds, label_smoothing=label_smoothing))
     expected_loss, expected_grad = full_loss(logits_TV, targets_T, label_smoothing=label_smoothing)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
     torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-14)
@@ -301,8 +299,16 @@ def test_the_loss_of_a_process_group(pool2: WorkerPool, vocab_size: int | None) 
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [
-        (lambda x, y, a: vocab_parallel_cross_entropy(x, y, a, [0, 9], reduction="avg"), ConfigError, "'avg'.*mean, sum"),
-        (lambda x, y, a: vocab_parallel_cross_entropy(x, y, a, [0, 9], label_smoothing=2.0), ConfigError, "between 0.0"),
+        (
+            lambda x, y, a: vocab_parallel_cross_entropy(x, y, a, [0, 9], reduction="avg"),
+            ConfigError,
+            "'avg'.*mean, sum",
+        ),
+        (
+            lambda x, y, a: vocab_parallel_cross_entropy(x, y, a, [0, 9], label_smoothing=2.0),
+            ConfigError,
+            "between 0.0",
+        ),
         (lambda x, y, a: vocab_parallel_cross_entropy(x, y[:2], a, [0, 9]), InputError, r"\(4, 9\).*\(2,\).*Flatten"),
         (lambda x, y, a: cross_entropy_1d(x, y, process_group=a, vocab_size=8), InputError, "9 columns.*holds 8"),
     ],

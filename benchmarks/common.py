@@ -1,0 +1,210 @@
+"""What the benchmarks share: LLaMAs of a given size, processes in which variants take turns, medians, tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardformer.pool import WorkerPool
+
+MB = 1e6
+NUM_BATCHES = 4
+TIMEOUT_S = 3600.0
+
+Step = Callable[[int], float]
+"""One training step: the number of the step -> its loss."""
+
+
+@dataclass(frozen=True)
+class Llama:
+    """The size of a LLaMA; ``config()`` is what transformers builds it from."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    sequence: int
+    layers: int = 4
+    vocabulary: int = 8000
+
+    def config(self) -> Any:
+        import transformers
+
+        return transformers.LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            num_hidden_layers=self.layers,
+            max_position_embeddings=self.sequence,
+            num_labels=16,
+            pad_token_id=0,
+        )
+
+    def build(self, head: str = "LlamaForCausalLM") -> nn.Module:
+        """The model in fp32, with the same random weights on every process."""
+        import transformers
+
+        torch.manual_seed(0)
+        model: nn.Module = getattr(transformers, head)(self.config())
+        return model
+
+    def batches(self, batch: int, head: str = "LlamaForCausalLM") -> list[dict[str, Tensor]]:
+        """Random batches, the same on every process."""
+        generator = torch.Generator().manual_seed(1)
+        out = []
+        for _ in range(NUM_BATCHES):
+            ids = torch.randint(1, self.vocabulary, (batch, self.sequence), generator=generator)
+            classes = torch.randint(16, (batch,), generator=generator)
+            out.append({"input_ids": ids, "labels": classes if head.endswith("ForSequenceClassification") else ids})
+        return out
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one variant's steps took, each on the slowest rank, and the losses that they gave."""
+
+    seconds: list[float]
+    losses: list[float]
+
+    @property
+    def ms(self) -> float:
+        return median(self.seconds) * 1e3
+
+
+def train_step(
+    model: nn.Module,
+    batches: Sequence[Mapping[str, Tensor]],
+    optimizer: torch.optim.Optimizer | None = None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Step:
+    """A step forward, backward and, with an optimizer, of it; everything inside ``around()``."""
+
+    def step(index: int) -> float:
+        model.zero_grad()
+        with around():
+            loss = model(**batches[index % len(batches)]).loss
+            loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """torch's fused AdamW. It takes tensors of one kind at a time, so plain ones and DTensors get a group each."""
+    kinds: dict[type, list[nn.Parameter]] = {}
+    for param in model.parameters():
+        kinds.setdefault(type(param.data), []).append(param)
+    return torch.optim.AdamW([{"params": params} for params in kinds.values()], lr=1e-4, fused=True)
+
+
+def take_turns(steps: Mapping[str, Step | None], repetitions: int, seconds: float, warm_up: int = 2) -> dict[str, Timing]:
+    """Times the variants in turn, one step each, on all ranks; a rank that has None for one sleeps meanwhile.
+
+    Called by all ranks. After ``warm_up`` rounds, which are not counted, there are ``repetitions`` rounds, or with 0
+    as many as fit ``seconds``, five at the least. Every round starts with another variant, so that none always follows
+    the same one.
+    """
+    names = list(steps)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    losses: dict[str, list[float]] = {name: [] for name in names}
+    index, rounds, lasted = 0, warm_up + 1, 0.0
+    while index < rounds:
+        begin = time.perf_counter()
+        first = index % len(names)
+        for name in names[first:] + names[:first]:
+            step = steps[name]
+            dist.barrier()
+            start = time.perf_counter()
+            loss = step(index) if step is not None else float("nan")
+            taken[name].append(time.perf_counter() - start)
+            losses[name].append(loss)
+        lasted = time.perf_counter() - begin
+        index += 1
+        if index == warm_up + 1:  # the first round that was warm says how many more there is time for
+            more = repetitions or max(int(seconds / lasted), 5)
+            rounds = warm_up + agree(more)
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, taken)
+    return {
+        name: Timing([max(times) for times in zip(*(rank[name] for rank in everywhere))][warm_up:], losses[name])
+        for name in names
+    }
+
+
+def agree(value: int) -> int:
+    """Rank 0's value, on all ranks."""
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def two_processes(threads: int = 1) -> WorkerPool:
+    """A pool of two processes that talk over gloo."""
+    return WorkerPool(2, timeout_s=TIMEOUT_S, threads=threads, imports=("torch", "transformers"))
+
+
+def arguments(description: str | None, seconds: float) -> argparse.ArgumentParser:
+    """A parser with what all benchmarks have."""
+    parser = argparse.ArgumentParser(
+        description=(description or "").split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--repetitions", type=int, default=0, help="steps of each variant; 0: as many as fit --seconds")
+    parser.add_argument("--seconds", type=float, default=seconds, help="time for each setting, at five steps or more")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch in each process")
+    parser.add_argument("--json", action="store_true", help="print every number as JSON in place of tables")
+    return parser
+
+
+def progress(text: str) -> None:
+    """A line for who waits, beside the tables."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns that are as wide as their widest cell; all but the first to the right."""
+    lines = [list(head), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *[cell.rjust(w) for cell, w in zip(line[1:], widths[1:])]]).rstrip()
+        for line in lines
+    )
+
+
+def ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def largest_difference(timings: Mapping[str, Timing], reference: str) -> tuple[str, float]:
+    """The variant whose losses differ most from the reference's, and by how much, relative to the loss."""
+    expected = timings[reference].losses
+    differences = {
+        name: max(abs(a - b) / abs(b) for a, b in zip(timing.losses, expected)) for name, timing in timings.items()
+    }
+    worst = max(differences, key=lambda name: differences[name])
+    return worst, differences[worst]
+
+
+def as_json(benchmark: str, settings: Mapping[str, Any], results: Any) -> str:
+    """Everything that was measured, and on what."""
+    machine = {"cores": os.cpu_count(), "torch": torch.__version__, "load": os.getloadavg()}
+    return json.dumps({"benchmark": benchmark, "machine": machine, "settings": settings, "results": results}, indent=1)
+
+
+def timings_as_dict(timings: Mapping[str, Timing]) -> dict[str, Any]:
+    return {name: {"ms": timing.ms, **asdict(timing)} for name, timing in timings.items()}

@@ -1,0 +1,256 @@
+"""The same unmodified LLaMA trained by one process, by ShardFormer, by torch's and by transformers' tensor parallelism.
+
+    python benchmarks/tensor_parallel.py
+    python benchmarks/tensor_parallel.py --hidden 256 --sequence 128 --batch 8
+
+A step is forward, backward and torch's fused AdamW, in fp32. All variants live in the same two processes and take
+turns step by step; while the single process has its turn, the second process sleeps. The losses of all variants must
+agree at every step, or the command fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import common
+import torch
+import torch.distributed as dist
+from common import MB, Llama, Timing
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardformer
+from shardformer.comm.recorder import WIRE_FACTOR, Recorder
+from shardformer.context import ParallelContext
+
+SINGLE, OURS = "one process", "ShardFormer"
+WORST_DIFFERENCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Setting:
+    model: Llama
+    batch: int
+    variants: tuple[str, ...]
+    repetitions: int
+    seconds: float
+
+    def __str__(self) -> str:
+        m = self.model
+        return (
+            f"hidden {m.hidden}, sequence {m.sequence}, batch {self.batch}, {m.layers} layers, {m.heads} heads, "
+            f"intermediate {m.intermediate}, vocabulary {m.vocabulary}"
+        )
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one rank in a step, how many of them are the loss's, and the bytes that both ranks send at the
+    least, by the formula of ``shardformer.comm.recorder``."""
+
+    collectives: int
+    of_loss: int
+    wire_bytes: int
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model that is ready to train, and what its steps run inside."""
+
+    model: nn.Module
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+class Counter(TorchDispatchMode):
+    """Counts functional collectives and their bytes, those that DTensor makes among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives, self.wire_bytes = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # DTensor goes on with plain tensors, which come by here again
+        out = func(*args, **(kwargs or {}))
+        name = func._overloadpacket.__name__
+        if func.namespace.startswith("_c10d_functional") and "wait" not in name:
+            kind = next(kind for kind in WIRE_FACTOR if name.startswith(kind))
+            full = out if kind == "all_gather" else args[0]
+            self.collectives += 1
+            self.wire_bytes += WIRE_FACTOR[kind] * full.numel() * full.element_size() * (dist.get_world_size() - 1)
+        return out
+
+
+def single(folder: str) -> Contender:
+    import transformers
+
+    return Contender(transformers.LlamaForCausalLM.from_pretrained(folder))
+
+
+def ours(folder: str, context: ParallelContext, **options: bool) -> Contender:
+    return Contender(shardformer.shard_model(single(folder).model, context=context, **options))
+
+
+def torch_plan(folder: str, context: ParallelContext, *, blocks: bool = False) -> Contender:
+    """torch's parallelize_module by the plan of its tutorial; with ``blocks`` by the best one that it can express.
+
+    That one makes a DTensor of the input at each block, so that the gradients of q, k and v are summed before they are
+    communicated, and computes the loss on the logits' parts.
+    """
+    model = single(folder).model
+    assert context.mesh is not None
+    mesh = context.mesh["tensor"]
+    plan: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for i in range(len(model.model.layers)):
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            plan[f"model.layers.{i}.{name}"] = ColwiseParallel()
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            plan[f"model.layers.{i}.{name}"] = RowwiseParallel()
+        if blocks:
+            plan[f"model.layers.{i}.self_attn"] = PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": Replicate()},
+                desired_input_kwarg_layouts={"hidden_states": Replicate()},
+            )
+            plan[f"model.layers.{i}.mlp"] = PrepareModuleInput(
+                input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
+            )
+    if blocks:
+        plan["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    return Contender(parallelize_module(model, mesh, plan), loss_parallel if blocks else nullcontext)
+
+
+def transformers_plan(folder: str) -> Contender:
+    """transformers' own plan, as from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2)) applies it.
+
+    The two steps that it takes are taken here one by one, because the whole of it asks for accelerate to be installed.
+    """
+    from transformers.distributed import DistributedConfig
+
+    model: Any = single(folder).model
+    config, _, mesh = type(model).prepare_distribute_model(DistributedConfig(tp_size=dist.get_world_size()))
+    return Contender(type(model).maybe_distribute_model(model, config, mesh))
+
+
+Build = Callable[[str, ParallelContext], Contender]
+VARIANTS: Mapping[str, Build] = {
+    SINGLE: lambda folder, _: single(folder),
+    OURS: lambda folder, context: ours(folder, context),
+    f"{OURS}, sequence parallel": lambda folder, context: ours(folder, context, enable_sequence_parallelism=True),
+    f"{OURS}, sequence parallel, overlap": lambda folder, context: ours(
+        folder, context, enable_sequence_parallelism=True, enable_sequence_overlap=True
+    ),
+    "torch parallelize_module": lambda folder, context: torch_plan(folder, context),
+    "torch, best plan": lambda folder, context: torch_plan(folder, context, blocks=True),
+    "transformers' plan": lambda folder, _: transformers_plan(folder),
+}
+
+
+def measure(setting: Setting, folder: str) -> tuple[dict[str, Timing], dict[str, Traffic]]:
+    """Runs in every process."""
+    context = ParallelContext.from_world({"tensor": dist.get_world_size()})
+    batches = setting.model.batches(setting.batch)
+    steps: dict[str, common.Step | None] = {}
+    traffic: dict[str, Traffic] = {}
+    for name in setting.variants:
+        if name == SINGLE and context.tensor.rank > 0:
+            steps[name] = None
+            continue
+        contender = VARIANTS[name](folder, context)
+        optimizer = common.adamw(contender.model)
+        steps[name] = common.train_step(contender.model, batches, optimizer, contender.around)
+        if name != SINGLE:
+            forward_backward = common.train_step(contender.model, batches, None, contender.around)
+            traffic[name] = count(forward_backward, context)
+    return common.take_turns(steps, setting.repetitions, setting.seconds), traffic
+
+
+def count(step: common.Step, context: ParallelContext) -> Traffic:
+    """The collectives of the second forward and backward: the first one compares what the ranks were fed, too."""
+    step(0)
+    with ExitStack() as stack:
+        recorder, counter = stack.enter_context(Recorder(context)), stack.enter_context(Counter())
+        step(0)
+    if recorder.calls:
+        return Traffic(recorder.count(), recorder.count(purpose="loss"), recorder.wire_bytes())
+    return Traffic(counter.collectives, 0, counter.wire_bytes)
+
+
+def report(timings: Mapping[str, Timing], traffic: Mapping[str, Traffic]) -> str:
+    head = ["variant", "ms a step", "/ one process", "/ ShardFormer", "collectives", "MB a step"]
+    rows = []
+    for name, timing in timings.items():
+        ratios = [f"{timing.ms / timings[base].ms:.2f}" if base in timings else "-" for base in (SINGLE, OURS)]
+        seen = traffic.get(name)
+        own = f" ({seen.of_loss} the loss's)" if seen and seen.of_loss else ""
+        said = [f"{seen.collectives}{own}", f"{seen.wire_bytes / MB:.2f}"] if seen else ["-", "-"]
+        rows.append([name, common.ms(timing.ms), *ratios, *said])
+    return common.table(head, rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    results, alike = [], True
+    with common.two_processes(args.threads) as pool, tempfile.TemporaryDirectory() as folder:
+        for hidden in args.hidden:
+            for sequence in args.sequence:
+                model = Llama(hidden, intermediate(hidden), args.heads or heads(hidden), sequence, args.layers, args.vocabulary)
+                setting = Setting(model, args.batch, tuple(args.variants), args.repetitions, args.seconds)
+                common.progress(f"measuring {setting}")
+                model.build().save_pretrained(folder)
+                timings, traffic = pool.run(measure, setting, folder)[0]
+                results.append({**asdict(setting), **common.timings_as_dict(timings), "traffic": {k: asdict(v) for k, v in traffic.items()}})
+                if not args.json:
+                    steps = len(next(iter(timings.values())).seconds)
+                    print(f"\n{setting}; median of {steps} steps\n\n{report(timings, traffic)}\n")
+                if SINGLE in timings:
+                    name, difference = common.largest_difference(timings, SINGLE)
+                    alike &= difference <= WORST_DIFFERENCE
+                    if not args.json:
+                        print(f"largest difference of a loss from one process's: {difference:.1e} ({name})", flush=True)
+    if args.json:
+        print(common.as_json("tensor_parallel", vars(args), results))
+    if not alike:
+        print(f"A loss differs by more than {WORST_DIFFERENCE:g}: the variants do not do the same", file=sys.stderr)
+    return 0 if alike else 1
+
+
+def intermediate(hidden: int) -> int:
+    """LLaMA's 8/3 of the hidden size, to a multiple of 16: 688 for 256, 2736 for 1024."""
+    return (hidden * 8 // 3 + 15) // 16 * 16
+
+
+def heads(hidden: int) -> int:
+    return 8 if hidden < 512 else hidden // 64
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = common.arguments(__doc__, seconds=60.0)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--sequence", type=int, nargs="+", default=[128, 512])
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=0, help="0: 8, or heads of 64 from hidden 512 on")
+    parser.add_argument("--vocabulary", type=int, default=8000)
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="NAME")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""With dropout on, the sharded model is the plain one under the same masks.
+
+The sharded run records every mask it draws; joined along the dim in which they are cut, they are what the plain run is
+given. So a mask that is the same where it must differ, or differs where it must be the same, shows in a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardformer.comm.collectives import gather_objects
+from shardformer.comm.params import gather_param, param_specs
+from shardformer.context import ParallelContext
+from shardformer.policies.config import ShardConfig
+from shardformer.policies.sharder import shard_model
+from shardformer.pool import WorkerPool
+from shardformer.samples import LANGUAGE_MODEL, Batches, Sample
+
+DROPOUT = {
+    "bert": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3},
+    "gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.3},
+    "llama": {"attention_dropout": 0.3},
+    "t5": {"dropout_rate": 0.2},
+}
+
+
+class _Masks(TorchFunctionMode):
+    """Draws masks by the ordinary generator and keeps them, or deals out given ones."""
+
+    def __init__(self, given: list[Tensor] | None = None) -> None:
+        super().__init__()
+        self.given, self.drawn = given, list[Tensor]()
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.nn.functional.dropout:
+            return func(*args, **(kwargs or {}))
+        x = args[0]
+        settings = {
+            "p": 0.5,
+            "training": True,
+            **dict(zip(("p", "training"), args[1:], strict=False)),
+            **(kwargs or {}),
+        }
+        if not settings["training"] or settings["p"] == 0:
+            return x
+        if self.given is None:
+            mask = torch.empty_like(x, requires_grad=False).bernoulli_(1 - settings["p"])
+        else:
+            mask = self.given[len(self.drawn)]
+            assert mask.shape == x.shape, (mask.shape, x.shape)
+        self.drawn.append(mask)
+        return x * mask / (1 - settings["p"])
+
+
+def _build(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = Sample(family, changes=DROPOUT[family])().double().train()
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    return model
+
+
+def _worst_difference(family: str, sequence_parallel: bool) -> float:
+    batch = Batches(LANGUAGE_MODEL[family])(0)
+    context = ParallelContext.from_world({})
+    model = shard_model(
+        _build(family), config=ShardConfig(context=context, enable_sequence_parallelism=sequence_parallel)
+    )
+    torch.manual_seed(1)
+    with _Masks() as masks:
+        loss = model(**batch).loss
+    loss.backward()
+    specs = param_specs(model)
+    ours = {n: gather_param(p.grad, specs[n], context.tensor) for n, p in model.named_parameters()}
+    parts = gather_objects(masks.drawn, context.tensor)
+
+    plain = _build(family)
+    shapes = _shapes(plain, batch)
+    assert len(shapes) == len(masks.drawn)
+    whole = [_joined([p[i] for p in parts], shapes[i]) for i in range(len(shapes))]
+    with _Masks(whole):
+        want = plain(**batch).loss
+    want.backward()
+    scale = max(float(p.grad.abs().max()) for p in plain.parameters())
+    worst = max(float((p.grad - ours[n]).abs().max()) for n, p in plain.named_parameters()) / scale
+    return max(worst, abs(float(loss.detach()) - float(want.detach())))
+
+
+def _shapes(plain: nn.Module, batch: dict[str, Tensor]) -> list[torch.Size]:
+    with _Masks() as masks, torch.no_grad():
+        plain(**batch)
+    return [m.shape for m in masks.drawn]
+
+
+def _joined(parts: list[Tensor], shape: torch.Size) -> Tensor:
+    """The full mask: equal ones are the same mask, cut ones are joined along the dim that is shorter."""
+    cut = [d for d in range(len(shape)) if parts[0].shape[d] != shape[d]]
+    if not cut:
+        assert all(torch.equal(p, parts[0]) for p in parts), "outside of a block the masks are the same on all ranks"
+        return parts[0]
+    if parts[0].shape == parts[1].shape:
+        assert not torch.equal(parts[0], parts[1]), "inside a block every rank has a mask of its own"
+    return torch.cat(parts, cut[0])
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
+@pytest.mark.parametrize("family", list(DROPOUT))
+def test_masks_are_those_of_one_model(pool2: WorkerPool, family: str, sequence_parallel: bool) -> None:
+    assert max(pool2.run(_worst_difference, family, sequence_parallel)) < 1e-6
