@@ -87,7 +87,7 @@ class Counter(TorchDispatchMode):
             return NotImplemented  # DTensor goes on with plain tensors, which come by here again
         out = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__
-        if func.namespace.startswith("_c10d_functional") and "wait" not in name:
+        if func.namespace.startswith("_c10d_functional") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
             kind = next(kind for kind in WIRE_FACTOR if name.startswith(kind))
             full = out if kind == "all_gather" else args[0]
             self.collectives += 1

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from shardformer.layers.parallel_module import ParallelModule as ParallelModule
     from shardformer.layout import ShardSpec as ShardSpec
     from shardformer.layout import Split as Split
+    from shardformer.optim.grad_norm import clip_grad_norm_ as clip_grad_norm_
+    from shardformer.optim.grad_norm import grad_norm as grad_norm
     from shardformer.policies.config import ShardConfig as ShardConfig
     from shardformer.policies.guards import full_state_dict as full_state_dict
     from shardformer.policies.policy import Argument as Argument
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from shardformer.policies.policy import Row_Layer as Row_Layer
     from shardformer.policies.policy import SubModuleReplacementDescription as SubModuleReplacementDescription
     from shardformer.policies.record import describe as describe
+    from shardformer.policies.record import no_sync as no_sync
     from shardformer.policies.roles import MLP as MLP
     from shardformer.policies.roles import Attention as Attention
     from shardformer.policies.roles import RolePolicy as RolePolicy
@@ -45,6 +48,7 @@ _HOME = {
     "errors": ["ConfigError", "InputError", "LaunchError", "PolicyError", "ShardFormerError", "WorkerError"],
     "layers.parallel_module": ["ParallelModule"],
     "layout": ["ShardSpec", "Split"],
+    "optim.grad_norm": ["clip_grad_norm_", "grad_norm"],
     "policies.config": ["ShardConfig"],
     "policies.guards": ["full_state_dict"],
     "policies.policy": [
@@ -57,7 +61,7 @@ _HOME = {
         "Row_Layer",
         "SubModuleReplacementDescription",
     ],
-    "policies.record": ["describe"],
+    "policies.record": ["describe", "no_sync"],
     "policies.roles": ["MLP", "Attention", "RolePolicy", "Stack"],
     "policies.sharder": ["ModelSharder", "ShardFormer", "shard_model"],
 }

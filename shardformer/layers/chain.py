@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.fx.experimental import _config as symbolic_shapes_config
 from torch.utils._pytree import tree_map_only
 
 from shardformer.errors import ConfigError, ShardFormerError
@@ -68,14 +69,6 @@ LINEAR = ("bias", "add", "dropout")  # their backward does not need what they we
 ONE_KERNEL = ("bias", "add", "mul", "relu", "silu", "gelu", "gelu_tanh")  # of torch itself, so alone they stay
 
 
-def run(program: Program, *inputs: Tensor) -> Tensor:
-    """The operations one by one, on the first of ``inputs``; the others are the operands in their order."""
-    x, operands = inputs[0], iter(inputs[1:])
-    for op in program:
-        x = FORMULAS[op.kind](x, next(operands) if op.kind in WITH_OPERAND else None, op.value)
-    return x
-
-
 def saved_inputs(program: Program) -> tuple[bool, ...]:
     """Which inputs backward needs: masks, and all that goes into an operation that is not linear.
 
@@ -94,65 +87,81 @@ def saved_inputs(program: Program) -> tuple[bool, ...]:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a kernel is compiled for: the operations, the dtypes of the inputs, and which of these get a gradient."""
+    """What a kernel is made for: the operations, the dtypes of the inputs, and which of these get a gradient."""
 
     program: Program
     dtypes: tuple[torch.dtype, ...]
     wanted: tuple[int, ...] = ()
 
-    def __str__(self) -> str:
-        return " -> ".join(str(op) for op in self.program)
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """x (N, H), a bias (H,), all others (N, H) -> (N, H)."""
-        return run(self.program, *inputs)
-
-    def backward(self, grad_NH: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
-        """The gradients of the wanted inputs."""
-        inputs = self._inputs(grad_NH, list(saved))
-
-        def of_wanted(*wanted: Tensor) -> Tensor:
-            by_index = dict(zip(self.wanted, wanted, strict=True))
-            return run(self.program, *(by_index.get(i, t) for i, t in enumerate(inputs)))
-
-        pull: Callable[[Tensor], tuple[Tensor, ...]] = torch.func.vjp(of_wanted, *(inputs[i] for i in self.wanted))[1]
-        return pull(grad_NH)
-
-    def _inputs(self, grad_NH: Tensor, saved: list[Tensor]) -> list[Tensor]:
-        """All inputs: where backward does not need the values, zeros, which the compiler leaves out again."""
-        kinds = ["x", *(op.kind for op in self.program if op.kind in WITH_OPERAND)]
-        inputs = []
-        for kind, dtype, kept in zip(kinds, self.dtypes, saved_inputs(self.program), strict=True):
-            shape = grad_NH.shape[-1:] if kind == "bias" else grad_NH.shape
-            inputs.append(saved.pop(0) if kept else grad_NH.new_zeros(shape, dtype=dtype))
-        return inputs
-
     def is_worth_compiling(self) -> bool:
         return len(self.program) > 1 or any(op.kind not in ONE_KERNEL for op in self.program)
 
+    def forward(self) -> Callable[..., Tensor]:
+        """The function of x (N, H), biases (H,) and other operands (N, H) that gives the values (N, H)."""
+        steps = [(FORMULAS[op.kind], op.kind in WITH_OPERAND, op.value) for op in self.program]
+
+        def forward(x: Tensor, *operands: Tensor) -> Tensor:
+            i = 0
+            for formula, with_operand, value in steps:
+                x = formula(x, operands[i] if with_operand else None, value)
+                i += with_operand
+            return x
+
+        return forward
+
+    def backward(self) -> Callable[..., tuple[Tensor, ...]]:
+        """The function of the gradient (N, H) and the saved inputs that gives the gradients of the wanted inputs."""
+        forward, wanted = self.forward(), self.wanted
+        kinds = ["x", *(op.kind for op in self.program if op.kind in WITH_OPERAND)]
+        plan = list(zip(saved_inputs(self.program), (kind == "bias" for kind in kinds), self.dtypes, strict=True))
+
+        def backward(grad_NH: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
+            inputs, i = [], 0
+            for is_saved, is_bias, dtype in plan:
+                if is_saved:
+                    inputs.append(saved[i])
+                    i += 1
+                else:  # the values do not matter, and the compiler leaves them out
+                    like = grad_NH[0] if is_bias else grad_NH
+                    inputs.append(torch.zeros_like(like, dtype=dtype))
+
+            def of_wanted(*some: Tensor) -> Tensor:
+                every = list(inputs)
+                for index, t in zip(wanted, some):
+                    every[index] = t
+                return forward(*every)
+
+            pull = torch.func.vjp(of_wanted, *[inputs[index] for index in wanted])[1]
+            grads: tuple[Tensor, ...] = pull(grad_NH)
+            return grads
+
+        return backward
+
 
 @functools.cache
-def _compiled(signature: Signature, backward: bool) -> Callable[..., Any]:
-    def kernel(*inputs: Tensor) -> Any:
-        return signature.backward(*inputs) if backward else signature.forward(*inputs)
-
+def _kernel(signature: Signature, backward: bool, compiles: bool) -> Callable[..., Any]:
+    plain = signature.backward() if backward else signature.forward()
+    if not compiles:
+        return plain
     # torch counts and limits recompilations by code object, so each kernel gets its own
-    name = re.sub(r"\W+", "_", f"chain_{'backward' if backward else 'forward'}_{signature!r}")
-    own = types.FunctionType(kernel.__code__.replace(co_name=name), globals(), name, None, kernel.__closure__)
-    compiled: Callable[..., Any] = torch.compile(own, dynamic=True)
+    assert isinstance(plain, types.FunctionType)
+    name = re.sub(r"\W+", "_", f"{plain.__name__}_{signature!r}")
+    own = types.FunctionType(plain.__code__.replace(co_name=name), globals(), name, None, plain.__closure__)
+    compiled: Callable[..., Any] = torch.compile(own, dynamic=True, fullgraph=True)
     return compiled
 
 
 def _execute(signature: Signature, backward: bool, inputs: Iterable[Tensor]) -> Any:
     """Runs a kernel on inputs of any leading dims; gradients and autocast play no part in it."""
-    tensors = [t.detach() for t in inputs]
-    shape = tensors[0].shape
-    tensors = [t.reshape(-1, shape[-1]) if t.dim() > 1 else t for t in tensors]
-    device = tensors[0].device.type
+    tensors = list(inputs)
+    shape, device = tensors[0].shape, tensors[0].device.type
+    # .data: a view would bring its base along, of any number of dims, and with it a recompilation
+    tensors = [(t.reshape(-1, shape[-1]) if t.dim() > 1 else t).data for t in tensors]
     # torch specialises on sizes of 0 and 1: not worth a kernel of their own
     compiles = tensors[0].dim() == 2 and min(tensors[0].shape) > 1 and signature.is_worth_compiling()
-    kernel = _compiled(signature, backward) if compiles else signature.backward if backward else signature.forward
-    with torch.no_grad(), torch.autocast(device, enabled=False):
+    kernel = _kernel(signature, backward, compiles)
+    # without duck shapes: N may be equal to H in the first batch and not in the second
+    with torch.no_grad(), torch.autocast(device, enabled=False), symbolic_shapes_config.patch(use_duck_shape=False):
         try:
             outputs: Any = kernel(*tensors)
         except torch._dynamo.exc.TorchDynamoException as error:

@@ -40,7 +40,7 @@ class DropoutForParallelInput(nn.Module):
 
 
 class DropoutForReplicatedInput(nn.Dropout):
-    """Dropout on an activation that all tensor ranks hold: all draw the same mask, from the stream outside of blocks."""
+    """Dropout on an activation that all tensor ranks hold: all draw the same mask."""
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:

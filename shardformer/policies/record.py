@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +60,21 @@ def record_of(model: nn.Module) -> ShardRecord:
             remedy="Call shardformer.shard_model(model) first, and give the model itself, not a wrapper of it",
         )
     return record
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backward in here accumulates gradients without agreeing on them with other ranks; the first one after it does.
+
+    For all but the last of the backwards of one optimizer step. Leaving it out is right too, and only costs traffic.
+
+    >>> with no_sync(model):                    # doctest: +SKIP
+    ...     model(**first_half).loss.backward()
+    >>> model(**second_half).loss.backward()    # doctest: +SKIP
+    """
+    averager = record_of(model).averager
+    with averager.paused() if averager is not None else nullcontext():
+        yield
 
 
 @dataclass(frozen=True)
