@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import common
-import torch
 import torch.distributed as dist
 from common import MB, Llama, Timing
 from torch import nn
@@ -95,30 +93,24 @@ class Counter(TorchDispatchMode):
         return out
 
 
-def single(folder: str) -> Contender:
-    import transformers
-
-    return Contender(transformers.LlamaForCausalLM.from_pretrained(folder))
+def ours(size: Llama, context: ParallelContext, **options: bool) -> Contender:
+    return Contender(shardformer.shard_model(size.build(), context=context, **options))
 
 
-def ours(folder: str, context: ParallelContext, **options: bool) -> Contender:
-    return Contender(shardformer.shard_model(single(folder).model, context=context, **options))
-
-
-def torch_plan(folder: str, context: ParallelContext, *, blocks: bool = False) -> Contender:
+def torch_plan(size: Llama, context: ParallelContext, *, blocks: bool = False) -> Contender:
     """torch's parallelize_module by the plan of its tutorial; with ``blocks`` by the best one that it can express.
 
     That one makes a DTensor of the input at each block, so that the gradients of q, k and v are summed before they are
     communicated, and computes the loss on the logits' parts.
     """
-    model = single(folder).model
+    model = size.build()
     assert context.mesh is not None
     mesh = context.mesh["tensor"]
     plan: dict[str, Any] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
         "lm_head": ColwiseParallel(output_layouts=Replicate()),
     }
-    for i in range(len(model.model.layers)):
+    for i in range(size.layers):
         for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
             plan[f"model.layers.{i}.{name}"] = ColwiseParallel()
         for name in ("self_attn.o_proj", "mlp.down_proj"):
@@ -136,33 +128,33 @@ def torch_plan(folder: str, context: ParallelContext, *, blocks: bool = False) -
     return Contender(parallelize_module(model, mesh, plan), loss_parallel if blocks else nullcontext)
 
 
-def transformers_plan(folder: str) -> Contender:
-    """transformers' own plan, as from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2)) applies it.
+def transformers_plan(size: Llama) -> Contender:
+    """transformers' own plan, as from_pretrained(..., distributed_config=DistributedConfig(tp_size=2)) applies it.
 
     The two steps that it takes are taken here one by one, because the whole of it asks for accelerate to be installed.
     """
     from transformers.distributed import DistributedConfig
 
-    model: Any = single(folder).model
+    model: Any = size.build()
     config, _, mesh = type(model).prepare_distribute_model(DistributedConfig(tp_size=dist.get_world_size()))
     return Contender(type(model).maybe_distribute_model(model, config, mesh))
 
 
-Build = Callable[[str, ParallelContext], Contender]
+Build = Callable[[Llama, ParallelContext], Contender]
 VARIANTS: Mapping[str, Build] = {
-    SINGLE: lambda folder, _: single(folder),
-    OURS: lambda folder, context: ours(folder, context),
-    f"{OURS}, sequence parallel": lambda folder, context: ours(folder, context, enable_sequence_parallelism=True),
-    f"{OURS}, sequence parallel, overlap": lambda folder, context: ours(
-        folder, context, enable_sequence_parallelism=True, enable_sequence_overlap=True
+    SINGLE: lambda size, _: Contender(size.build()),
+    OURS: lambda size, context: ours(size, context),
+    f"{OURS}, sequence parallel": lambda size, context: ours(size, context, enable_sequence_parallelism=True),
+    f"{OURS}, sequence parallel, overlap": lambda size, context: ours(
+        size, context, enable_sequence_parallelism=True, enable_sequence_overlap=True
     ),
-    "torch parallelize_module": lambda folder, context: torch_plan(folder, context),
-    "torch, best plan": lambda folder, context: torch_plan(folder, context, blocks=True),
-    "transformers' plan": lambda folder, _: transformers_plan(folder),
+    "torch parallelize_module": lambda size, context: torch_plan(size, context),
+    "torch, best plan": lambda size, context: torch_plan(size, context, blocks=True),
+    "transformers' plan": lambda size, _: transformers_plan(size),
 }
 
 
-def measure(setting: Setting, folder: str) -> tuple[dict[str, Timing], dict[str, Traffic]]:
+def measure(setting: Setting) -> tuple[dict[str, Timing], dict[str, Traffic]]:
     """Runs in every process."""
     context = ParallelContext.from_world({"tensor": dist.get_world_size()})
     batches = setting.model.batches(setting.batch)
@@ -172,7 +164,7 @@ def measure(setting: Setting, folder: str) -> tuple[dict[str, Timing], dict[str,
         if name == SINGLE and context.tensor.rank > 0:
             steps[name] = None
             continue
-        contender = VARIANTS[name](folder, context)
+        contender = VARIANTS[name](setting.model, context)
         optimizer = common.adamw(contender.model)
         steps[name] = common.train_step(contender.model, batches, optimizer, contender.around)
         if name != SINGLE:
@@ -207,14 +199,13 @@ def report(timings: Mapping[str, Timing], traffic: Mapping[str, Traffic]) -> str
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     results, alike = [], True
-    with common.two_processes(args.threads) as pool, tempfile.TemporaryDirectory() as folder:
+    with common.two_processes(args.threads) as pool:
         for hidden in args.hidden:
             for sequence in args.sequence:
                 model = Llama(hidden, intermediate(hidden), args.heads or heads(hidden), sequence, args.layers, args.vocabulary)
                 setting = Setting(model, args.batch, tuple(args.variants), args.repetitions, args.seconds)
                 common.progress(f"measuring {setting}")
-                model.build().save_pretrained(folder)
-                timings, traffic = pool.run(measure, setting, folder)[0]
+                timings, traffic = pool.run(measure, setting)[0]
                 results.append({**asdict(setting), **common.timings_as_dict(timings), "traffic": {k: asdict(v) for k, v in traffic.items()}})
                 if not args.json:
                     steps = len(next(iter(timings.values())).seconds)

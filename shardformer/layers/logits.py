@@ -208,8 +208,9 @@ def _cross_entropy(func: Torch, args: Args, kwargs: Kwargs) -> Any:
     """F.cross_entropy with class indices, over dim 1 as torch has it, or dim 0 of a single token's logits."""
     x, target = args[0], args[1] if len(args) == 2 else None
     if (
-        type(target) is not Tensor
-        or not isinstance(x, VocabSharded)
+        not isinstance(x, VocabSharded)
+        or not isinstance(target, Tensor)
+        or isinstance(target, VocabSharded)
         or x.vocab_dim != min(x._local.dim() - 1, 1)
         or target.is_floating_point()
         or target.shape != (*x.full_shape[: x.vocab_dim], *x.full_shape[x.vocab_dim + 1 :])

@@ -135,7 +135,7 @@ def _dims_used(key: Any) -> int | None:
         return 0
     if isinstance(key, slice) or (isinstance(key, int) and not isinstance(key, bool)):
         return 1
-    if type(key) is Tensor:
+    if isinstance(key, Tensor):
         return key.dim() if key.dtype in (torch.bool, torch.uint8) else 1
     return None
 

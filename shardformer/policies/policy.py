@@ -49,12 +49,14 @@ class BlockDescription:
         columns: paths of the column-parallel linears that read what entered.
         others: paths of column-parallel linears that read something else that has entered (cross-attention's states).
         row: path of the row-parallel linear at the exit.
+        activated: whether an activation follows the columns at once, so that their bias can be fused with it.
     """
 
     entry: str
     columns: Sequence[str]
     row: str
     others: Sequence[str] = ()
+    activated: bool = False
 
 
 @dataclass

@@ -181,7 +181,10 @@ class RolePolicy(Policy):
             )
         split = Split.fused([width // mlp.fused] * mlp.fused, self.axis.size)
         row = Split.even(_features(_linear(layer, down, path), out=False), self.axis.size)
-        return _block_description(mlp.at, {up: {"split": split} for up in ups}, {}, down, row)
+        description = _block_description(mlp.at, {up: {"split": split} for up in ups}, {}, down, row)
+        for block in description.blocks or []:
+            block.activated = mlp.fused == 1
+        return description
 
     def _attention(self, attention: Attention, layer: nn.Module, path: str) -> ModulePolicyDescription:
         def full(name: str | None) -> str | None:

@@ -81,7 +81,7 @@ class ModelSharder:
             self.replace_module(plan)
         for target, source in first_form.bind(policy, self.model):
             record.add(target, "own parameter", f"tied to {source}", kind="tie")
-        apply_optimizations(self.model, config, record)
+        apply_optimizations(self.model, config, plan, record)
         if cut:
             self._open_regions(plan)  # last: its hooks stand on the modules that stay
         self.model = policy.postprocess() or self.model

@@ -1,0 +1,148 @@
+"""What one training step of a sharded LLaMA communicates: by the recorder, and by the loopback device's own count.
+
+    python benchmarks/wire_bytes.py
+    sudo python benchmarks/wire_bytes.py --namespace
+
+The recorder counts collectives where they start and the bytes that they need at the least. The kernel counts what
+really crosses the loopback device, headers and acknowledgements among it, once for each byte sent: of both ranks and
+both directions together. Other programs that talk over loopback are counted too, so ``--namespace`` runs the command
+in a network namespace of its own, which needs root and iproute2 (Linux).
+
+A counter around the whole command (``--steps N`` and ``--steps N+1``, and the difference) gives the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import common
+import torch.distributed as dist
+from common import MB, Llama
+
+import shardformer
+from shardformer.comm.recorder import Recorder
+from shardformer.context import ParallelContext
+
+DEVICES = Path("/proc/net/dev")
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Of one step: (kind, axis, purpose) -> (collectives, wire bytes), and bytes and packets over loopback, if known."""
+
+    recorded: dict[tuple[str, str, str], tuple[int, int]]
+    loopback: tuple[float, float] | None
+    loss: float
+
+
+def measure(size: Llama, batch: int, num_steps: int, options: dict[str, Any]) -> Sent:
+    """Runs in every process. The first step, in which the ranks compare their batches and the optimizer its state, is
+    not counted."""
+    context = ParallelContext.from_world({"tensor": 2})
+    model = shardformer.shard_model(size.build(), context=context, **options)
+    step = common.train_step(model, size.batches(batch), common.adamw(model))
+    loss = step(0)
+    before = counted()
+    for index in range(num_steps):
+        with Recorder(context) as recorder:
+            loss = step(index)
+    after = counted()
+    nothing = counted()  # what the looking itself sends
+    loopback = None
+    if before and after and nothing:
+        per_step = [(b - a - (c - b)) / num_steps for a, b, c in zip(before, after, nothing)]
+        loopback = (per_step[0], per_step[1])
+    return Sent(recorder.table(), loopback, loss)
+
+
+def counted() -> tuple[int, int] | None:
+    """Bytes and packets that loopback has received, while no rank sends; None where the kernel does not say."""
+    dist.barrier()
+    found = read_loopback() if dist.get_rank() == 0 else None
+    dist.barrier()
+    return found
+
+
+def read_loopback() -> tuple[int, int] | None:
+    if not DEVICES.exists():
+        return None
+    for line in DEVICES.read_text(encoding="ascii").splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == "lo":
+            received = counts.split()
+            return int(received[0]), int(received[1])
+    return None
+
+
+def report(sent: Sent) -> str:
+    rows = [
+        [f"{kind}, {purpose}", str(count), f"{wire_bytes / MB:.3f}"]
+        for (kind, _, purpose), (count, wire_bytes) in sent.recorded.items()
+    ]
+    values = list(sent.recorded.values())
+    rows.append(["all", str(sum(n for n, _ in values)), f"{sum(b for _, b in values) / MB:.3f}"])
+    out = common.table(["collective", "a step", "MB a step at the least"], rows)
+    if sent.loopback is None:
+        return f"{out}\n\nthis system does not say what crosses its loopback device"
+    crossed, packets = sent.loopback
+    return f"{out}\n\nbytes that crossed loopback a step: {crossed / MB:.3f} MB in {packets:,.0f} packets"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    if args.namespace:
+        return enter_namespace(list(sys.argv[1:] if argv is None else argv))
+    size = Llama(args.hidden, args.intermediate, args.heads, args.sequence, args.layers, args.vocabulary)
+    options = {f"enable_{name.replace('-', '_')}": True for name in args.options}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with common.two_processes(args.threads) as pool:
+        sent = pool.run(measure, size, args.batch, args.steps, options)[0]
+    if args.json:
+        found = {"recorded": {" ".join(k): v for k, v in sent.recorded.items()}, "loopback": sent.loopback}
+        print(common.as_json("wire_bytes", vars(args), found))
+    else:
+        title = (
+            f"{args.layers} layers, hidden {args.hidden}, intermediate {args.intermediate}, {args.heads} heads, vocabulary "
+            f"{args.vocabulary}, fp32, batch {args.batch} x {args.sequence}, two ranks; options: {args.options or 'none'}"
+        )
+        print(f"\n{title}\n\n{report(sent)}")
+    return 0
+
+
+def enter_namespace(argv: list[str]) -> int:
+    """Runs this script again where loopback is its own; does not come back."""
+    if not (shutil.which("unshare") and shutil.which("ip")) or os.geteuid() != 0:
+        print("--namespace needs root, and the commands unshare and ip (util-linux and iproute2)", file=sys.stderr)
+        return 2
+    again = [sys.executable, __file__, *[a for a in argv if a != "--namespace"]]
+    os.execvp("unshare", ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *again])
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=3, help="steps that are counted")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--intermediate", type=int, default=688)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=8000)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--options", nargs="*", default=[], help="of ShardConfig, such as sequence-parallelism")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch in each process")
+    parser.add_argument("--namespace", action="store_true", help="count in a network namespace of its own")
+    parser.add_argument("--json", action="store_true", help="print every number as JSON in place of a table")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
