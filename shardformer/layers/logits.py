@@ -16,6 +16,7 @@ full logits and goes on with a plain tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -24,10 +25,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardformer.context import Axis
-from shardformer.errors import InputError
 from shardformer.layers import vocab_dim
 from shardformer.layers.loss import vocab_parallel_cross_entropy
-from shardformer.layers.vocab_sharded import VocabSharded, like, own_part, part_of, place, refuse, rewrite, slice_of
+from shardformer.layers.vocab_sharded import (
+    VocabSharded,
+    like,
+    own_part,
+    part_of,
+    place,
+    refuse,
+    slice_of,
+    view_of,
+    write,
+)
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -58,7 +68,7 @@ class VocabParallelLogits(VocabSharded):
     waits until values are needed, so that the loss computes in fp32 without an fp32 copy.
     Communicates three numbers a token: ``F.cross_entropy`` with class indices.
     Communicates one all-gather of the full logits, once: everything else, which then gives plain tensors. Backward
-    takes the own slice. Writing into the logits does so too and keeps the own slice; into a view, it raises InputError.
+    takes the own slice. Writing into the logits, or into a view of them, does so too, and keeps the own slice.
 
     Gradients are those of the local part: ``retain_grad()`` keeps it, ``grad`` shows it as VocabParallelLogits, and a
     hook is called with one. To copy, pickle or hand them to code that is not torch's, use ``full_tensor()``.
@@ -90,15 +100,7 @@ def _written(func: Torch, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     if not isinstance(x, VocabSharded):
         return func(*_plain(args), **kwargs)
-    if x._from_view:
-        raise InputError(
-            f"{getattr(func, '__name__', func)} writes into a view of vocabulary-parallel logits",
-            rule="A view of them does not share memory with what it was taken of",
-            remedy="Write into the logits themselves, or into logits.clone()",
-        )
-    full = x.full_tensor()
-    result = func(full, *_plain(args[1:]), **kwargs)
-    rewrite(x, full)
+    full, result = write(x, lambda full: func(full, *_plain(args[1:]), **kwargs))
     return x if result is full else result
 
 
@@ -134,14 +136,13 @@ def _view(func: Torch, args: Args, kwargs: Kwargs) -> Any:
     except (RuntimeError, IndexError):
         return _gathered(func, args, kwargs)  # which raises with the sizes that the caller knows
     if isinstance(result, Tensor):
-        return _view_of(x, result, dim)
-    return type(result)(_view_of(x, part, dim) for part in result)
+        return view_of(x, result, dim % result.dim(), lambda full: func(full, *args[1:], **kwargs))
 
+    def replay(full: Tensor, number: int) -> Tensor:
+        part: Tensor = func(full, *args[1:], **kwargs)[number]
+        return part
 
-def _view_of(x: VocabSharded, local: Tensor, dim: int) -> VocabSharded:
-    out = like(x, local, dim % local.dim())
-    out._from_view = True
-    return out
+    return type(result)(view_of(x, part, dim, partial(replay, number=i)) for i, part in enumerate(result))
 
 
 def _copied(func: Torch, args: Args, kwargs: Kwargs) -> Any:
@@ -154,7 +155,7 @@ def _copied(func: Torch, args: Args, kwargs: Kwargs) -> Any:
 def _detached(func: Torch, args: Args, kwargs: Kwargs) -> Any:
     """detach and data."""
     x = args[0]
-    return _view_of(x, x._local.detach(), x.vocab_dim)
+    return view_of(x, own_part(x).detach(), x.vocab_dim, func)
 
 
 def _cast(func: Torch, args: Args, kwargs: Kwargs) -> Any:
@@ -171,7 +172,8 @@ def _cast(func: Torch, args: Args, kwargs: Kwargs) -> Any:
     if target.device == local.device and not kwargs.get("copy", len(flags) > 1 and flags[1]):
         if target.dtype == x.full_dtype:
             return x
-        if target.dtype in (local.dtype, torch.float32) and local.element_size() == 2:
+        was_written = x._writes[0] > 0  # then the part is a view of what may be written into again
+        if target.dtype in (local.dtype, torch.float32) and local.element_size() == 2 and not was_written:
             return like(x, local, dtype=target.dtype)
     return like(x, func(local, *others, **kwargs), dtype=target.dtype)
 
@@ -236,7 +238,7 @@ def _cross_entropy(func: Torch, args: Args, kwargs: Kwargs) -> Any:
 
 def _hooked(func: Torch, args: Args, kwargs: Kwargs) -> Any:
     """register_hook: the hook sees, and may replace, the gradient of the logits."""
-    x, hook = args
+    x, hook = (*args, *kwargs.values())
 
     def on_local(grad: Tensor) -> Tensor | None:
         replaced = hook(like(x, grad, dtype=grad.dtype))
@@ -271,22 +273,21 @@ def _backward(func: Torch, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _autograd_backward(func: Torch, args: Args, kwargs: Kwargs) -> Any:
-    """torch.autograd.backward, from several tensors."""
-    tensors, gradients = args[0], args[1] if len(args) > 1 else kwargs.get("grad_tensors")
-    if not isinstance(tensors, Sequence) or not isinstance(gradients, Sequence):
-        return _gathered(func, args, kwargs)
-    starts, given = zip(*map(_start, tensors, gradients), strict=True)
-    named = {key: value for key, value in kwargs.items() if key != "grad_tensors"}
-    return func(starts, given, *args[2:], **named)
+    """torch.autograd.backward, from several tensors and perhaps to some."""
+    tensors, given, inputs = args[0], kwargs.get("grad_tensors"), kwargs.get("inputs")
+    gradients = [given] if isinstance(given, Tensor) else given or [None] * len(tensors)
+    starts, gradients = zip(*map(_start, tensors, gradients), strict=True)
+    ends = inputs and [own_part(x) if isinstance(x, VocabSharded) else x for x in inputs]
+    return func(starts, **{**kwargs, "grad_tensors": gradients, "inputs": ends})
 
 
 def _start(x: Tensor, gradient: Any) -> tuple[Tensor, Any]:
     """The tensor and the gradient that backward starts from."""
-    if not isinstance(x, VocabSharded):
-        return x, _plain(gradient)
-    with torch.enable_grad():
+    if not isinstance(x, VocabSharded) or gradient is None:
+        return _plain(x), _plain(gradient)
+    with torch.enable_grad():  # torch.autograd.backward may be called by a backward
         local = own_part(x)
-    return (x.full_tensor(), gradient) if gradient is None else (local, part_of(gradient, x).to(local.dtype))
+    return local, part_of(gradient, x).to(local.dtype)
 
 
 def _autograd_grad(func: Torch, args: Args, kwargs: Kwargs) -> Any:

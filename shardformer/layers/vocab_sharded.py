@@ -18,17 +18,25 @@ from shardformer.comm.conjugates import join_slices
 from shardformer.context import Axis
 from shardformer.errors import InputError
 
+Replay = Callable[[Tensor], Tensor]
+"""Takes from a full tensor the view that was taken of a sharded one."""
+
 
 class VocabSharded(Tensor):
     """Base of ``VocabParallelLogits``, which says what functions of torch do with it.
 
     A wrapper with the full shape around the local part. Autograd's history is the local part's; the wrapper stands
     behind it as the output of ``_Shard``, so that code which autograd calls with the whole gets gradients right too.
+
+    A view remembers what it was taken of (``_origin``), and all views of one tensor count together how often one of
+    them was written into (``_writes``): a write goes through to the origin, and who has not seen it looks there again.
     """
 
     _local: Tensor
     _full: Tensor | None
-    _from_view: bool
+    _origin: tuple[VocabSharded, Replay] | None
+    _writes: list[int]
+    _writes_seen: int
     axis: Axis
     bounds: tuple[int, ...]
     vocab_dim: int
@@ -42,7 +50,8 @@ class VocabSharded(Tensor):
         shape = [bounds[-1] if dim == vocab_dim else size for dim, size in enumerate(local.shape)]
         make: Callable[..., Self] = torch.Tensor._make_wrapper_subclass
         self = make(cls, shape, dtype=dtype, device=local.device)
-        self._local, self._full, self._from_view = local, None, False
+        self._local, self._full, self._origin = local, None, None
+        self._writes, self._writes_seen = [0], 0
         self.axis, self.bounds, self.vocab_dim = axis, bounds, vocab_dim
         self.full_shape, self.full_dtype = torch.Size(shape), dtype
         return self
@@ -129,12 +138,53 @@ def own_part(x: VocabSharded) -> Tensor:
     Autograd may hand the whole on without calling any function by name (a full backward hook, reentrant checkpointing,
     DistributedDataParallel's sink): then the history is the whole's, and the part is taken from it.
     """
+    if x._writes_seen != x._writes[0] and x._origin is not None:
+        base, replay = x._origin
+        _rewrite(x, replay(base.full_tensor()))
     if not x._local.requires_grad and torch.is_grad_enabled():
         with torch._C.DisableTorchFunctionSubclass():
             has_history = x.requires_grad
         if has_history:
             x._local = _Unshard.apply(x)
     return x._local
+
+
+def view_of(x: VocabSharded, local: Tensor, dim: int, replay: Replay) -> VocabSharded:
+    """A view of ``x`` with the given part; ``replay`` takes the same view of the full tensor."""
+    out = like(x, local, dim)
+    out._origin, out._writes, out._writes_seen = (x, replay), x._writes, x._writes_seen
+    return out
+
+
+def write(x: VocabSharded, how: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
+    """Writes into the full tensor, and into what ``x`` is a view of. The full tensor, and what ``how`` gave.
+
+    Communicates one all-gather of what ``x`` is a view of, unless it was gathered before.
+    """
+    chain = [x]
+    while chain[-1]._origin is not None:
+        chain.append(chain[-1]._origin[0])
+    full = chain[-1].full_tensor()
+    fulls = [full]
+    for view in reversed(chain[:-1]):
+        assert view._origin is not None
+        full = view._origin[1](full)
+        fulls.append(full)
+    result = how(full)
+    if (full.shape, full.dtype) != (x.full_shape, x.full_dtype):
+        refuse("The shape of vocabulary-parallel logits was to be changed in place")
+    x._writes[0] += 1
+    for view, written in zip(reversed(chain), fulls, strict=True):
+        _rewrite(view, written)
+    return full, result
+
+
+def _rewrite(x: VocabSharded, full: Tensor) -> None:
+    """Makes ``full`` the values and the history of ``x``."""
+    local = part_of(full, x)
+    with torch._C.DisableTorchFunctionSubclass():
+        _Rewrite.apply(x, local)
+    x._local, x._full, x._writes_seen = local, full, x._writes[0]
 
 
 def part_of(full: Tensor, x: VocabSharded) -> Tensor:
@@ -149,14 +199,6 @@ def slice_of(full: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int) -> Ten
             return full.to_local()
         full = full.full_tensor()
     return full.narrow(dim, bounds[axis.rank], bounds[axis.rank + 1] - bounds[axis.rank])
-
-
-def rewrite(x: VocabSharded, full: Tensor) -> None:
-    """Makes ``full`` the values and the history of ``x``."""
-    local = part_of(full, x)
-    with torch._C.DisableTorchFunctionSubclass():
-        _Rewrite.apply(x, local)
-    x._local, x._full = local, full
 
 
 class _Shard(Function):

@@ -72,7 +72,7 @@ def by_process_group(logits_TV: Tensor, targets_T: Tensor, vocab_size: int | Non
     return cross_entropy_1d(local, targets_T, 5, torch.distributed.group.WORLD, vocab_size), module(local, targets_T)
 
 
-# --------------------------------------------------------------------------------------------------------------- helpers
+# -------------------------------------------------------------------------------------------------------------- helpers
 
 
 def weights(loss: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-# ----------------------------------------------------------------------------------------------------------------- tests
+# ---------------------------------------------------------------------------------------------------------------- tests
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
