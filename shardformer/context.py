@@ -53,7 +53,7 @@ class Axis:
     def of(cls, group: Axis | dist.ProcessGroup | None, name: str = "tensor") -> Axis:
         """An axis from a process group; None means all processes, or a single one when none were launched.
 
-        Raises LaunchError when this process is not in the group.
+        Raises LaunchError when this process is not in the group, ConfigError for what is not a group.
         """
         if isinstance(group, Axis):
             return group
@@ -61,7 +61,15 @@ class Axis:
             if not dist.is_available() or not dist.is_initialized():
                 return cls(name)
             group = dist.group.WORLD
-        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        non_member: Any = dist.GroupMember.NON_GROUP_MEMBER
+        lacks = group is non_member
+        if not lacks and not isinstance(group, dist.ProcessGroup):
+            raise ConfigError(
+                f"The group of the {name} axis is {group!r:.80}",
+                rule="It is a process group of torch.distributed, or None for all processes",
+                remedy="Make it with torch.distributed.new_group(ranks), on all processes, or leave it out",
+            )
+        if lacks or dist.get_rank(group) < 0:
             raise LaunchError(
                 f"The process group given for the {name} axis lacks this process (global rank {dist.get_rank()})",
                 rule=f"Every process that shards a model is a member of its own {name} group",
@@ -121,9 +129,11 @@ class ParallelContext:
 
         ``sizes`` gives some of the axes. With none of them given, all processes form the tensor axis; with some, the
         one left open (data first, then tensor) takes what remains.
+
+        Raises ConfigError, on every process, when the sizes do not fit the processes or differ between them.
         """
         world = dist.get_world_size()
-        shape = _resolve_sizes(dict(sizes), world)
+        shape = _agreed_sizes(dict(sizes), world)
         device = device or local_device()
         mesh_device = "cuda" if device.type == "cuda" else "cpu"
         mesh = DeviceMesh(mesh_device, torch.arange(world).reshape([shape[a] for a in AXES]), mesh_dim_names=AXES)
@@ -267,9 +277,16 @@ def _read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> d
     return {k: v for k, v in runpy.run_path(os.fspath(config)).items() if not k.startswith("_")}
 
 
-def _parallel_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for name, value in dict(settings.get("parallel") or {}).items():
+def _parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
+    sizes: dict[str, Any] = {}
+    asked = settings.get("parallel") or {}
+    if not isinstance(asked, Mapping):
+        raise ConfigError(
+            f"The config says parallel = {asked!r:.80}",
+            rule="It is a dict: the name of an axis -> its size",
+            remedy="Write parallel = dict(tensor=2)",
+        )
+    for name, value in asked.items():
         axis = {"pipeline": "pipe"}.get(name, name)
         if axis not in AXES:
             raise ConfigError(
@@ -278,6 +295,12 @@ def _parallel_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
                 remedy=nearest(name, AXES),
             )
         size = value.get("size", 1) if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping) and (unknown := set(value) - {"size", "mode"}):
+            raise ConfigError(
+                f"The config says {sorted(map(str, unknown))[0]!r} of the parallel axis {name!r}",
+                rule="Of an axis it says the size, and of the tensor axis the mode",
+                remedy=nearest(sorted(map(str, unknown))[0], ("size", "mode")),
+            )
         mode = value.get("mode") if isinstance(value, Mapping) else None
         if axis == "tensor" and mode not in (None, "1d"):
             raise ConfigError(
@@ -285,15 +308,41 @@ def _parallel_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
                 rule="This version has the mode '1d'",
                 remedy="Write parallel = dict(tensor=dict(size=2, mode='1d'))",
             )
-        sizes[axis] = int(size)
+        sizes[axis] = size
     return sizes
+
+
+def _agreed_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
+    """The sizes of all axes. Every process raises when one of them asks for what cannot be, or for something else."""
+    shape: dict[str, int] = {}
+    problem: ConfigError | None = None
+    try:
+        shape = _resolve_sizes(sizes, world)
+    except ConfigError as error:
+        problem = error
+    answers: list[Any] = [None] * world
+    dist.all_gather_object(answers, (shape, str(problem) if problem else ""))
+    if problem is not None:
+        raise problem
+    for rank, (theirs, trouble) in enumerate(answers):
+        if trouble or theirs != shape:
+            asked = trouble or ", ".join(f"{name}={size}" for name, size in theirs.items())
+            raise ConfigError(
+                f"Process {dist.get_rank()} lays the grid {', '.join(f'{n}={s}' for n, s in shape.items())}, "
+                f"and process {rank} says: {asked}",
+                rule="All processes lay the same grid",
+                remedy="Give the same sizes on every process",
+            )
+    return shape
 
 
 def _resolve_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
     for name, size in sizes.items():
-        if size is not None and (not isinstance(size, int) or size < 1):
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ConfigError(
-                f"{name}={size!r}", rule="An axis has one rank or more", remedy=f"Use {name}=1 or leave it out"
+                f"{name}={size!r}",
+                rule="The size of an axis is a whole number, one or more",
+                remedy=f"Use {name}=1 or leave it out",
             )
     for name in ("pipe", "sequence"):
         if (sizes.get(name) or 1) > 1:

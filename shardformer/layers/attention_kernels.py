@@ -126,6 +126,8 @@ def _same_batch(*tensors: Tensor) -> list[Tensor]:
 def _same_width(*tensors: Tensor) -> list[Tensor]:
     """The kernels want one head dim, contiguous: zeros beyond change neither the scores nor the rest of the output."""
     width = max(t.shape[-1] for t in tensors)
+    if tensors[0].is_cuda:
+        width = -(-width // 8) * 8  # in 16 bit they read 16 bytes at a time
     padded = [t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors]
     return [t if t.stride(-1) == 1 else t.contiguous() for t in padded]
 

@@ -134,6 +134,11 @@ class Block:
         self._stream = RandomStream(self.axis)
 
     @property
+    def is_open(self) -> bool:
+        """Whether the forward is between the entry and the exit."""
+        return self._source is not None
+
+    @property
     def _gathers(self) -> bool:
         return self.sequence is not None and self.sequence.active
 

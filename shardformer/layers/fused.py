@@ -9,7 +9,6 @@ The linear calls ``start_chain(y, bias)``; what the forward does next with the r
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from typing import Any
 
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.layers.chain import FORMULAS, Op, extend, finish, is_chainable
+from shardformer.layers.chain import extend, finish, is_chainable, notes
+from shardformer.layers.chain_kernels import FORMULAS, Op
 
 __all__ = ["JitActivation", "JitDropout", "finish", "jit_problem", "start_chain"]
 
@@ -74,7 +74,9 @@ class JitActivation(nn.Module):
         return cls(op).train(module.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        return extend(x, self.op) if is_chainable(x) else FORMULAS[self.op.kind](x, None, self.op.value)
+        if is_chainable(x) and notes(x, self.op):
+            return extend(x, self.op)
+        return FORMULAS[self.op.kind](finish(x), None, self.op.value)
 
     def extra_repr(self) -> str:
         return str(self.op)
@@ -113,11 +115,6 @@ def jit_problem(device: torch.device | None = None) -> str | None:
             if importlib.util.find_spec("triton")
             else "triton is missing; it comes with torch's CUDA builds for Linux"
         )
-    return _cpp_problem()
-
-
-@functools.cache
-def _cpp_problem() -> str | None:
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

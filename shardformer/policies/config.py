@@ -48,6 +48,7 @@ class ShardConfig:
     context: ParallelContext | None = None
 
     def __post_init__(self) -> None:
+        self.extra_kwargs = dict(self.extra_kwargs or {})
         if self.enable_all_optimization:
             self.enable_fused_normalization = self.enable_flash_attention = self.enable_jit_fused = True
             if self.enable_tensor_parallelism:

@@ -17,12 +17,15 @@ from shardformer.policies.record import ShardRecord, record_of
 
 
 def guard_model(model: nn.Module, record: ShardRecord, config: ShardConfig) -> None:
-    """Installs the checks of a forward, and lets ``save_pretrained`` write full weights."""
+    """Installs the checks of a forward, lets ``save_pretrained`` write full weights, and refuses a resize."""
     _Guard(model, record, config)
-    for name, method in (("save_pretrained", _save_pretrained), ("resize_token_embeddings", _refuse_resize)):
-        if hasattr(model, name):
-            setattr(model, name, method.__get__(model))
-            record.add(name, name, method, kind="method")
+    for module in model.modules():
+        own = _save_pretrained if module is model else _refuse_part
+        for name, method in (("save_pretrained", own), ("resize_token_embeddings", _refuse_resize)):
+            if hasattr(module, name):
+                setattr(module, name, method.__get__(module))
+    if hasattr(model, "save_pretrained"):
+        record.notes.append("save_pretrained writes full weights; resize_token_embeddings is refused.")
 
 
 class _Guard:
@@ -112,4 +115,13 @@ def _refuse_resize(self: Any, *args: Any, **kwargs: Any) -> None:
         "resize_token_embeddings on a sharded model",
         rule="The vocabulary is cut over the tensor ranks when the model is sharded",
         remedy="Resize the plain model, then shard it",
+    )
+
+
+def _refuse_part(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Refused: only the model that was sharded knows how to gather its weights."""
+    raise ConfigError(
+        f"save_pretrained on a {type(self).__name__} inside of a sharded model",
+        rule="The model that was sharded saves itself; what stands in it holds this rank's parts",
+        remedy="Save the whole model, or write shardformer.full_state_dict(model) yourself",
     )

@@ -1,25 +1,20 @@
-"""The plan: what a policy means for one model, worked out and checked before anything is changed.
-
-All ranks compare their plans, so a rank that disagrees, or cannot shard at all, stops every rank with the same words.
-"""
+"""The plan: what a policy means for one model, worked out and checked before anything is changed."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shardformer.comm.collectives import all_gather, broadcast, gather_objects
-from shardformer.context import Axis, ParallelContext
-from shardformer.errors import ConfigError, PolicyError, nearest
+from shardformer.errors import PolicyError, nearest
 from shardformer.layers.linear import is_linear
-from shardformer.policies.config import ShardConfig
+from shardformer.layout import Split
 from shardformer.policies.policy import (
+    BlockDescription,
     ModuleKey,
     ModulePolicyDescription,
     Policy,
@@ -46,6 +41,13 @@ class Target:
         except AttributeError:
             return path, None
 
+    def owner(self, path: str) -> Any:
+        """What stands at ``path``, a module or another object such as its config; None where nothing does."""
+        try:
+            return attrgetter(path)(self.module) if path else self.module
+        except AttributeError:
+            return None
+
 
 @dataclass
 class Plan:
@@ -68,39 +70,109 @@ class Plan:
         for path, module, sub in self.replacements():
             shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]
             kwargs = {k: v for k, v in (sub.kwargs or {}).items() if k != "expand"}
-            out.append(f"{path}: {type(module).__name__} {shapes} -> {_name(sub.target_module)} {kwargs}")
-        return out
+            out.append(f"{path}: {type(module).__name__} {shapes} -> {name_of(sub.target_module)} {_text(kwargs)}")
+        for target in self.targets:
+            d = target.description
+            # of attributes the names only: their values differ where ranks hold different numbers of heads
+            changed = [*(d.attribute_replacement or {}), *(d.method_replacement or {})]
+            functions = [name_of(f) for f in d.param_replacement or []]
+            if changed or functions or d.blocks:
+                out.append(f"{target.path}: {changed} {functions} {d.blocks or ''}")
+        return [*out, *map(str, self.stacks)]
 
 
 def make_plan(model: nn.Module, policy: Policy) -> Plan:
     """Matches the policy's rules against the model.
 
-    Raises PolicyError for a rule that matches nothing, a submodule or attribute that does not exist, or a large
-    parameter that no rule explains.
+    Raises PolicyError for a rule that matches nothing, a submodule or attribute that does not exist, two rules for one
+    module, or a large parameter that no rule explains.
     """
-    descriptions = policy.module_policy()
-    plan = Plan(list(_match(model, descriptions)), policy.stacks())
-    seen: dict[str, str] = {}
+    plan = Plan(list(_match(model, _descriptions(policy))), policy.stacks())
+    replaced: list[str] = []
     for target in plan.targets:
         for sub in target.description.sub_module_replacement or []:
-            path, module = target.submodule(sub.suffix)
-            if module is None and not sub.ignore_if_not_exist:
-                raise PolicyError(
-                    f"There is no module {path!r}",
-                    rule="Every rule of a policy matches a module",
-                    remedy=nearest(sub.suffix, [n for n, _ in target.module.named_modules() if n])
-                    + " Set ignore_if_not_exist=True if some models lack it",
-                )
-            if module is not None and seen.setdefault(path, sub.suffix) is not sub.suffix:
-                raise PolicyError(
-                    f"Two rules replace {path!r}",
-                    rule="A module is replaced once",
-                    remedy="Remove one of the two",
-                )
+            path = _check_replacement(target, sub)
+            if path is not None:
+                _check_replaced_once(path, replaced)
+                replaced.append(path)
+        for block in target.description.blocks or []:
+            _check_block(target, block)
         _check_attributes(target)
+    for stack in plan.stacks:
+        for needed in (stack.layers, stack.final_norm, stack.context[0] if stack.context else None):
+            if needed is not None:
+                _require(Target("", model, ModulePolicyDescription()), needed)
     _check_tied(model, plan)
     _check_explained(model, policy, plan)
     return plan
+
+
+def _descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyDescription]:
+    said: Any = policy.module_policy()
+    values = list(said.values()) if isinstance(said, Mapping) else [said]
+    wrong = next((v for v in values if not isinstance(v, ModulePolicyDescription)), None)
+    if wrong is not None or not isinstance(said, Mapping):
+        raise PolicyError(
+            f"{type(policy).__name__}.module_policy() gave {wrong!r:.80}",
+            rule="It returns a dict: class, class name or path of modules -> ModulePolicyDescription",
+            remedy="Return that dict; docs/policies.md has an example",
+        )
+    return said
+
+
+def _require(target: Target, suffix: str, hint: str = "") -> None:
+    path, module = target.submodule(suffix)
+    if module is None:
+        raise PolicyError(
+            f"There is no module {path!r}",
+            rule="Every rule of a policy matches a module",
+            remedy=nearest(suffix, [n for n, _ in target.module.named_modules() if n]) + hint,
+        )
+
+
+def _check_replacement(target: Target, sub: SubModuleReplacementDescription) -> str | None:
+    """The path of the module that is replaced; None when it may lack and does."""
+    path, module = target.submodule(sub.suffix)
+    if module is None and sub.ignore_if_not_exist:
+        return None
+    _require(target, sub.suffix, " Set ignore_if_not_exist=True if some models lack it")
+    if not path:
+        raise PolicyError(
+            "A rule replaces the whole model",
+            rule="Submodules are replaced; the model itself stays",
+            remedy="Name submodules, or give the model another class with inject_policy()",
+        )
+    if not callable(getattr(sub.target_module, "from_native_module", None)):
+        raise PolicyError(
+            f"{path!r} is to become a {name_of(sub.target_module)}, which has no from_native_module",
+            rule="A target module makes itself of the native one: from_native_module(module, process_group, **kwargs)",
+            remedy="Give it that method, or name a parallel layer such as Linear1D_Col",
+        )
+    return path
+
+
+def _check_block(target: Target, block: BlockDescription) -> None:
+    for suffix in (block.entry, *block.columns, *block.others, block.row):
+        _require(target, suffix)
+    path, entry = target.submodule(block.entry)
+    assert entry is not None
+    own = [name for name, _ in entry.named_parameters(recurse=False)]
+    if own and block.entry not in (*block.columns, *block.others):
+        raise PolicyError(
+            f"{path}.{own[0]} is a parameter of the module at a block's entry itself",
+            rule="Inside a block each rank has a part of such a gradient, behind its exit the whole; modules show it",
+            remedy="Give the parameter a module of its own, or leave this block out of the policy",
+        )
+
+
+def _check_replaced_once(path: str, replaced: Sequence[str]) -> None:
+    for other in replaced:
+        if path == other or path.startswith(f"{other}.") or other.startswith(f"{path}."):
+            raise PolicyError(
+                f"Two rules replace {path!r}" + (f" and {other!r}, one inside the other" if path != other else ""),
+                rule="A module is replaced once",
+                remedy="Remove one of the two",
+            )
 
 
 def _match(model: nn.Module, descriptions: Mapping[ModuleKey, ModulePolicyDescription]) -> Iterator[Target]:
@@ -110,9 +182,9 @@ def _match(model: nn.Module, descriptions: Mapping[ModuleKey, ModulePolicyDescri
         if not found:
             known = {type(m).__name__ for _, m in modules} | {path for path, _ in modules if path}
             raise PolicyError(
-                f"The rule for {_name(key)!r} matches no module of {type(model).__name__}",
+                f"The rule for {name_of(key)!r} matches no module of {type(model).__name__}",
                 rule="Every rule of a policy matches a module: by class, class name or path with * for an index",
-                remedy=nearest(_name(key), known),
+                remedy=nearest(name_of(key), known),
             )
         yield from found
 
@@ -144,16 +216,17 @@ def _check_tied(model: nn.Module, plan: Plan) -> None:
 def _check_attributes(target: Target) -> None:
     for name in target.description.attribute_replacement or {}:
         owner_path, _, attribute = name.rpartition(".")
-        path, owner = target.submodule(owner_path)
+        owner = target.owner(owner_path)
         if owner is None or not hasattr(owner, attribute):
-            known = [] if owner is None else [n for n in vars(owner) if not n.startswith("_")]
+            at = ".".join(part for part in (target.path, owner_path) if part)
+            known = vars(owner) if owner is not None else [n for n, _ in target.module.named_modules() if n]
             raise PolicyError(
-                f"There is no attribute {attribute!r} on {path or 'the model'!r}",
+                f"There is no attribute {attribute!r} on {at or 'the model'!r}",
                 rule="An attribute that is rewritten exists and is read by the forward",
-                remedy=nearest(attribute, known),
+                remedy=nearest(attribute if owner is not None else owner_path, [n for n in known if n[:1] != "_"]),
             )
     for name in target.description.method_replacement or {}:
-        if not hasattr(target.module, name):
+        if not callable(getattr(target.module, name, None)):
             raise PolicyError(
                 f"There is no method {name!r} on {target.path or 'the model'!r} ({type(target.module).__name__})",
                 rule="A method that is replaced exists",
@@ -179,81 +252,16 @@ def _check_explained(model: nn.Module, policy: Policy, plan: Plan) -> None:
             )
 
 
-def agree(
-    context: ParallelContext, config: ShardConfig, model: nn.Module, source: str, make: Callable[[], Plan]
-) -> Plan:
-    """Makes the plan on every rank and compares the plans.
-
-    Every rank raises when one of them cannot make it, or when they differ. Communicates one gather of a hash.
-    """
-    plan: Plan | None = None
-    problem: Exception | None = None
-    try:
-        plan = make()
-    except Exception as error:  # any failure of one rank must reach the others, which would wait for it
-        problem = error
-    lines = [source, str(config.options()), *_model_lines(model), *(plan.lines() if plan else [])]
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    for axis in (context.tensor, context.data):
-        answers = gather_objects((digest, str(problem) if problem else None), axis)
-        for rank, (_, said) in enumerate(answers):
-            if said is not None and problem is None:
-                raise ConfigError(
-                    f"{axis.name} rank {rank} cannot shard this model: {said}",
-                    rule="All ranks shard the same model in the same way, or none does",
-                    remedy="See what that rank says",
-                )
-        if problem is None and len({d for d, _ in answers}) > 1:
-            _raise_difference(axis, gather_objects(lines, axis))
-    if problem is not None:
-        raise problem
-    assert plan is not None
-    return plan
+def name_of(key: Any) -> str:
+    return key if isinstance(key, str) else getattr(key, "__name__", type(key).__name__)
 
 
-def _raise_difference(axis: Axis, all_lines: list[list[str]]) -> None:
-    for rank, lines in enumerate(all_lines):
-        if lines != all_lines[0]:
-            pairs = zip(all_lines[0] + [""] * len(lines), lines + [""] * len(all_lines[0]), strict=False)
-            mine, theirs = next((a, b) for a, b in pairs if a != b)
-            raise ConfigError(
-                f"Ranks disagree on what to do: {axis.name} rank 0 has {mine or 'nothing more'!r}, "
-                f"rank {rank} has {theirs or 'nothing more'!r}",
-                rule="All ranks shard the same model in the same way",
-                remedy="Build the model and the config from the same settings on every rank",
-            )
-
-
-def _model_lines(model: nn.Module) -> list[str]:
-    return [f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in model.named_parameters()]
-
-
-def agree_on_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
-    """Makes every rank hold the first rank's weights and buffers, when samples of them show that they differ.
-
-    Returns notes of what was done. Communicates one gather of a few numbers a tensor; the tensors only if they differ.
-    """
-    tensors = [t for t in [*model.parameters(), *model.buffers()] if t.device.type != "meta" and t.numel()]
-    notes = []
-    for axis in axes:
-        if axis.size == 1 or not tensors:
-            continue
-        mine = torch.stack([_sample(t) for t in tensors])[None]
-        every = all_gather(mine, axis, 0, purpose="check")
-        if bool((every == every[0]).all()):
-            continue
-        for t in tensors:
-            broadcast(t.data, axis)
-        notes.append(f"The {axis.name} ranks held different weights: all took those of rank 0.")
-    return notes
-
-
-def _sample(t: Tensor) -> Tensor:
-    flat = t.detach().reshape(-1)
-    some = flat[:: max(flat.numel() // 1024, 1)][:2048].cpu().double().nan_to_num()
-    weights = torch.arange(1, some.numel() + 1, dtype=torch.float64)
-    return torch.stack([some.sum(), (some * weights.cos()).sum()])
-
-
-def _name(key: Any) -> str:
-    return key if isinstance(key, str) else getattr(key, "__name__", str(key))
+def _text(value: Any) -> str:
+    """A value as text that is the same in every process: no address of an object is in it."""
+    if value is None or isinstance(value, str | int | float | Split):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    return name_of(value)

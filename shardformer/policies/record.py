@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,7 @@ from shardformer.comm.gradients import GradientAverager
 from shardformer.comm.params import param_specs
 from shardformer.context import ParallelContext
 from shardformer.errors import ConfigError
+from shardformer.policies.listing import table, whole_rows
 
 ATTRIBUTE = "_shardformer_record"
 
@@ -79,10 +81,15 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Description:
-    """What ``describe`` gives: print it, or read its rows.
+    """What ``describe`` gives: print it, or read its rows. In a path ``*`` stands for the index of a layer.
 
-    ``rows`` hold (path pattern, before, after, full shape, local shape, how many); ``whole`` (path pattern, shape, how
-    many, share of all parameters).
+    Args:
+        title: the model, the grid, the policy's source, the options that are on, how many parameters.
+        rows: (path, class before, class now, full shape, shape on this rank, how many) of what was cut.
+        changes: (path, before, now, how many) of all else that was replaced.
+        whole: (path, shape, how many, share of all parameters) of what every rank holds in full.
+        notes: sentences.
+        layers: path of a stack's layers -> how many there are.
     """
 
     title: str
@@ -90,19 +97,19 @@ class Description:
     changes: list[tuple[str, str, str, int]]
     whole: list[tuple[str, str, int, float]]
     notes: list[str]
+    layers: dict[str, int]
 
     def __str__(self) -> str:
-        lines = [self.title, ""]
-        head = ("module", "was", "is", "full shape", "on this rank", "times")
-        lines += _table([head, *[(*row[:5], str(row[5])) for row in self.rows]])
+        lines = [self.title]
+        if self.rows:
+            rows = [(path, tuple(cells), n) for path, *cells, n in self.rows]
+            lines += ["", *table(("cut", "was", "is", "full", "on this rank"), rows, self.layers)]
         if self.changes:
-            lines += [
-                "",
-                *_table([("also changed", "was", "is", "times"), *[(*r[:3], str(r[3])) for r in self.changes]]),
-            ]
+            changed = [(path, (before, after), n) for path, before, after, n in self.changes]
+            lines += ["", *table(("changed", "was", "is"), changed, self.layers)]
         if self.whole:
-            rows = [(path, shape, str(n), f"{share:.1%}") for path, shape, n, share in self.whole]
-            lines += ["", *_table([("whole on every rank", "shape", "times", "of all parameters"), *rows])]
+            share = f"{sum(share for *_, share in self.whole):.1%} of all"
+            lines += ["", *table(("whole on every rank", "shape", share), whole_rows(self.whole), self.layers)]
         return "\n".join([*lines, *[f"\n{note}" for note in self.notes]])
 
 
@@ -111,40 +118,54 @@ def describe(model: nn.Module) -> Description:
 
     Raises ConfigError for a model that is not sharded.
     """
-    record = record_of(model)
-    specs, params = param_specs(model), dict(model.named_parameters(remove_duplicate=False))
-    total = sum(_numel(specs[n].shape) for n, _ in model.named_parameters())
-    local = sum(p.numel() for p in model.parameters())
-    grid = str(record.context)
-    options = ", ".join(n.removeprefix("enable_") for n, on in record.options.items() if on is True) or "none"
-    title = (
-        f"{type(model).__name__} over {grid}, by {record.source}\n"
-        f"{total:,} parameters, {local:,} of them on this rank ({local / max(total, 1):.1%}); on: {options}"
-    )
-    rows: dict[tuple[str, str, str, str, str], int] = {}
-    changes: dict[tuple[str, str, str], int] = {}
+    record, specs = record_of(model), param_specs(model)
+    layers: dict[str, int] = {}
+
+    def pattern(path: str) -> str:
+        return _pattern(model, path, layers)
+
+    rows: dict[tuple[str, ...], int] = {}
+    changes: dict[tuple[str, ...], int] = {}
     for r in record.replacements:
-        weight = f"{r.path}.weight"
-        if r.kind == "module" and weight in params and specs[weight].is_sharded:
-            shapes = (_shape(specs[weight].shape), _shape(params[weight].shape))
-            row = (_pattern(r.path), r.before, r.after, *shapes)
-            rows[row] = rows.get(row, 0) + 1
-        else:
-            change = (_pattern(r.path), r.before, r.after)
-            changes[change] = changes.get(change, 0) + 1
+        shapes = _cut_shapes(model, r.path) if r.kind == "module" else None
+        kind = rows if shapes else changes
+        key = (pattern(r.path) or type(model).__name__, r.before, r.after, *(shapes or ()))
+        kind[key] = kind.get(key, 0) + 1
     whole: dict[tuple[str, str], tuple[int, int]] = {}
     for name, p in model.named_parameters():
         if not specs[name].is_sharded:
-            key = (_pattern(name), _shape(p.shape))
-            count, size = whole.get(key, (0, 0))
-            whole[key] = (count + 1, size + p.numel())
+            of = (pattern(name), _shape(p.shape))
+            count, size = whole.get(of, (0, 0))
+            whole[of] = (count + 1, size + p.numel())
+    total = max(sum(prod(specs[n].shape) for n, _ in model.named_parameters()), 1)
     return Description(
-        title,
-        [(*row, n) for row, n in rows.items()],
-        [(*change, n) for change, n in changes.items()],
-        [(*key, n, size / max(total, 1)) for key, (n, size) in whole.items()],
+        _title(model, record, total),
+        [(*row, n) for row, n in rows.items()],  # type: ignore[misc]
+        [(*change, n) for change, n in changes.items()],  # type: ignore[misc]
+        [(*of, n, size / total) for of, (n, size) in whole.items()],
         list(record.notes),
+        layers,
     )
+
+
+def _title(model: nn.Module, record: ShardRecord, total: int) -> str:
+    local = sum(p.numel() for p in model.parameters())
+    on = [n.removeprefix("enable_").replace("_", " ") for n, on in record.options.items() if on is True]
+    return (
+        f"{type(model).__name__} over {record.context}, by {record.source}\n"
+        f"on: {', '.join(on) or 'nothing'}\n"
+        f"{total:,} parameters, {local:,} of them on this rank ({local / total:.1%})"
+    )
+
+
+def _cut_shapes(model: nn.Module, path: str) -> tuple[str, str] | None:
+    """Full and local shape of the first parameter of the module at ``path`` that is cut."""
+    module = model.get_submodule(path)
+    for name, spec in module.__dict__.get("shard_specs", {}).items():
+        param = module._parameters.get(name)
+        if param is not None and spec.is_sharded:
+            return _shape(spec.shape), _shape(param.shape)
+    return None
 
 
 def _name(thing: Any) -> str:
@@ -155,21 +176,20 @@ def _name(thing: Any) -> str:
     return getattr(thing, "__name__", repr(thing))
 
 
-def _pattern(path: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+def _pattern(model: nn.Module, path: str, layers: dict[str, int]) -> str:
+    """``path`` with ``*`` for the index of a stack of equal modules, whose number is noted in ``layers``."""
+    out: list[str] = []
+    module: Any = model
+    for part in path.split("."):
+        siblings = list(module.children()) if part.isdigit() and isinstance(module, nn.Module) else []
+        if siblings and len({type(m) for m in siblings}) == 1:
+            out.append("*")
+            layers.setdefault(".".join(out), len(siblings))
+        else:
+            out.append(part)
+        module = getattr(module, part, None)
+    return ".".join(out)
 
 
 def _shape(shape: Any) -> str:
     return " x ".join(str(n) for n in shape) or "scalar"
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    out = 1
-    for n in shape:
-        out *= n
-    return out
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]

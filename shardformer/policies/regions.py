@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ from shardformer.comm.gradients import BUCKET_BYTES, Entry, GradientAverager
 from shardformer.comm.params import param_specs
 from shardformer.context import Axis, ParallelContext
 from shardformer.errors import PolicyError
-from shardformer.layers.block import SequenceRegion
+from shardformer.layers.block import Block, SequenceRegion
+from shardformer.layers.parallel_module import ParallelModule
 from shardformer.layout import ShardSpec
 from shardformer.policies.config import ShardConfig
 from shardformer.policies.plan import Plan
@@ -26,13 +29,13 @@ def register_stack(model: nn.Module, stack: StackDescription, axis: Axis, region
         _register_context(model.get_submodule(stack.context[0]), stack.context[1], axis)
     if region is None:
         return
-    layers = model.get_submodule(stack.layers)
-    assert isinstance(layers, nn.ModuleList)
+    layers = list(model.get_submodule(stack.layers).children())
 
     def split(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
             return (region.split(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": region.split(kwargs["hidden_states"])}
+        name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+        return args, {**kwargs, name: region.split(kwargs[name])}
 
     def join(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, tuple):
@@ -74,9 +77,17 @@ def uses_dropout(model: nn.Module) -> bool:
 
 
 def average_gradients(
-    model: nn.Module, plan: Plan, context: ParallelContext, config: ShardConfig
+    model: nn.Module,
+    plan: Plan,
+    blocks: Sequence[tuple[nn.Module, Block]],
+    context: ParallelContext,
+    config: ShardConfig,
 ) -> GradientAverager | None:
-    """Sees to it that every gradient is the one of the plain model: over data, and where a rank has a summand only."""
+    """Sees to it that every gradient is the one of the plain model: over data, and where a rank has a summand only.
+
+    Args:
+        blocks: the module at the entry of each block, and the block.
+    """
     tensor, data = context.tensor, context.data
     partial = partial_parameters(model, plan, config) if tensor.size > 1 else set()
     specs = param_specs(model)
@@ -93,7 +104,33 @@ def average_gradients(
             entries.append(entry)
     if not entries:
         return None
+    if not config.enable_sequence_parallelism:
+        for module, block in blocks:
+            _watch_side(module, block, {id(e.param): e for e in entries})
     return GradientAverager(entries, config.extra_kwargs.get("bucket_bytes", BUCKET_BYTES))
+
+
+@dataclass(eq=False)
+class _Side:
+    """Before a module's forward: its gradients are summands between a block's entry and exit, and whole behind it."""
+
+    block: Block
+    entries: list[Entry]
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        for entry in self.entries:
+            entry.scale = self.block.axis.size if self.block.is_open else 1
+
+
+def _watch_side(at: nn.Module, block: Block, entries: dict[int, Entry]) -> None:
+    """ALBERT's attention holds its own norm behind the exit, T5's none: which side a module is on shows when it runs.
+
+    With sequence parallelism it makes no difference: behind the exit a rank sees its stretch of the sequence.
+    """
+    for module in at.modules():
+        mine = [entries[id(p)] for p in module.parameters(recurse=False) if id(p) in entries]
+        if mine and not isinstance(module, ParallelModule):
+            module.register_forward_pre_hook(_Side(block, mine))
 
 
 def _entry(param: Tensor, spec: ShardSpec, is_partial: bool, tensor: Axis, data: Axis, both: Axis) -> Entry | None:

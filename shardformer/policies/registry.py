@@ -41,14 +41,15 @@ FAMILIES = MappingProxyType(
 
 EXAMPLE = """
     import shardformer
-    from shardformer import Attention, MLP, RolePolicy, Stack
+    from shardformer import MLP, Attention, RolePolicy, Stack
 
     class MyPolicy(RolePolicy):
-        stack = Stack("layers", [                       # the ModuleList of layers, from the base model
+        stack = Stack("layers", [                # the ModuleList of layers; what follows stands in each of them
             Attention("attn", q="q", k="k", v="v", out="o"),
             MLP("mlp", up="fc1", down="fc2"),
         ])
-        embeddings = "embed"
+        embeddings = "embed"                     # over the vocabulary
+        num_heads = 4                            # or the name of the config's field that says it
 
     model = shardformer.shard_model(model, policy=MyPolicy)
 """
@@ -60,13 +61,13 @@ def resolve_policy(model: nn.Module, policy: Policy | type[Policy] | None) -> tu
     Raises PolicyError for a model of an unknown family, with an example of a policy.
     """
     if policy is not None:
-        chosen = policy() if isinstance(policy, type) else policy
-        if not isinstance(chosen, Policy):
+        if not (issubclass(policy, Policy) if isinstance(policy, type) else isinstance(policy, Policy)):
             raise PolicyError(
-                f"policy={policy!r}",
+                f"policy={policy!r:.80}",
                 rule="A policy is an instance or a subclass of shardformer.Policy",
                 remedy="Derive the class from shardformer.Policy or shardformer.RolePolicy",
             )
+        chosen = policy() if isinstance(policy, type) else policy
         return chosen, f"the user's policy {type(chosen).__name__}"
     config: Any = getattr(model, "config", None)
     family = getattr(config, "model_type", None)
@@ -76,5 +77,6 @@ def resolve_policy(model: nn.Module, policy: Policy | type[Policy] | None) -> tu
     raise PolicyError(
         f"No policy for {type(model).__name__}: {tried}, and no policy was given",
         rule=f"The registered families are {', '.join(FAMILIES)}",
-        remedy=(f"{nearest(family, FAMILIES)} " if family else "") + f"Say what the model is made of:\n{EXAMPLE}",
+        remedy=(f"{nearest(family, FAMILIES)} " if family else "")
+        + f"Say what the model is made of (docs/policies.md):\n{EXAMPLE}",
     )

@@ -104,15 +104,15 @@ class RolePolicy(Policy):
         embeddings: embeddings over the vocabulary, relative to the base model.
         head: the language model's head, relative to the whole model; head classes without one need no word.
         whole: what stays whole on purpose although it is large or inside a layer, relative to the base model.
-        num_heads, num_kv_heads: the config's fields with these numbers.
+        num_heads, num_kv_heads: these numbers, or the names of the config's fields that hold them.
     """
 
-    stack: Stack | Sequence[Stack]
+    stack: Stack | Sequence[Stack] = ()
     embeddings: str | Sequence[str] = ()
     head: str | Sequence[str] = ()
     whole: Sequence[str] = ()
-    num_heads: str = "num_attention_heads"
-    num_kv_heads: str = "num_key_value_heads"
+    num_heads: int | str = "num_attention_heads"
+    num_kv_heads: int | str = "num_key_value_heads"
 
     @property
     def base(self) -> str:
@@ -141,6 +141,11 @@ class RolePolicy(Policy):
         ]
 
     def replicated(self) -> list[str]:
+        base = _find(self.model, self.base) or self.model
+        known = {name for name, _ in [*base.named_modules(), *base.named_parameters()]}
+        for path in self.whole:
+            if not path.endswith("?") and path not in known:
+                raise _no_match(self.base, path, base)
         return [_join(self.base, path.rstrip("?")) for path in self.whole]
 
     def _present_stacks(self) -> list[Stack]:
@@ -172,15 +177,23 @@ class RolePolicy(Policy):
     def _mlp(self, mlp: MLP, layer: nn.Module, path: str) -> ModulePolicyDescription:
         ups = _existing([mlp.up] if isinstance(mlp.up, str) else mlp.up, mlp.at, layer, path)
         down = _relative(mlp.at, mlp.down)
-        width = _features(_linear(layer, ups[0], path), out=True)
-        if width // mlp.fused < self.axis.size:
+        width = _features(_linear(layer, down, path), out=False)
+        for up in ups:
+            features = _features(_linear(layer, up, path), out=True)
+            if features != mlp.fused * width:
+                raise PolicyError(
+                    f"{path}.*.{up} has {features} output features, {path}.*.{down} has {width} input features",
+                    rule="What the first linears of an MLP give, the last one takes",
+                    remedy="Correct the paths, or give fused=2 where a gate and what it gates lie behind each other",
+                )
+        if width < self.axis.size:
             raise ConfigError(
                 f"A tensor size of {self.axis.size} is more than the {width} features of {path}.*.{ups[0]}",
                 rule="Every tensor rank computes at least one of them",
-                remedy=f"Use a tensor size of {width // mlp.fused} or less",
+                remedy=f"Use a tensor size of {width} or less",
             )
-        split = Split.fused([width // mlp.fused] * mlp.fused, self.axis.size)
-        row = Split.even(_features(_linear(layer, down, path), out=False), self.axis.size)
+        split = Split.fused([width] * mlp.fused, self.axis.size)
+        row = Split.even(width, self.axis.size)
         description = _block_description(mlp.at, {up: {"split": split} for up in ups}, {}, down, row)
         for block in description.blocks or []:
             block.activated = mlp.fused == 1
@@ -246,18 +259,45 @@ class RolePolicy(Policy):
         return Split.stack(splits, sizes)
 
     def _head_layout(self, attention: Attention, layer: nn.Module, path: str) -> HeadLayout:
-        config = getattr(self.model, "config", None)
-        num_heads = getattr(config, self.num_heads, None)
-        if not isinstance(num_heads, int):
+        num_heads = self._count("num_heads")
+        if num_heads is None:
+            config = getattr(self.model, "config", None)
+            name = f"{type(self).__name__}.num_heads"
             raise PolicyError(
-                f"The config of {type(self.model).__name__} has no field {self.num_heads!r}",
-                rule="Attention is cut by whole heads, whose number the policy reads from the config",
-                remedy=nearest(self.num_heads, [n for n in vars(config) if "head" in n] if config is not None else []),
+                f"{name} is {self.num_heads!r}, and "
+                + ("the config has no such field" if config is not None else "the model has no config"),
+                rule="Attention is cut by whole heads, so a policy says how many there are",
+                remedy="Set it to the number, such as num_heads = 12, or to the name of the config's field. "
+                + (nearest(str(self.num_heads), [n for n in vars(config) if "head" in n]) if config else ""),
             )
-        num_kv_heads = getattr(config, self.num_kv_heads, None) or num_heads
-        row = _linear(layer, _relative(attention.at, attention.out), path)
-        width = _features(row, out=False)
-        return HeadLayout(num_heads, num_kv_heads, width // num_heads, self.axis.size)
+        num_kv_heads = self._count("num_kv_heads") or num_heads
+        where, at = f"{path}.*.{attention.at}", attention.at
+        width = _features(_linear(layer, _relative(at, attention.out), path), out=False)
+        _check_heads(where, attention.out, width, num_heads, 1)
+        head_dim = width // num_heads
+        if not attention.interleaved:
+            kv = num_kv_heads
+            counts = {attention.q: num_heads, attention.k: kv, attention.v: kv, attention.kv: 2 * kv}
+            for given, count in {**counts, attention.qkv: num_heads + 2 * kv}.items():
+                if given is not None:
+                    features = _features(_linear(layer, _relative(at, given), path), out=True)
+                    _check_heads(where, given, features, count, head_dim)
+        return HeadLayout(num_heads, num_kv_heads, head_dim, self.axis.size)
+
+    def _count(self, name: str) -> int | None:
+        said = getattr(self, name)
+        count = getattr(getattr(self.model, "config", None), said, None) if isinstance(said, str) else said
+        return count if isinstance(count, int) and count > 0 else None
+
+
+def _check_heads(where: str, name: str, features: int, num_heads: int, head_dim: int) -> None:
+    if features % num_heads or (head_dim > 1 and features != num_heads * head_dim):
+        each = f" of {head_dim} features" if head_dim > 1 else ""
+        raise PolicyError(
+            f"{where}.{name.lstrip('.')} has {features} features, which are not {num_heads} heads{each}",
+            rule="All heads of an attention are of one size, in q, k, v and the output projection",
+            remedy="Correct num_heads, num_kv_heads or the paths in the policy",
+        )
 
 
 def _block_description(

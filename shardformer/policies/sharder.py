@@ -13,11 +13,13 @@ from shardformer.layers.block import Block, SequenceRegion, align_random, regist
 from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.policies import first_form
+from shardformer.policies.agree import agree, agree_on_group, agree_on_weights, model_lines
 from shardformer.policies.config import ShardConfig
 from shardformer.policies.guards import guard_model
+from shardformer.policies.intact import check_layouts, check_plain, unchanged_on_error
 from shardformer.policies.optimize import apply_optimizations, check_optimizations
-from shardformer.policies.plan import Plan, Target, agree, agree_on_weights, make_plan
-from shardformer.policies.policy import BlockDescription, Policy
+from shardformer.policies.plan import Plan, Target, make_plan, name_of
+from shardformer.policies.policy import BlockDescription, Policy, SubModuleReplacementDescription
 from shardformer.policies.record import ATTRIBUTE, ShardRecord
 from shardformer.policies.regions import average_gradients, register_stack, uses_dropout
 from shardformer.policies.registry import resolve_policy
@@ -28,64 +30,79 @@ class ModelSharder:
 
     Args:
         model: the plain model, the same on every rank (where weights differ, rank 0's are taken).
-        shard_config: what is asked for.
+        shard_config: what is asked for. (A policy in its place is taken as the policy.)
         policy: the user's own, as an instance or a class; None takes the registered one.
 
-    Raises ShardFormerError, on every rank and before the model is changed, when something cannot be.
+    Raises ShardFormerError, on every rank and with the model as it was, when something cannot be.
     """
 
     def __init__(
-        self, model: nn.Module, shard_config: ShardConfig | None = None, policy: Policy | type[Policy] | None = None
+        self,
+        model: nn.Module,
+        shard_config: ShardConfig | Policy | type[Policy] | None = None,
+        policy: Policy | type[Policy] | None = None,
     ) -> None:
         self.model = model
+        if shard_config is not None and not isinstance(shard_config, ShardConfig):
+            shard_config, policy = None, policy or shard_config  # the first form: ModelSharder(model, policy)
         self.shard_config = shard_config or ShardConfig()
         self._given = policy
+        self._blocks: list[tuple[nn.Module, Block]] = []
 
     def shard(self) -> list[dict[int, Tensor]]:
         """Shards the model. Returns the parameters that several pipeline stages hold: none without a pipeline."""
-        self._refuse_twice()
+        config = self.shard_config
+        if config.context is None and config.tensor_parallel_process_group is None and not dist.is_initialized():
+            launch_from_torch()
+        self._context = context = agree_on_group(config)
+        with unchanged_on_error(self.model):
+            plan = agree(context, self._plan, self._lines)
+            self._record.notes += agree_on_weights(self.model, [context.tensor, context.data])
+            agree(context, lambda: self._apply(plan))
+            if self._is_cut and uses_dropout(self.model):
+                align_random(context.tensor, context.device)
+            cut = plan if self._is_cut else Plan([])
+            self._record.averager = average_gradients(self.model, cut, self._blocks, context, config)
+        return self._policy.get_shared_params()
+
+    @property
+    def _is_cut(self) -> bool:
+        return self.shard_config.enable_tensor_parallelism and self._context.tensor.size > 1
+
+    def _plan(self) -> Plan:
+        """What is to be done, checked; the model is as it was, but for what the policy's ``preprocess`` does."""
         config, model = self.shard_config, self.model
-        context = config.resolve_context()
-        source = type(self._given).__name__ if self._given else "registry"
+        check_plain(model)
+        self._policy, source = resolve_policy(model, self._given)
+        self._record = ShardRecord(self._context, source, config.options())
+        self._policy.set_model(model)
+        self._policy.set_shard_config(config)
+        check_optimizations(model, config, self._policy)
+        self.model = self._policy.preprocess() or model
+        self._policy.set_model(self.model)
+        plan = make_plan(self.model, self._policy)
+        first_form.check(self._policy, self.model)
+        return plan
 
-        def make() -> tuple[Policy, str, Plan]:
-            policy, source = resolve_policy(model, self._given)
-            policy.set_model(model)
-            policy.set_shard_config(config)
-            check_optimizations(model, config, policy)
-            self.model = policy.preprocess() or model
-            policy.set_model(self.model)
-            return policy, source, make_plan(self.model, policy)
-
-        made: list[tuple[Policy, str, Plan]] = []
-
-        def make_once() -> Plan:
-            made.append(make())
-            return made[0][2]
-
-        plan = agree(context, config, model, source, make_once)
-        policy, source, _ = made[0]
-        self._policy, self._record = policy, ShardRecord(context, source, config.options())
-        self._context = context
-        self._record.notes += agree_on_weights(self.model, [context.tensor, context.data])
-        self._apply(plan)
-        return policy.get_shared_params()
+    def _lines(self, plan: Plan) -> list[str]:
+        config = self.shard_config
+        asked = [self._record.source, str(config.options()), str(sorted(config.extra_kwargs.items()))]
+        return [*asked, *model_lines(self.model), *plan.lines()]
 
     def _apply(self, plan: Plan) -> None:
+        """Changes the model. Communicates nothing, so a rank on which it fails keeps no other waiting."""
         config, policy, record = self.shard_config, self._policy, self._record
         injected = first_form.inject(policy, self.model)
         if injected:
             record.add("", injected[0], injected[1], kind="class")
-        cut = config.enable_tensor_parallelism and self._context.tensor.size > 1
-        if cut:
+        if self._is_cut:
             self.replace_module(plan)
         for target, source in first_form.bind(policy, self.model):
             record.add(target, "own parameter", f"tied to {source}", kind="tie")
         apply_optimizations(self.model, config, plan, record)
-        if cut:
+        if self._is_cut:
             self._open_regions(plan)  # last: its hooks stand on the modules that stay
         self.model = policy.postprocess() or self.model
-        record.averager = average_gradients(self.model, plan, self._context, config)
         self.model.__dict__[ATTRIBUTE] = record
         guard_model(self.model, record, config)
 
@@ -94,17 +111,41 @@ class ModelSharder:
         shared: dict[int, nn.Parameter] = {}
         kept_alive: list[nn.Module] = []  # so that no identity in `shared` is used twice
         for path, module, sub in list(plan.replacements()):
-            kwargs = dict(sub.kwargs or {})
-            if isinstance(sub.target_module, type) and issubclass(sub.target_module, ParallelModule):
-                kwargs["shared"] = shared
-            new = sub.target_module.from_native_module(module, self._context.tensor, **kwargs)
+            new = self._replacement(path, module, sub, shared)
             kept_alive.append(module)
             owner, _, name = path.rpartition(".")
             setattr(self.model.get_submodule(owner), name, new)
             self._record.add(path, module, new)
         self._rebind(shared)
+        check_layouts(self.model, self._context.tensor.rank)
         for target in plan.targets:
             self._change(target)
+
+    def _replacement(
+        self,
+        path: str,
+        module: nn.Module,
+        sub: SubModuleReplacementDescription,
+        shared: dict[int, nn.Parameter],
+    ) -> nn.Module:
+        axis, kwargs, make = self._context.tensor, dict(sub.kwargs or {}), sub.target_module.from_native_module
+        if getattr(make, "__module__", "").startswith("shardformer."):
+            if isinstance(sub.target_module, type) and issubclass(sub.target_module, ParallelModule):
+                kwargs["shared"] = shared
+            group: Any = axis
+        else:
+            group = axis.group  # a class of the user's own knows torch's groups
+        try:
+            new: nn.Module = make(module, group, **kwargs)
+        except TypeError as error:
+            if "argument" not in str(error):
+                raise
+            raise PolicyError(
+                f"{name_of(sub.target_module)} for {path!r} with kwargs={sub.kwargs or {}}: {error}",
+                rule="The kwargs of a replacement are arguments that its from_native_module takes",
+                remedy="Correct the name in the policy",
+            ) from error
+        return new
 
     def _rebind(self, shared: dict[int, nn.Parameter]) -> None:
         """Other owners of a parameter that was cut (BERT's head keeps the decoder's bias) own the part too."""
@@ -117,7 +158,7 @@ class ModelSharder:
         description, prefix = target.description, f"{target.path}." if target.path else ""
         for name, value in (description.attribute_replacement or {}).items():
             owner_path, _, attribute = name.rpartition(".")
-            owner = target.module.get_submodule(owner_path)
+            owner: Any = target.owner(owner_path)
             before = getattr(owner, attribute)
             setattr(owner, attribute, value)
             if before != value:
@@ -133,8 +174,6 @@ class ModelSharder:
     def _open_regions(self, plan: Plan) -> None:
         config, axis = self.shard_config, self._context.tensor
         random = uses_dropout(self.model)
-        if random:
-            align_random(axis, self._context.device)
         regions: dict[str, SequenceRegion] = {}
         for stack in plan.stacks:
             region = None
@@ -167,16 +206,9 @@ class ModelSharder:
                 remedy="Name the same path in sub_module_replacement",
             )
         row.block = block
-        register_entry(target.module.get_submodule(description.entry), block)
-
-    def _refuse_twice(self) -> None:
-        done = ATTRIBUTE in self.model.__dict__
-        if done or any(isinstance(m, ParallelModule) for m in self.model.modules()):
-            raise ConfigError(
-                f"This {type(self.model).__name__} is sharded already",
-                rule="A model is sharded once",
-                remedy="Build the model again, or go on with the one that the first call returned",
-            )
+        entry = target.module.get_submodule(description.entry)
+        register_entry(entry, block)
+        self._blocks.append((entry, block))
 
 
 class Optimized(tuple[nn.Module, list[dict[int, Tensor]]]):
@@ -200,7 +232,8 @@ class ShardFormer:
     def optimize(self, model: nn.Module, policy: Policy | type[Policy] | None = None) -> Optimized:
         """Shards ``model`` in place, by ``policy`` or by the one registered for its family.
 
-        Returns (model, shared_params). Raises ShardFormerError on every rank when something cannot be.
+        Returns (model, shared_params). Raises ShardFormerError on every rank, with the model as it was, when something
+        cannot be; LaunchError when no launcher started this process.
         """
         sharder = ModelSharder(model, self.shard_config, policy)
         shared_params = sharder.shard()
@@ -241,11 +274,4 @@ def shard_model(
                 remedy=nearest(unknown[0], ShardConfig.__dataclass_fields__),
             )
         config = ShardConfig(context=context, **options)
-    if config.context is None and config.tensor_parallel_process_group is None:
-        _join_launcher()
     return ShardFormer(config).optimize(model, policy)[0]
-
-
-def _join_launcher() -> None:
-    if not dist.is_initialized():
-        launch_from_torch()

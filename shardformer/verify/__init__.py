@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, nearest
 from shardformer.policies.config import ShardConfig
 from shardformer.policies.policy import Policy
 from shardformer.pool import WorkerPool
 from shardformer.verify.compare import compare
-from shardformer.verify.report import Bounds, Difference, Report
+from shardformer.verify.report import Bounds, Difference, Report, bounds_for
 from shardformer.verify.run import BatchFn, Job, LossFn, ModelFn, run_job
 
 __all__ = ["Bounds", "Difference", "Report", "verify"]
@@ -53,11 +53,14 @@ def verify(
     With data ranks the plain loss is the mean of the losses of the ranks' parts of the batch: the loss of the whole
     batch when the parts count equally many labels.
 
-    Returns the report. Raises ShardFormerError when the model cannot be sharded as asked.
+    Returns the report. Raises ShardFormerError when the model cannot be sharded, or compared, as asked.
     """
-    options = _options_of(config)
-    ShardConfig(**options)
-    job = Job(model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, options)
+    for name, count in (("tensor", tensor), ("data", data), ("steps", steps)):
+        if count < 1:
+            rule = "Each axis has one rank or more, and a comparison one step or more"
+            raise ConfigError(f"{name}={count}", rule=rule, remedy=f"Use {name}=1 or more")
+    bounds_for(dtype)
+    job = Job(model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, _options_of(config))
     start = time.perf_counter()
     if pool is not None:
         report = pool.run(_verify_here, job)[0]
@@ -70,15 +73,22 @@ def verify(
 
 
 def _options_of(config: Mapping[str, Any] | ShardConfig | None) -> dict[str, Any]:
+    """The options that were given, checked."""
+    fields = ShardConfig.__dataclass_fields__
     if not isinstance(config, ShardConfig):
-        return dict(config or {})
+        for name in config or {}:
+            if name not in fields:
+                rule = "Options are the fields of ShardConfig"
+                raise ConfigError(f"There is no option {name!r}", rule=rule, remedy=nearest(name, fields))
+        config = ShardConfig(**(config or {}))
     if config.context is not None or config.tensor_parallel_process_group is not None:
         raise ConfigError(
             "verify was given a config with a process group",
             rule="verify starts its own processes and lays its own grid",
             remedy="Leave context and tensor_parallel_process_group out, and use tensor= and data=",
         )
-    return {k: v for k, v in vars(config).items() if k not in ("context", "tensor_parallel_process_group")}
+    usual = vars(ShardConfig())
+    return {name: value for name, value in vars(config).items() if value != usual[name]}
 
 
 def _verify_here(job: Job) -> Report | None:

@@ -28,7 +28,7 @@ def compare(job: Job, plain: Trace, sharded: Trace, name: str, layout: str) -> R
         key=lambda d: d.used,
     )
     gradient, missing = _worst_gradient(plain, sharded, bounds)
-    weight = _worst_weight(plain, sharded, bounds)
+    weight, gone = _worst_weight(plain, sharded, bounds)
     options = [k.removeprefix("enable_") for k, v in job.config.items() if v is True]
     return Report(
         name,
@@ -42,7 +42,7 @@ def compare(job: Job, plain: Trace, sharded: Trace, name: str, layout: str) -> R
         norm,
         sharded.collectives,
         list(zip(plain.losses, sharded.losses, strict=True)),
-        missing=missing,
+        missing=missing + [f"{name} (weight)" for name in gone],
     )
 
 
@@ -66,17 +66,20 @@ def _worst_gradient(plain: Trace, sharded: Trace, bounds: Bounds) -> tuple[Diffe
     return worst, missing
 
 
-def _worst_weight(plain: Trace, sharded: Trace, bounds: Bounds) -> Difference:
+def _worst_weight(plain: Trace, sharded: Trace, bounds: Bounds) -> tuple[Difference, list[str]]:
     """The differences against how far each weight has moved, not against the weight."""
     worst = Difference(0.0, "", 0.0)
+    gone = [name for name in {**plain.after, **sharded.after} if (name in plain.after) != (name in sharded.after)]
     steps = len(plain.losses)
     for name, after in plain.after.items():
+        if name in gone:
+            continue
         moved = after - plain.before[name]
         rounding = bounds.eps * float(after.abs().max()) if after.numel() else 0.0
         scale = LEARNING_RATE * steps * steps * min(1.0, MAX_NORM / max(min(plain.norms), 1e-30))
         noise = NOISE_FACTOR * (rounding + scale * plain.noise.get(name, 0.0) + scale * bounds.eps)
         worst = _worse(worst, after, sharded.after[name], moved, bounds.gradient, noise, name)
-    return worst
+    return worst, gone
 
 
 def _worse(worst: Difference, a: Tensor, b: Tensor, size: Tensor, bound: float, noise: float, where: str) -> Difference:

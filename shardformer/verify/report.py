@@ -75,7 +75,7 @@ class Report:
             f"  {name}: {count}, {sent / 1e6:.3f} MB on the wire" for name, (count, sent) in self.collectives.items()
         ]
         verdict = "Nobody can tell." if self.passed else "SOMEBODY CAN TELL."
-        gone = [f"Gradients that only one of the two has: {', '.join(self.missing)}"] if self.missing else []
+        gone = [f"Only one of the two has: {', '.join(self.missing)}"] if self.missing else []
         return "\n".join(
             [
                 f"{self.model} over {self.layout}, {self.steps} steps in {self.dtype}, {self.seconds:.1f} s",
@@ -90,11 +90,11 @@ class Report:
 
 
 def bounds_for(dtype: torch.dtype, casts: str = "") -> Bounds:
-    """The bounds for a dtype; ``casts`` names the module in which an fp64 model computes in fp32."""
+    """The bounds for a dtype; ``casts`` names the classes of modules in which an fp64 model computes in fp32."""
     if dtype == torch.float64 and not casts:
         return Bounds(1e-10, 1e-10, 2.2e-16, "fp64, in which the model stays")
     if dtype == torch.float64:
-        return Bounds(1e-6, 1e-6, 1.2e-7, f"fp64, but {casts} computes in fp32 by itself")
+        return Bounds(1e-6, 1e-6, 1.2e-7, f"fp64, cast to fp32 by the model itself in {casts}")
     if dtype == torch.float32:
         return Bounds(1e-5, 1e-4, 1.2e-7, "fp32")
     raise ConfigError(

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardformer.comm.collectives import all_reduce
+from shardformer.comm.collectives import all_reduce, broadcast_object
 from shardformer.comm.params import gather_param, param_specs
 from shardformer.comm.recorder import Recorder
 from shardformer.context import ParallelContext
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.optim.grad_norm import clip_grad_norm_
 from shardformer.policies.config import ShardConfig
 from shardformer.policies.policy import Policy
@@ -61,8 +61,16 @@ class Trace:
 def run_job(job: Job) -> tuple[Trace | None, Trace, str, str]:
     """Called on every worker: the plain trace (on the first only), the sharded one, the model's name, the layout."""
     context = ParallelContext.from_world({"tensor": job.tensor, "data": job.data})
-    first = context.tensor.rank == 0 and context.data.rank == 0
-    plain = _run_plain(job) if first else None
+    plain, problem = None, None
+    if context.tensor.rank == 0 and context.data.rank == 0:
+        try:
+            plain = _run_plain(job)
+        except ShardFormerError as error:
+            problem = error
+    for axis in (context.data, context.tensor):  # what is wrong with the job is raised alike on all ranks
+        problem = broadcast_object(problem, axis)
+    if problem is not None:
+        raise problem
     sharded, name = _run_sharded(job, context)
     return plain, sharded, name, str(context)
 
@@ -207,32 +215,31 @@ def _is_batched(value: Any, size: int) -> bool:
 
 
 class _CastWatch(TorchDispatchMode):
-    """Notes the first operation that makes fp32 of fp64."""
+    """Says when an operation makes fp32 of fp64."""
 
-    found = ""
+    def __init__(self, tell: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives its base no types
+        self._tell = tell
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if not self.found and isinstance(out, Tensor) and out.dtype == torch.float32 and out.requires_grad is False:
-            source = args[0] if args else None
-            if isinstance(source, Tensor) and source.dtype == torch.float64 and source.numel() > 1:
-                self.found = str(func)
+        source = args[0] if args else None
+        if isinstance(out, Tensor) and out.dtype == torch.float32 and isinstance(source, Tensor):
+            if source.dtype == torch.float64 and source.numel() > 1:
+                self._tell()
         return out
 
 
 @contextmanager
 def _watch_casts(trace: Trace, model: nn.Module) -> Iterator[None]:
-    """Finds the module in which the model casts fp64 to fp32 by itself."""
-    watch = _CastWatch()  # type: ignore[no-untyped-call]  # torch gives its base no types
-    stack = [type(model).__name__]
-    where: list[str] = []
+    """Finds the classes of modules that cast fp64 to fp32 by themselves."""
+    stack, found = [type(model).__name__], dict[str, None]()
+    watch = _CastWatch(lambda: found.update({stack[-1]: None}))
 
     def entered(module: nn.Module, _: Any) -> None:
         stack.append(type(module).__name__)
 
     def left(module: nn.Module, _: Any, __: Any) -> None:
-        if watch.found and not where:
-            where.append(stack[-1])
         stack.pop()
 
     handles = [m.register_forward_pre_hook(entered) for m in model.modules() if m is not model]
@@ -241,5 +248,4 @@ def _watch_casts(trace: Trace, model: nn.Module) -> Iterator[None]:
         yield
     for handle in handles:
         handle.remove()
-    if watch.found:
-        trace.casts = where[0] if where else "the loss"
+    trace.casts = ", ".join(found)

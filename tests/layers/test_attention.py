@@ -27,14 +27,14 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def bert(p: float = 0.0) -> nn.Module:
+def bert(p: float = 0.0) -> Any:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(**SIZES, intermediate_size=48, attention_probs_dropout_prob=p, hidden_dropout_prob=p)
     return BertForMaskedLM._from_config(config, attn_implementation="eager")
 
 
-def gpt2(p: float = 0.0) -> nn.Module:
+def gpt2(p: float = 0.0) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     ends = {"bos_token_id": 0, "eos_token_id": 0}
@@ -44,21 +44,21 @@ def gpt2(p: float = 0.0) -> nn.Module:
     return GPT2LMHeadModel._from_config(config, attn_implementation="eager")
 
 
-def llama(p: float = 0.0) -> nn.Module:
+def llama(p: float = 0.0) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**SIZES, intermediate_size=48, num_key_value_heads=2, attention_dropout=p)
     return LlamaForCausalLM._from_config(config, attn_implementation="eager")
 
 
-def mistral(p: float = 0.0) -> nn.Module:
+def mistral(p: float = 0.0) -> Any:
     from transformers import MistralConfig, MistralForCausalLM
 
     config = MistralConfig(**SIZES, intermediate_size=48, num_key_value_heads=2, sliding_window=3, attention_dropout=p)
     return MistralForCausalLM._from_config(config, attn_implementation="eager")
 
 
-def deepseek(p: float = 0.0) -> nn.Module:
+def deepseek(p: float = 0.0) -> Any:
     """Keys are wider than values."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
@@ -69,7 +69,7 @@ def deepseek(p: float = 0.0) -> nn.Module:
     return DeepseekV3ForCausalLM._from_config(config, attn_implementation="eager")
 
 
-def t5(p: float = 0.0) -> nn.Module:
+def t5(p: float = 0.0) -> Any:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(d_model=32, d_kv=8, num_heads=HEADS, num_layers=2, d_ff=48, vocab_size=VOCAB, dropout_rate=p)
@@ -77,7 +77,7 @@ def t5(p: float = 0.0) -> nn.Module:
     return T5ForConditionalGeneration._from_config(config, attn_implementation="eager")
 
 
-def swin(p: float = 0.0) -> nn.Module:
+def swin(p: float = 0.0) -> Any:
     """The mask itself trains: relative positions are added to it."""
     from transformers import SwinConfig, SwinForImageClassification
 
@@ -95,7 +95,7 @@ def swin(p: float = 0.0) -> nn.Module:
     return SwinForImageClassification._from_config(config, attn_implementation="eager")
 
 
-TEXT: dict[str, Callable[[], nn.Module]] = {
+TEXT: dict[str, Callable[..., Any]] = {
     "bert": bert,
     "gpt2": gpt2,
     "llama": llama,
@@ -118,14 +118,14 @@ def batch(name: str, dtype: torch.dtype = torch.float32, padded: bool = True) ->
     return {"input_ids": torch.randint(VOCAB, (B, S)), "attention_mask": mask, "labels": labels}
 
 
-def loss_and_grads(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_and_grads(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     model.zero_grad()
     loss: Tensor = model(**inputs).loss
     loss.backward()
     return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(model: nn.Module, inputs: dict[str, Tensor], name: str) -> None:
+def assert_same(model: Any, inputs: dict[str, Tensor], name: str) -> None:
     eager = copy.deepcopy(model)
     use_flash_attention(model, CPU)
     (loss, grads), (ref, ref_grads) = loss_and_grads(model, inputs), loss_and_grads(eager, inputs)
@@ -142,7 +142,7 @@ class Ops(TorchDispatchMode):
     """The names of the operations that run."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -286,7 +286,7 @@ def test_it_can_be_done_twice_and_is_not_saved() -> None:
     ],
 )
 def test_attention_dropout_on_the_cpu_is_refused_before_training(name: str, setting: str) -> None:
-    model: nn.Module = FAMILIES[name](0.1)  # type: ignore[call-arg]
+    model = FAMILIES[name](0.1)
     with pytest.raises(ConfigError, match=f"{setting}=0.0"):
         use_flash_attention(model.eval(), CPU)
     assert model.config._attn_implementation == "eager"
@@ -323,8 +323,9 @@ def test_attention_weights_cannot_be_asked_for() -> None:
         use_flash_attention(model, CPU)
     model.config.output_attentions = False
     use_flash_attention(model, CPU)
+    q, k, v = torch.randn(3, 1, 2, 3, 4)
     with pytest.raises(ConfigError, match="output_attentions"):
-        kernels.attention(model, *torch.randn(3, 1, 2, 3, 4), None, output_attentions=True)
+        kernels.attention(model, q, k, v, None, output_attentions=True)
 
 
 def test_fp64_on_cuda_is_refused() -> None:
@@ -334,8 +335,9 @@ def test_fp64_on_cuda_is_refused() -> None:
 
 def test_what_no_kernel_takes_is_refused_with_what_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_check_call", lambda *_: None)
+    q, k, v = torch.randn(3, 1, 2, 3, 4)
     with pytest.raises(ConfigError, match="non-zero dropout"):
-        kernels.attention(nn.Module(), *torch.randn(3, 1, 2, 3, 4), None, dropout=0.5)
+        kernels.attention(nn.Module(), q, k, v, None, dropout=0.5)
 
 
 # -- the function alone -----------------------------------------------------------------------------------------------
@@ -344,7 +346,8 @@ def test_what_no_kernel_takes_is_refused_with_what_torch_says(monkeypatch: pytes
 def plain(q: Tensor, k: Tensor, v: Tensor, added: Tensor | float = 0.0) -> Tensor:
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     weights = (q @ k.transpose(2, 3) * q.shape[-1] ** -0.5 + added).softmax(-1)
-    return (weights @ v).transpose(1, 2)
+    out: Tensor = weights @ v
+    return out.transpose(1, 2)
 
 
 def heads(n: int = HEADS, length: int = S, width: int = 8) -> Tensor:

@@ -1,0 +1,141 @@
+"""What fused norms, fused attention and compiled chains bring, for a model of each family.
+
+    python benchmarks/fused.py
+    python benchmarks/fused.py --families llama --sequence 2048
+
+The step is forward, backward and torch's fused AdamW on two processes, each option by itself and all three together, beside the model as
+it comes (transformers chooses torch's scaled_dot_product_attention where a model has it) and with eager attention.
+The losses must agree. An option that a model cannot have is refused, and the table says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import common
+import torch
+from common import Timing
+
+import shardformer
+from shardformer.context import ParallelContext
+from shardformer.errors import ConfigError
+from shardformer.samples import SMALL, Batches, Sample
+
+PLAIN, EAGER = "as it comes", "eager attention"
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    EAGER: (),
+    PLAIN: (),
+    "fused norms": ("enable_fused_normalization",),
+    "flash attention": ("enable_flash_attention",),
+    "jit fused": ("enable_jit_fused",),
+    "all three": ("enable_fused_normalization", "enable_flash_attention", "enable_jit_fused"),
+}
+WORST_DIFFERENCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Setting:
+    family: str
+    hidden: int
+    heads: int
+    layers: int
+    vocabulary: int
+    batch: int
+    sequence: int
+    repetitions: int
+    seconds: float
+
+    def sample(self) -> Sample:
+        h, n, depth, length = self.hidden, self.heads, self.layers, self.sequence
+        sizes: Mapping[str, dict[str, Any]] = {
+            "bert": dict(hidden_size=h, num_attention_heads=n, num_hidden_layers=depth, intermediate_size=4 * h, max_position_embeddings=length),
+            "gpt2": dict(n_embd=h, n_head=n, n_layer=depth, n_inner=4 * h, n_positions=length),
+            "llama": dict(
+                hidden_size=h, num_attention_heads=n, num_key_value_heads=n, num_hidden_layers=depth,
+                intermediate_size=8 * h // 3 // 16 * 16, max_position_embeddings=length,
+            ),
+            "t5": dict(d_model=h, num_heads=n, d_kv=h // n, num_layers=depth, d_ff=4 * h),
+        }  # fmt: skip
+        return Sample(self.family, changes={**sizes[self.family], "vocab_size": self.vocabulary})
+
+    def __str__(self) -> str:
+        return (
+            f"{self.sample().head_class}: hidden {self.hidden}, {self.heads} heads, {self.layers} layers, vocabulary "
+            f"{self.vocabulary}, batch {self.batch} x {self.sequence}"
+        )
+
+
+def measure(setting: Setting) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Runs in every process: the timings, and for each option that was refused why."""
+    context = ParallelContext.from_world({"tensor": 2})
+    sample = setting.sample()
+    make = Batches(sample.head_class, setting.vocabulary, setting.batch, setting.sequence)
+    batches = [make(index) for index in range(common.NUM_BATCHES)]
+    steps: dict[str, common.Step | None] = {}
+    refused: dict[str, str] = {}
+    for name, options in OPTIONS.items():
+        torch.manual_seed(0)
+        model: Any = sample()
+        if name == EAGER:
+            model.set_attn_implementation("eager")
+        try:
+            model = shardformer.shard_model(model, context=context, **dict.fromkeys(options, True))
+        except ConfigError as error:
+            refused[name] = str(error)
+        else:
+            steps[name] = common.train_step(model, batches, common.adamw(model))
+    return common.take_turns(steps, setting.repetitions, setting.seconds), refused
+
+
+def report(timings: Mapping[str, Timing], refused: Mapping[str, str]) -> str:
+    rows = []
+    for name in OPTIONS:
+        if name in refused:
+            rows.append([name, "refused", "-", "-"])
+            continue
+        taken = timings[name]
+        pairs = zip(taken.losses, timings[PLAIN].losses)
+        difference = max(abs(a - b) / abs(b) for a, b in pairs)
+        rows.append([name, common.ms(taken.ms), f"{taken.ms / timings[PLAIN].ms:.2f}", f"{difference:.1e}"])
+    notes = "".join(f"\n{name}: {why}" for name, why in refused.items())
+    return common.table(["option", "ms", f"/ {PLAIN}", "loss differs by"], rows) + notes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    results, alike = {}, True
+    with common.two_processes(args.threads) as pool:
+        for family in args.families:
+            setting = Setting(
+                family, args.hidden, args.heads, args.layers, args.vocabulary, args.batch, args.sequence,
+                args.repetitions, args.seconds,
+            )  # fmt: skip
+            common.progress(f"measuring {setting}")
+            timings, refused = pool.run(measure, setting)[0]
+            results[family] = {"timings": common.timings_as_dict(timings), "refused": refused}
+            alike &= common.largest_difference(timings, PLAIN)[1] <= WORST_DIFFERENCE
+            if not args.json:
+                print(f"\n{setting}; median of {len(timings[PLAIN].seconds)} steps\n\n{report(timings, refused)}", flush=True)
+    if args.json:
+        print(common.as_json("fused", vars(args), results))
+    return 0 if alike else 1
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = common.arguments(__doc__, seconds=45.0)
+    parser.add_argument("--families", nargs="+", choices=list(SMALL), default=list(SMALL))
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--sequence", type=int, default=512)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

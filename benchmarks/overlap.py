@@ -1,0 +1,127 @@
+"""What it brings that communication runs under computation: each way of doing it, with and without.
+
+    python benchmarks/overlap.py
+    python benchmarks/overlap.py --shapes 4x512 --hidden 2048
+
+Two ways are measured, forward and backward, on two processes. In a block's backward the collective of the input's
+gradient runs under the products that give the weights' gradients; "waiting" sends it and waits first. With sequence
+parallelism ``enable_sequence_overlap`` passes the stretches around a ring under the products at a block's edges.
+
+Overlap needs somebody who sends while a process computes: a GPU's copy engines, or a CPU core that is free. Where every
+core already computes, as on a machine with as many cores as processes, it cannot bring more than the time that the
+processes would wait for each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import common
+from common import Llama, Timing
+
+import shardformer
+from shardformer.comm.collectives import Pending
+from shardformer.context import ParallelContext
+from shardformer.layers import block
+
+WAITING, PLAIN = "blocks, waiting", "blocks"
+SEQUENCE_WAITING, SEQUENCE, RING = "sequence parallel, waiting", "sequence parallel", "sequence parallel, ring"
+SEQUENCE_PARALLEL = {"enable_sequence_parallelism": True}
+OPTIONS: Mapping[str, dict[str, bool]] = {
+    WAITING: {},
+    PLAIN: {},
+    SEQUENCE_WAITING: SEQUENCE_PARALLEL,
+    SEQUENCE: SEQUENCE_PARALLEL,
+    RING: {**SEQUENCE_PARALLEL, "enable_sequence_overlap": True},
+}
+BASE = {PLAIN: WAITING, SEQUENCE: SEQUENCE_WAITING, RING: SEQUENCE_WAITING}
+WORST_DIFFERENCE = 1e-4
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """In here the collectives of a block's edges are waited for where they start."""
+    starts = {name: getattr(block, name) for name in ("start_all_reduce", "start_reduce_scatter")}
+    for name, start in starts.items():
+        setattr(block, name, _wait_at_once(start))
+    try:
+        yield
+    finally:
+        for name, start in starts.items():
+            setattr(block, name, start)
+
+
+def _wait_at_once(start: Callable[..., Pending]) -> Callable[..., Pending]:
+    def start_and_wait(*args: Any, **kwargs: Any) -> Pending:
+        result = start(*args, **kwargs).wait()
+        return Pending((), lambda: result)
+
+    return start_and_wait
+
+
+@dataclass(frozen=True)
+class Setting:
+    model: Llama
+    batch: int
+    repetitions: int
+    seconds: float
+
+
+def measure(setting: Setting) -> dict[str, Timing]:
+    """Runs in every process."""
+    context = ParallelContext.from_world({"tensor": 2})
+    batches = setting.model.batches(setting.batch)
+    steps: dict[str, common.Step | None] = {}
+    for name, options in OPTIONS.items():
+        model = shardformer.shard_model(setting.model.build(), context=context, **options)
+        around = waiting if name in (WAITING, SEQUENCE_WAITING) else nullcontext
+        steps[name] = common.train_step(model, batches, None, around)
+    return common.take_turns(steps, setting.repetitions, setting.seconds)
+
+
+def report(timings: Mapping[str, Timing]) -> str:
+    rows = [
+        [name, common.ms(timing.ms), f"{timing.ms / timings[BASE[name]].ms:.2f}" if name in BASE else "-"]
+        for name, timing in timings.items()
+    ]
+    return common.table(["variant", "ms", "/ waiting"], rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    results, alike = {}, True
+    with common.two_processes(args.threads) as pool:
+        for shape in args.shapes:
+            batch, sequence = map(int, shape.split("x"))
+            size = Llama(args.hidden, args.intermediate, args.heads, sequence, args.layers, args.vocabulary)
+            common.progress(f"measuring hidden {args.hidden}, batch x sequence {shape}")
+            timings = pool.run(measure, Setting(size, batch, args.repetitions, args.seconds))[0]
+            results[shape] = common.timings_as_dict(timings)
+            alike &= common.largest_difference(timings, WAITING)[1] <= WORST_DIFFERENCE
+            if not args.json:
+                steps = len(timings[PLAIN].seconds)
+                title = f"hidden {args.hidden}, {args.layers} layers, batch x sequence {shape}; median of {steps} steps"
+                print(f"\n{title}\n\n{report(timings)}", flush=True)
+    if args.json:
+        print(common.as_json("overlap", vars(args), results))
+    return 0 if alike else 1
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = common.arguments(__doc__, seconds=60.0)
+    parser.add_argument("--shapes", nargs="+", default=["1x128", "2x128", "2x512"], metavar="BxS", help="batch x sequence")
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--intermediate", type=int, default=2736)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=1000)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""``shardformer verify``: can anybody tell the sharded model from the plain one?"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardformer.cli._options import takes
+from shardformer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shardformer.model_source import Source
+    from shardformer.pool import WorkerPool
+    from shardformer.verify import Difference, Report
+
+TIMEOUT_S = 3600.0
+"""For one head. A model may be large, and what hangs can be stopped by hand."""
+
+
+class Dtype(StrEnum):
+    """What verify computes in."""
+
+    FP64 = "fp64"
+    FP32 = "fp32"
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """What the command takes."""
+
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A family (bert, gpt2, llama, t5: a small random model), a folder that save_pretrained wrote, a "
+            "config.json (random weights), a name on the Hugging Face hub, or module:function, whose function gives a "
+            "model, (model_fn, batch_fn), or a dict of model_fn, batch_fn, loss_fn and policy.",
+        ),
+    ]
+    tensor: Annotated[int, "Over how many processes the weights are split."] = 2
+    data: Annotated[int, "Over how many groups of these the batch is split."] = 1
+    sequence_parallel: Annotated[bool, "Split the sequence as well."] = False
+    overlap: Annotated[bool, "Communicate under computation; needs --sequence-parallel."] = False
+    fused_norm: Annotated[bool, "Use torch's fused norms."] = False
+    flash_attention: Annotated[bool, "Use flash attention."] = False
+    jit: Annotated[bool, "Compile the element-wise chains."] = False
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3
+    dtype: Annotated[Dtype, "Precision of both models: in fp64 a mistake cannot hide in the rounding."] = Dtype.FP64
+    head: Annotated[str, "The class of transformers to build, such as BertForTokenClassification."] = ""
+    all_heads: Annotated[bool, "Every head class of the family, one after another."] = False
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples in a batch, by default 4 or a little more.")] = None
+    sequence: Annotated[int | None, typer.Option(min=6, help="Tokens in a sample, by default 13.")] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")] = False
+
+    def config(self) -> dict[str, bool]:
+        """The options by their names in ShardConfig."""
+        return {
+            "enable_sequence_parallelism": self.sequence_parallel,
+            "enable_sequence_overlap": self.overlap,
+            "enable_fused_normalization": self.fused_norm,
+            "enable_flash_attention": self.flash_attention,
+            "enable_jit_fused": self.jit,
+        }
+
+
+@takes(VerifyOptions)
+def verify(options: VerifyOptions) -> None:
+    """Train a model whole in one process and split over several, and compare every loss, gradient and weight.
+
+    Ends with status 1 when somebody could tell the two apart, and 2 for an error.
+    """
+    from rich.console import Console
+
+    from shardformer.pool import WorkerPool
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # every worker would say what one has said
+    _check(options)
+    sources = _sources(options)
+    console, reports = Console(highlight=False), []
+    num_processes = options.tensor * options.data
+    with WorkerPool(num_processes, timeout_s=TIMEOUT_S, imports=("torch", "transformers")) as pool:
+        for source in sources:
+            with _waiting(f"{source.head or source.title}: whole in one process and over {num_processes}"):
+                reports.append(_verify_one(options, source, pool))
+            if options.all_heads and not options.as_json:
+                _print_line(console, reports[-1])
+    if options.as_json:
+        print(_to_json(reports, options.all_heads))
+    elif options.all_heads:
+        _print_summary(console, reports)
+    else:
+        _print_report(console, sources[0].title, reports[0])
+    if not all(report.passed for report in reports):
+        raise typer.Exit(1)
+
+
+def _check(options: VerifyOptions) -> None:
+    from shardformer.policies.config import ShardConfig
+
+    for name in ("tensor", "data"):
+        if getattr(options, name) < 1:
+            raise ConfigError(
+                f"{name}={getattr(options, name)}",
+                rule="An axis has one rank or more",
+                remedy=f"Use --{name} 1 or more",
+            )
+    if options.all_heads and options.head:
+        raise ConfigError(
+            f"--all-heads and --head {options.head}",
+            rule="--all-heads runs every head, --head one",
+            remedy="Leave one of the two out",
+        )
+    ShardConfig(**options.config())  # refuses a combination that cannot be before anything is loaded
+
+
+def _sources(options: VerifyOptions) -> list[Source]:
+    from shardformer.model_source import find_model
+
+    source = find_model(options.model)
+    if "batch_fn" in source.own and (options.batch or options.sequence):
+        raise ConfigError(
+            f"--batch or --sequence for {options.model}, which brings its own batch_fn",
+            rule="The two are sizes of random batches",
+            remedy="Leave them out, or the batch_fn",
+        )
+    if options.all_heads:
+        return [source.with_head(head) for head in source.heads]
+    return [source.with_head(options.head) if options.head else source]
+
+
+def _verify_one(options: VerifyOptions, source: Source, pool: WorkerPool) -> Report:
+    import torch
+
+    from shardformer.verify import verify as run_verify
+
+    batch = options.batch or -(-4 // options.data) * options.data
+    return run_verify(
+        source.model_fn,
+        source.batches(batch, options.sequence or 13),
+        options.tensor,
+        options.data,
+        options.steps,
+        {Dtype.FP64: torch.float64, Dtype.FP32: torch.float32}[options.dtype],
+        source.loss_fn,
+        source.own.get("policy"),
+        options.config(),
+        pool=pool,
+    )
+
+
+@contextmanager
+def _waiting(what: str) -> Iterator[None]:
+    """A sign of life on a terminal; on standard error, so that standard output holds the result alone."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(f"{what} ..."):
+        yield
+
+
+def _to_json(reports: list[Report], as_list: bool) -> str:
+    # JSON knows no infinity, which is how far a loss that is not a number is from one that is: null
+    found = [json.loads(report.to_json(), parse_constant=lambda _: None) for report in reports]
+    if not as_list:
+        return json.dumps(found[0], indent=2)
+    return json.dumps({"passed": all(report.passed for report in reports), "reports": found}, indent=2)
+
+
+# ---------------------------------------------------------------------------------------------------------------- print
+
+
+def _print_report(console: Console, title: str, report: Report) -> None:
+    from rich.markup import escape
+
+    steps = "1 step" if report.steps == 1 else f"{report.steps} steps"
+    console.print(f"[bold]{escape(report.model)}[/] ({escape(title)}): plain, and over {escape(report.layout)}.")
+    console.print(f"{steps} in {report.dtype}, dropout off in both, {report.seconds:.1f} s.")
+    _print_differences(console, report)
+    console.print(f"The bounds are those of {escape(report.bounds.why)}.")
+    _print_collectives(console, report)
+    told = [kind for kind, difference in _kinds(report) if difference.used > 1]
+    if report.missing:
+        told.append("which gradients there are")
+        console.print(f"Gradients that only one of the two has: {escape(', '.join(report.missing))}\n")
+    if told:
+        console.print(f"[bold red]SOMEBODY CAN TELL[/], by the {', the '.join(told)}.")
+    else:
+        console.print("[bold green]Nobody can tell.[/]")
+
+
+def _print_differences(console: Console, report: Report) -> None:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("largest difference", no_wrap=True)
+    for column in ("relative", "bound"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("where", overflow="fold")
+    for kind, difference in _kinds(report):
+        mark = "[green]ok[/]" if difference.used <= 1 else "[bold red]too large[/]"
+        bound = _bound(report, kind)
+        table.add_row(kind, f"{difference.relative:.1e}", f"{bound:.0e}", mark, escape(difference.where))
+    console.print(table)
+
+
+def _print_collectives(console: Console, report: Report) -> None:
+    from rich import box
+    from rich.table import Table
+
+    if not report.collectives:
+        console.print("No collectives.\n")
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("collectives of one step, seen from rank 0")
+    table.add_column("times", justify="right")
+    table.add_column("MB on the wire", justify="right")
+    for name, (count, sent) in report.collectives.items():
+        table.add_row(name.replace("_", "-"), str(count), f"{sent / 1e6:.3f}")
+    console.print(table)
+
+
+def _print_line(console: Console, report: Report) -> None:
+    """One head among many: whether anybody could tell, and what comes nearest to its bound."""
+    kind, difference = max(_kinds(report), key=lambda pair: pair[1].used)
+    mark = "[green]ok[/]" if report.passed else "[bold red]SOMEBODY CAN TELL[/]"
+    what = f"{kind} differ by {difference.relative:.0e}, bound {_bound(report, kind):.0e}"
+    if report.missing:
+        what = f"gradients that only one of the two has: {', '.join(report.missing)}"
+    console.print(f"{report.model:30} {mark}  {what}", soft_wrap=True)
+
+
+def _print_summary(console: Console, reports: list[Report]) -> None:
+    told = [report.model for report in reports if not report.passed]
+    if told:
+        console.print(f"[bold red]SOMEBODY CAN TELL[/] {len(told)} of {len(reports)} heads: {', '.join(told)}.")
+    else:
+        console.print(f"[bold green]Nobody can tell.[/] {len(reports)} heads, {reports[0].layout}, {reports[0].dtype}.")
+
+
+def _kinds(report: Report) -> list[tuple[str, Difference]]:
+    return [
+        ("losses", report.loss),
+        ("gradients", report.gradient),
+        ("gradient norms", report.norm),
+        ("weights", report.weight),
+    ]
+
+
+def _bound(report: Report, kind: str) -> float:
+    return report.bounds.loss if kind == "losses" else report.bounds.gradient

@@ -1,0 +1,643 @@
+"""Three ways to write a policy, each of which nobody can tell from the plain model."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardformer
+from shardformer.context import Axis
+from shardformer.layers.embedding import VocabParallelEmbedding1D
+from shardformer.layers.linear import FusedLinear1D_Col, Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
+from shardformer.policies.basepolicy import Argument, Col_Layer, Layer, Policy, Row_Layer
+from shardformer.policies.policy import (
+    BlockDescription,
+    ModulePolicyDescription,
+    StackDescription,
+    SubModuleReplacementDescription,
+)
+from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.sharder import ModelSharder, ShardFormer
+from shardformer.pool import Pools, WorkerPool
+from shardformer.samples import Batches, Sample
+from shardformer.verify import Report, verify
+from tests.policies.toy import HIDDEN, ToyLM, ToyPolicy, toy_batch, toy_loss
+
+SEQUENCE = {"enable_sequence_parallelism": True}
+OVERLAP = {**SEQUENCE, "enable_sequence_overlap": True}
+
+
+def check_toy(
+    policy: type[Policy],
+    pool: WorkerPool,
+    model_fn: Callable[[], nn.Module] = ToyLM,
+    config: Mapping[str, Any] | None = None,
+    data: int = 1,
+) -> Report:
+    tensor = pool.num_workers // data
+    report = verify(model_fn, toy_batch, tensor, data, loss_fn=toy_loss, policy=policy, config=config, pool=pool)
+    assert report.passed, report
+    return report
+
+
+def check_sample(sample: Sample, policy: type[Policy], pool: WorkerPool, config: Any = None) -> Report:
+    report = verify(
+        sample, Batches(sample.head_class), pool.num_workers, policy=policy, config=config, pool=pool, steps=2
+    )
+    assert report.passed, report
+    assert "all_reduce" in " ".join(report.collectives)  # it was cut at all
+    return report
+
+
+# ---------------------------------------------------------------------------------------------------------------- roles
+
+
+@pytest.mark.parametrize("config", [{}, SEQUENCE, OVERLAP, {"enable_fused_normalization": True}])
+def test_roles_on_a_model_written_by_hand(pool2: WorkerPool, config: Mapping[str, Any]) -> None:
+    check_toy(ToyPolicy, pool2, config=config)
+
+
+def test_five_heads_over_four_ranks_and_a_data_axis(pools: Pools) -> None:
+    check_toy(ToyPolicy, pools(4))
+    check_toy(ToyPolicy, pools(4), partial(ToyLM, tied=True), SEQUENCE, data=2)
+
+
+class InSequential(ToyLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*self.layers)  # type: ignore[assignment]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.layers(self.embed(ids))))
+        return logits
+
+
+def test_the_stack_may_be_a_sequential(pool2: WorkerPool) -> None:
+    check_toy(ToyPolicy, pool2, InSequential, SEQUENCE)
+
+
+@pytest.mark.parametrize("config", [{}, SEQUENCE])
+def test_a_norm_behind_the_exit_of_a_block(pool2: WorkerPool, config: Mapping[str, Any]) -> None:
+    check_toy(ToyPolicy, pool2, partial(ToyLM, norm_in_mlp=True), config)
+
+
+class Flat(nn.Module):
+    """A layer whose MLP is no module of its own, as OPT's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.attn = ToyLM().layers[0].attn
+        self.fc1, self.fc2 = nn.Linear(HIDDEN, 41), nn.Linear(41, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        out: Tensor = x + self.fc2(F.relu(self.fc1(self.norm2(x))))
+        return out
+
+
+class FlatLM(ToyLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Flat() for _ in range(2))
+
+
+class FlatPolicy(ToyPolicy):
+    attention = Attention("attn", q="q", k="k", v="v", out="o", attributes={"num_heads": "heads"})
+    stack = Stack("layers", [attention, MLP("fc1", up=".fc1", down=".fc2")], final_norm="norm")
+
+
+@pytest.mark.parametrize("config", [{}, OVERLAP])
+def test_linears_that_stand_in_the_layer_itself(pool2: WorkerPool, config: Mapping[str, Any]) -> None:
+    check_toy(FlatPolicy, pool2, FlatLM, config)
+
+
+class MyGPT2(RolePolicy):
+    stack = Stack(
+        "h",
+        [
+            Attention("attn", qkv="c_attn", out="c_proj", attributes={"split_size": "width"}),
+            MLP("mlp", up="c_fc", down="c_proj"),
+        ],
+        final_norm="ln_f",
+    )
+    embeddings, head, whole, num_heads = "wte", "lm_head", ("wpe",), "n_head"
+
+
+def test_roles_on_gpt2(pool2: WorkerPool) -> None:
+    check_sample(Sample("gpt2"), MyGPT2, pool2, SEQUENCE)
+
+
+def test_with_tensor_parallelism_off_the_ranks_hold_all_and_train_alike(pool2: WorkerPool) -> None:
+    off = {"enable_tensor_parallelism": False}
+    check_toy(ToyPolicy, pool2, config=off)
+    check_toy(ToyPolicy, pool2, config=off, data=2)
+
+
+# ------------------------------------------------------------------------------------------------------- module_policy
+
+
+def replaced(*pairs: tuple[str, Any], **kwargs: Any) -> list[SubModuleReplacementDescription]:
+    return [SubModuleReplacementDescription(suffix=suffix, target_module=target, **kwargs) for suffix, target in pairs]
+
+
+class MyBert(Policy):
+    """As the documents write one: the layer by its class's name, embeddings and head by theirs."""
+
+    layer_key: Any = "BertLayer"
+
+    def config_sanity_check(self) -> None:
+        assert self.model is not None and self.shard_config.enable_tensor_parallelism
+
+    def preprocess(self) -> nn.Module:
+        assert self.model.config.vocab_size == 127
+        return super().preprocess()
+
+    def module_policy(self) -> Mapping[Any, ModulePolicyDescription]:
+        config, size = self.model.config, self.axis.size
+        heads = config.num_attention_heads // size
+        layer = ModulePolicyDescription(
+            attribute_replacement={
+                "attention.self.all_head_size": config.hidden_size // size,
+                "attention.self.num_attention_heads": heads,
+            },
+            sub_module_replacement=replaced(
+                ("attention.self.query", Linear1D_Col),
+                ("attention.self.key", Linear1D_Col),
+                ("attention.self.value", Linear1D_Col),
+                ("attention.output.dense", Linear1D_Row),
+                ("intermediate.dense", Linear1D_Col),
+                ("output.dense", Linear1D_Row),
+            )
+            + replaced(("crossattention.self.query", Linear1D_Col), ignore_if_not_exist=True),
+        )
+        return {
+            self.layer_key: layer,
+            "BertEmbeddings": ModulePolicyDescription(
+                sub_module_replacement=replaced(("word_embeddings", VocabParallelEmbedding1D))
+            ),
+            "BertLMPredictionHead": ModulePolicyDescription(
+                sub_module_replacement=replaced(("decoder", VocabParallelLMHead1D))
+            ),
+        }
+
+    def postprocess(self) -> nn.Module:
+        embedding, head = self.model.bert.embeddings.word_embeddings, self.model.cls.predictions.decoder
+        assert head.weight is embedding.weight  # tied as before
+        return super().postprocess()
+
+
+class MyBertByClass(MyBert):
+    def module_policy(self) -> Mapping[Any, ModulePolicyDescription]:
+        from transformers.models.bert.modeling_bert import BertLayer
+
+        self.layer_key = BertLayer
+        return super().module_policy()
+
+
+class MyBertByPath(MyBert):
+    layer_key = "bert.encoder.layer.*"
+
+
+class MyBertByQualifiedName(MyBert):
+    layer_key = "transformers.models.bert.modeling_bert.BertLayer"
+
+
+@pytest.mark.parametrize("policy", [MyBert, MyBertByClass, MyBertByPath, MyBertByQualifiedName])
+def test_bert_by_module_policy(pool2: WorkerPool, policy: type[Policy]) -> None:
+    check_sample(Sample("bert"), policy, pool2)
+
+
+class MyBertInBlocks(MyBert):
+    """With blocks and a stack a policy of one's own has what roles have: fewer collectives, sequence parallelism."""
+
+    def module_policy(self) -> Mapping[Any, ModulePolicyDescription]:
+        out = dict(super().module_policy())
+        out["BertLayer"].blocks = [
+            BlockDescription(
+                "attention.self", [f"attention.self.{n}" for n in ("query", "key", "value")], "attention.output.dense"
+            ),
+            BlockDescription("intermediate", ["intermediate.dense"], "output.dense"),
+        ]
+        return out
+
+    def stacks(self) -> list[StackDescription]:
+        return [StackDescription("bert.encoder.layer")]
+
+
+def test_blocks_make_one_collective_of_three(pool2: WorkerPool) -> None:
+    alone = check_sample(Sample("bert"), MyBert, pool2)
+    blocks = check_sample(Sample("bert"), MyBertInBlocks, pool2)
+
+    def count(report: Report) -> int:
+        return sum(n for name, (n, _) in report.collectives.items() if "all_reduce" in name and "block" in name)
+
+    assert count(alone) - count(blocks) == 2 * 2  # two layers, in which q, k and v now share one
+    check_sample(Sample("bert"), MyBertInBlocks, pool2, SEQUENCE)
+
+
+class Doubled(nn.Module):
+    """A class of the user's own in the place of an activation: it has no weights, so it is no ParallelModule."""
+
+    @staticmethod
+    def from_native_module(module: nn.Module, process_group: Any, factor: float) -> nn.Module:
+        assert torch.distributed.get_world_size(process_group) == 2  # torch's own group
+        return Scaled(factor)
+
+
+class Scaled(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class OwnColumn(Linear1D_Col):
+    """A layer of the user's own, which takes the group as the documents say."""
+
+    @classmethod
+    def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> nn.Module:
+        assert isinstance(process_group, torch.distributed.ProcessGroup)
+        return super().from_native_module(module, process_group, **kwargs)
+
+
+def squared_relu(self: nn.Module, x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def with_zero_bias(module: nn.Module) -> None:
+    with torch.no_grad():
+        module.norm1.bias.fill_(0.5)  # type: ignore[union-attr]
+
+
+class EveryField(Policy):
+    """All four fields of a description at once. The model that it makes is another one than the plain one."""
+
+    def module_policy(self) -> Mapping[Any, ModulePolicyDescription]:
+        return {
+            "Layer": ModulePolicyDescription(
+                attribute_replacement={"attn.num_heads": 2 if self.axis.rank else 3},
+                param_replacement=[with_zero_bias],
+                sub_module_replacement=[
+                    *replaced(*((f"attn.{n}", OwnColumn) for n in "qkv"), kwargs={"split": self.heads(6)}),
+                    *replaced(("attn.o", Linear1D_Row), kwargs={"split": self.heads(6)}),
+                    *replaced(("mlp.fc1", Linear1D_Col)),
+                    *replaced(("mlp.fc2", Linear1D_Row)),
+                    *replaced(("mlp.norm", Doubled), kwargs={"factor": 2.0}),
+                ],
+            ),
+            "FeedForward": ModulePolicyDescription(method_replacement={"act": squared_relu}),
+        }
+
+    def heads(self, width: int) -> shardformer.Split:
+        return shardformer.Split.even(HIDDEN, self.axis.size, unit=width)
+
+
+def _every_field() -> tuple[float, str]:
+    plain, sharded = ToyLM(), ToyLM()
+    sharded.load_state_dict(plain.state_dict())
+    for layer in plain.layers:
+        with_zero_bias(layer)
+        layer.mlp.norm = Scaled(2.0)  # type: ignore[union-attr]
+        layer.mlp.act = squared_relu.__get__(layer.mlp)  # type: ignore[attr-defined]
+    model = shardformer.shard_model(sharded, EveryField)
+    batch = toy_batch(0)
+    difference = toy_loss(plain, batch) - toy_loss(model, batch)
+    return abs(float(difference.detach())), str(shardformer.describe(model))
+
+
+def test_every_field_of_a_description_does_what_it_says(pool2: WorkerPool) -> None:
+    for difference, text in pool2.run(_every_field):
+        assert difference < 1e-6
+        for said in ("squared_relu", "with_zero_bias", "OwnColumn", "Scaled", "num_heads"):
+            assert said in text
+
+
+# ------------------------------------------------------------------------------------------------------ the quick start
+
+
+def _quick_start() -> list[str]:
+    import transformers
+
+    from shardformer import ShardConfig, ShardFormer
+
+    shardformer.launch_from_torch(config={})
+    model = Sample("bert")()
+    group = torch.distributed.new_group([0, 1])
+    shard_config = ShardConfig(
+        tensor_parallel_process_group=group,
+        pipeline_stage_manager=None,
+        enable_tensor_parallelism=True,
+        enable_fused_normalization=True,
+        enable_flash_attention=True,
+        enable_jit_fused=False,
+        enable_sequence_parallelism=True,
+        enable_sequence_overlap=True,
+        enable_all_optimization=False,
+        extra_kwargs={},
+    )
+    shard_former = ShardFormer(shard_config=shard_config)
+    sharded_model, shared_params = shard_former.optimize(model).to("cpu")
+    assert isinstance(sharded_model, transformers.BertForMaskedLM) and shared_params == []
+    sharded_model(**Batches("BertForMaskedLM")(0)).loss.backward()
+
+    ours, shared_params = shard_former.optimize(Sample("bert")(), MyBertInBlocks())
+    assert shared_params == []
+    by_hand = Sample("bert")()
+    assert ModelSharder(by_hand, ShardConfig(), MyBert()).shard() == []
+    first_form = Sample("bert")()
+    ModelSharder(first_form, MyBert).shard()
+    return [str(shardformer.describe(m)).splitlines()[0] for m in (sharded_model, ours, by_hand, first_form)]
+
+
+def test_the_quick_start_runs_letter_for_letter(pool2: WorkerPool) -> None:
+    head = "BertForMaskedLM over tensor=2, by "
+    links = [
+        "the registered family 'bert'",
+        *[f"the user's policy {n}" for n in ("MyBertInBlocks", "MyBert", "MyBert")],
+    ]
+    assert pool2.run(_quick_start) == [[head + link for link in links]] * 2
+
+
+# -------------------------------------------------------------------------------------------------------- the first form
+
+
+class FirstBert(Policy):
+    """As the first document writes one; what is not overwritten says nothing."""
+
+    @staticmethod
+    def argument_policy(model_config: Any, shard_config: int) -> dict[Any, Argument]:
+        from transformers.models.bert.modeling_bert import BertEmbeddings, BertLayer, BertLMPredictionHead
+
+        heads = model_config.num_attention_heads // shard_config
+        return {
+            BertLayer: Argument(
+                attr_dict={
+                    "attention.self.all_head_size": model_config.hidden_size // shard_config,
+                    "attention.self.num_attention_heads": heads,
+                },
+                param_funcs=[FirstBert.attn_in, FirstBert.attn_out, FirstBert.mlp_in, FirstBert.mlp_out],
+            ),
+            BertEmbeddings: Argument(attr_dict={}, param_funcs=[FirstBert.embedding]),
+            BertLMPredictionHead: Argument(attr_dict={}, param_funcs=[FirstBert.unembedding]),
+        }
+
+    @staticmethod
+    def binding_policy() -> dict[str, str] | None:
+        return {"bert.embeddings.word_embeddings.weight": "cls.predictions.decoder.weight"}
+
+    @staticmethod
+    def attn_in() -> list[Layer]:
+        names = [f"attention.self.{n}" for n in ("query", "key", "value")]
+        layers = [Col_Layer(weight=f"{n}.weight", bias=f"{n}.bias", replace_layer=Linear1D_Col) for n in names]
+        return [*layers, Col_Layer(weight="crossattention.self.query.weight", ignore=True)]
+
+    @staticmethod
+    def attn_out() -> list[Layer]:
+        return [Row_Layer(weight="attention.output.dense.weight", bias="attention.output.dense.bias")]
+
+    @staticmethod
+    def mlp_in() -> list[Layer]:
+        return [Col_Layer(weight="intermediate.dense.weight", bias="intermediate.dense.bias")]
+
+    @staticmethod
+    def mlp_out() -> list[Layer]:
+        return [Row_Layer(weight="output.dense.weight", bias="output.dense.bias", replace_layer=Linear1D_Row)]
+
+    @staticmethod
+    def embedding() -> list[Layer]:
+        return [Col_Layer(weight="word_embeddings.weight", replace_layer=VocabParallelEmbedding1D)]
+
+    @staticmethod
+    def unembedding() -> list[Layer]:
+        return [Col_Layer(weight="decoder.weight", bias="decoder.bias", gather_output=True)]
+
+
+class FirstBertDefaults(FirstBert):
+    """No class is named anywhere, the head keeps its logits cut, and the methods left out say so as the template."""
+
+    @staticmethod
+    def argument_policy(model_config: Any, shard_config: int) -> dict[Any, Argument]:
+        out = FirstBert.argument_policy(model_config, shard_config)
+        embeddings, head = list(out)[1:]
+        own = FirstBertDefaults
+        out[embeddings], out[head] = Argument({}, [own.embedding]), Argument({}, [own.unembedding])
+        return out
+
+    @staticmethod
+    def embedding() -> list[Layer]:
+        return [Col_Layer(weight="word_embeddings.weight")]
+
+    @staticmethod
+    def unembedding() -> list[Layer]:
+        return [Col_Layer(weight="decoder.weight", bias="decoder.bias")]
+
+    @staticmethod
+    def binding_policy() -> Any:
+        return NotImplementedError
+
+    @staticmethod
+    def inject_policy() -> Any:
+        return None
+
+
+class FirstGPT2(Policy):
+    @staticmethod
+    def argument_policy(model_config: Any, shard_config: int) -> dict[Any, Argument]:
+        from transformers.models.gpt2.modeling_gpt2 import GPT2Block, GPT2LMHeadModel
+
+        return {
+            GPT2Block: Argument(
+                attr_dict={"attn.split_size": model_config.hidden_size // shard_config},
+                param_funcs=[FirstGPT2.attn_in, FirstGPT2.attn_out, FirstGPT2.mlp_in, FirstGPT2.mlp_out],
+            ),
+            GPT2LMHeadModel: Argument(param_funcs=[FirstGPT2.embedding, FirstGPT2.unembedding]),
+        }
+
+    @staticmethod
+    def attn_in() -> list[Layer]:
+        return [Col_Layer(weight="attn.c_attn.weight", bias="attn.c_attn.bias", n_cast=3, replace_layer=Linear1D_Col)]
+
+    @staticmethod
+    def attn_out() -> list[Layer]:
+        return [Row_Layer(weight="attn.c_proj.weight", bias="attn.c_proj.bias")]
+
+    @staticmethod
+    def mlp_in() -> list[Layer]:
+        return [Col_Layer(weight="mlp.c_fc.weight", bias="mlp.c_fc.bias")]
+
+    @staticmethod
+    def mlp_out() -> list[Layer]:
+        return [Row_Layer(weight="mlp.c_proj.weight", bias="mlp.c_proj.bias")]
+
+    @staticmethod
+    def embedding() -> list[Layer]:
+        return [Col_Layer(weight="transformer.wte.weight")]
+
+    @staticmethod
+    def unembedding() -> list[Layer]:
+        return [Col_Layer(weight="lm_head.weight")]
+
+
+@pytest.mark.parametrize("policy", [FirstBert, FirstBertDefaults])
+def test_bert_by_the_first_form(pool2: WorkerPool, policy: type[Policy]) -> None:
+    check_sample(Sample("bert"), policy, pool2)
+
+
+def test_gpt2_by_the_first_form(pool2: WorkerPool) -> None:
+    check_sample(Sample("gpt2"), FirstGPT2, pool2)
+
+
+class Bound(Policy):
+    """Cuts an embedding and a head that are not tied in the plain model, and ties them."""
+
+    @staticmethod
+    def argument_policy(model_config: Any, shard_config: int) -> dict[Any, Argument]:
+        return {ToyLM: Argument(param_funcs=[Bound.embedding, Bound.unembedding])}
+
+    @staticmethod
+    def embedding() -> list[Layer]:
+        return [Col_Layer(weight="embed.weight")]
+
+    @staticmethod
+    def unembedding() -> list[Layer]:
+        return [Col_Layer(weight="head.weight")]
+
+    @staticmethod
+    def binding_policy() -> dict[str, str] | None:
+        return {"embed.weight": "head.weight"}
+
+    @staticmethod
+    def inject_policy() -> tuple[Any, ...]:
+        return (ToyLM, LoudToyLM)
+
+
+class LoudToyLM(ToyLM):
+    def forward(self, ids: Tensor) -> Tensor:
+        return 2 * super().forward(ids)
+
+
+def _bound() -> tuple[bool, str, float, str]:
+    plain, model = LoudToyLM(tied=True), ToyLM()
+    model.load_state_dict(plain.state_dict())
+    model = shardformer.shard_model(model, Bound)  # type: ignore[assignment]
+    batch = toy_batch(0)
+    difference = (toy_loss(plain, batch) - toy_loss(model, batch)).detach()
+    return (
+        model.head.weight is model.embed.weight,
+        type(model).__name__,
+        abs(float(difference)),
+        str(shardformer.describe(model)),
+    )
+
+
+def test_bound_weights_are_one_and_the_injected_class_computes(pool2: WorkerPool) -> None:
+    for tied, name, difference, text in pool2.run(_bound):
+        assert tied and name == "LoudToyLM" and difference < 1e-6
+        assert "tied to embed.weight" in text and "LoudToyLM" in text
+
+
+def test_functions_that_are_not_overwritten_say_nothing() -> None:
+    names = ("attn_in", "attn_out", "mlp_in", "mlp_out", "embedding", "unembedding")
+    assert [getattr(Policy, name)() for name in names] == [[]] * 6
+    assert not Policy.binding_policy() and not Policy.inject_policy()
+
+
+SCRIPT = """
+    import argparse
+
+    import torch
+    from transformers import BertConfig, BertForMaskedLM
+
+    import shardformer
+    from shardformer import shard_model
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config")
+    parser.add_argument("--mode", choices=["train", "inference"])
+    args = parser.parse_args()
+    context = shardformer.launch_from_torch(config=args.config)
+
+    config = BertConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+                        intermediate_size=48, max_position_embeddings=32)
+    model = BertForMaskedLM(config)
+    sharded_model = shard_model(model)
+    ids = torch.arange(12).view(2, 6)
+    if args.mode == "train":
+        optimizer = torch.optim.SGD(sharded_model.parameters(), lr=0.1)
+        for _ in range(2):
+            loss = sharded_model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+        print(f"trained on {context.tensor}: {loss.item():.4f}\\n", end="")
+    else:
+        with torch.no_grad():
+            best = sharded_model.eval()(input_ids=ids).logits.argmax(-1)
+        print(f"{context.tensor} says {best.shape[0]} x {best.shape[1]}\\n", end="")
+"""
+
+
+@pytest.mark.parametrize("mode", ["train", "inference"])
+def test_the_run_command_of_the_first_form(tmp_path: Path, mode: str) -> None:
+    (tmp_path / "test.py").write_text(textwrap.dedent(SCRIPT))
+    (tmp_path / "config.py").write_text("parallel = dict(tensor=dict(size=2, mode='1d'))\nseed = 5\n")
+    command = ["run", "--nproc_per_node", "2", "test.py", "--config", "config.py", "--mode", mode]
+    main = [sys.executable, "-c", "from shardformer.cli import main; main()", *command]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PET_")}
+    done = subprocess.run(main, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    if mode == "train":
+        assert [re.sub(r"[\d.]+$", "", line) for line in lines] == [f"trained on tensor {r}/2: " for r in (0, 1)]
+        assert lines[0].split()[-1] == lines[1].split()[-1]
+    else:
+        assert lines == [f"tensor {r}/2 says 2 x 6" for r in (0, 1)]
+
+
+# --------------------------------------------------------------------------------------------------- without any policy
+
+
+def _by_hand() -> tuple[float, bool, list[str]]:
+    group = torch.distributed.group.WORLD
+    torch.manual_seed(3)
+    native = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 14), nn.Linear(14, 6))
+    table = VocabParallelEmbedding1D.from_native_module(native[0], group)
+    up = Linear1D_Col.from_native_module(native[1], group)
+    down = Linear1D_Row.from_native_module(native[2], group)
+    fused = FusedLinear1D_Col.from_native_module(nn.Linear(6, 12), process_group=group, n_fused=2)
+    ids = torch.arange(10).view(2, 5)
+    difference = native(ids) - down(up(table(ids)))
+    torch.manual_seed(4)
+    full = nn.Linear(6, 14).weight
+    torch.manual_seed(4)
+    direct = Linear1D_Col(6, 14, process_group=Axis.of(group))
+    part = full.chunk(2)[direct.axis.rank]
+    modules = (table, up, down, fused, direct)
+    assert all(isinstance(m, shardformer.ParallelModule) for m in modules)
+    return float(difference.detach().abs().max()), torch.equal(direct.weight, part), [type(m).__name__ for m in modules]
+
+
+def test_parallel_layers_stand_alone(pool2: WorkerPool) -> None:
+    for difference, same, names in pool2.run(_by_hand):
+        assert difference < 1e-6 and same
+        assert names == [
+            "VocabParallelEmbedding1D",
+            "Linear1D_Col",
+            "Linear1D_Row",
+            "FusedLinear1D_Col",
+            "Linear1D_Col",
+        ]

@@ -1,0 +1,493 @@
+"""Somebody can tell: whatever is left out of a sharded model, ``verify`` sees it and says where."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardformer.comm import conjugates
+from shardformer.comm.collectives import Pending, take_stretch
+from shardformer.context import Axis
+from shardformer.errors import ConfigError
+from shardformer.layers import block, embedding, linear, loss
+from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
+from shardformer.layout import ShardSpec, Split, even_bounds
+from shardformer.optim import grad_norm
+from shardformer.policies import regions, sharder
+from shardformer.policies.config import ShardConfig
+from shardformer.policies.roles import MLP, RolePolicy, Stack
+from shardformer.policies.sharder import ModelSharder
+from shardformer.pool import Pools, WorkerPool
+from shardformer.samples import LANGUAGE_MODEL, Batches, Sample
+from shardformer.verify import Report, verify
+from shardformer.verify.compare import compare
+from shardformer.verify.run import Job, run_job
+
+SEQUENCE = {"enable_sequence_parallelism": True}
+OVERLAP = {**SEQUENCE, "enable_sequence_overlap": True}
+
+# --------------------------------------------------------------------------------- what is left out, each for one job
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() >= 0  # type: ignore[no-any-return, attr-defined]
+
+
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
+    """``owner.name`` is what ``make`` makes of it."""
+    return mock.patch.object(owner, name, make(getattr(owner, name)))
+
+
+def left_out(owner: Any, name: str, alone: Callable[..., Tensor], *, backward: bool) -> Any:
+    """A collective of ``owner`` is skipped, in forward or in backward: ``alone`` gives what this rank has by itself."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def maybe(*args: Any, **kwargs: Any) -> Any:
+            if in_backward() != backward:
+                return original(*args, **kwargs)
+            mine = alone(*args)
+            return Pending((), lambda: mine) if name.startswith("start_") else mine
+
+        return maybe
+
+    return replaced(owner, name, make)
+
+
+def own(x: Tensor, *_: Any) -> Tensor:
+    return x
+
+
+def own_stretch(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return take_stretch(x, axis, dim)
+
+
+def own_stretch_in_zeros(x: Tensor, axis: Axis, dim: int, full: int) -> Tensor:
+    bounds = even_bounds(full, axis.size)
+    joined = x.new_zeros([full if d == dim else n for d, n in enumerate(x.shape)])
+    joined.narrow(dim, bounds[axis.rank], x.shape[dim]).copy_(x)
+    return joined
+
+
+def own_ring(make: Callable[[int, int], Tensor], axis: Axis, full: int) -> Tensor:
+    bounds = even_bounds(full, axis.size)
+    return make(bounds[axis.rank], bounds[axis.rank + 1])
+
+
+def ring_of_one(x: Tensor, axis: Axis, full: int, use: Callable[[Tensor, int, int], None]) -> Tensor:
+    """The stretches of the others are zero."""
+    bounds = even_bounds(full, axis.size)
+    joined = own_stretch_in_zeros(x, axis, 1, full)
+    for start, end in pairwise(bounds):
+        use(joined[:, start:end], start, end)
+    return joined
+
+
+def with_bias(times: Callable[[Axis], int]) -> Any:
+    """The bias of a row is added as often as ``times`` says: once for each rank is what a bias before the sum gives."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: Linear1D_Row, x: Tensor) -> Tensor:
+            y: Tensor = original(self, x)
+            return y if self.bias is None else y + (times(self.axis) - 1) * self.bias
+
+        return forward
+
+    return replaced(Linear1D_Row, "forward", make)
+
+
+def not_partial(chosen: str) -> Any:
+    """Parameters whose name matches are not known to have a summand of their gradient only."""
+
+    def make(original: Callable[..., set[str]]) -> Callable[..., set[str]]:
+        return lambda *args: {name for name in original(*args) if not re.search(chosen, name)}
+
+    return replaced(regions, "partial_parameters", make)
+
+
+def shared_heads_alone() -> Any:
+    """Slices that several ranks hold count as each rank's own."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def entry(param: Tensor, spec: ShardSpec, *args: Any) -> Any:
+            return None if isinstance(spec.multiplicity(0), Tensor) else original(param, spec, *args)
+
+        return entry
+
+    return replaced(regions, "_entry", make)
+
+
+def unfused() -> Any:
+    """A fused q, k, v is cut as one matrix."""
+    whole = classmethod(lambda cls, splits, sizes: cls.even(sum(sizes), len(splits[0].parts)))
+    return mock.patch.object(Split, "stack", whole)
+
+
+def expanded_wrongly() -> Any:
+    """Each query head reads the first KV head that this rank holds."""
+
+    def make(original: Any) -> Any:
+        def forward(self: Linear1D_Col, x: Tensor) -> Any:
+            if self.expand is None:
+                return original(self, x)
+            before, self.expand = self.expand, (self.expand[0], [0] * len(self.expand[1]))
+            try:
+                return original(self, x)
+            finally:
+                self.expand = before
+
+        return forward
+
+    return replaced(Linear1D_Col, "forward", make)
+
+
+def labels_of_this_rank() -> Any:
+    """The loss sees this rank's part of the vocabulary only."""
+    return mock.patch.object(loss, "all_gather", lambda x, axis, dim, **_: torch.cat([x] * axis.size, dim))
+
+
+def no_weight_gradient() -> Any:
+    return mock.patch.object(block, "weight_grad", lambda *_: None)
+
+
+def nothing_replaced_elsewhere() -> Any:
+    return mock.patch.object(ModelSharder, "_rebind", lambda self, shared: None)
+
+
+MUTATIONS: dict[str, Callable[[], Any]] = {
+    "nothing": nullcontext,
+    "the sum at a block's exit": lambda: left_out(block, "start_all_reduce", own, backward=False),
+    "the sum of a block's input gradient": lambda: left_out(block, "start_all_reduce", own, backward=True),
+    "the sum of the head's input gradient": lambda: replaced(
+        linear, "project_alone", lambda _: lambda column, x: column.multiply(x)
+    ),
+    "the sum of the embedding": lambda: replaced(embedding, "leave_block", lambda _: own),
+    "the sum of the gradient of another stack's states": lambda: replaced(regions, "enter_block", lambda _: own),
+    "a row's bias": lambda: with_bias(lambda axis: 0),
+    "a row's bias after the sum": lambda: with_bias(lambda axis: axis.size),
+    "the other ranks' part of the loss": labels_of_this_rank,
+    "the sum at a block's exit to stretches": lambda: left_out(
+        block, "start_reduce_scatter", own_stretch, backward=False
+    ),
+    "the sum of a stretch's gradient": lambda: left_out(block, "start_reduce_scatter", own_stretch, backward=True),
+    "the gather of a block's input": lambda: left_out(block, "all_gather", own_stretch_in_zeros, backward=False),
+    "the gather of an exit's gradient": lambda: left_out(block, "all_gather", own_stretch_in_zeros, backward=True),
+    "the gather of the stack's input gradient": lambda: left_out(
+        conjugates, "all_gather", own_stretch_in_zeros, backward=True
+    ),
+    "the gather of the stack's output": lambda: left_out(
+        conjugates, "all_gather", own_stretch_in_zeros, backward=False
+    ),
+    "the ring's gather": lambda: replaced(block, "ring_gather", lambda _: ring_of_one),
+    "the ring's sum": lambda: replaced(block, "ring_scatter", lambda _: own_ring),
+    "the sum of a norm's gradient": lambda: not_partial("ln|layernorm|LayerNorm|layer_norm|norm"),
+    "the sum of a late bias's gradient": lambda: not_partial("bias$"),
+    "the sum of a shared KV head's gradient": shared_heads_alone,
+    "which KV head a query head reads": expanded_wrongly,
+    "the blocks of a fused projection": unfused,
+    "the mean over data": lambda: mock.patch.object(sharder, "average_gradients", lambda *_: None),
+    "the other ranks' part of the norm": lambda: replaced(grad_norm, "all_reduce", lambda _: lambda x, axis, **_: x),
+    "the gradient of a block's weights": no_weight_gradient,
+    "other owners of a parameter": nothing_replaced_elsewhere,
+}
+
+
+def report_without(mutation: str, job: Job) -> Report | None:
+    with MUTATIONS[mutation]():
+        plain, sharded, name, layout = run_job(job)
+    return compare(job, plain, sharded, name, layout) if plain is not None else None
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is left out, of what, and how the report says so.
+
+    Args:
+        mutation: a name of ``MUTATIONS``.
+        where: a pattern of the name of the worst gradient.
+        shows_in: which of the report's differences is out of bounds: loss, gradient or norm; or "missing".
+    """
+
+    mutation: str
+    family: str
+    where: str = "."
+    shows_in: str = "gradient"
+    config: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    tensor: int = 2
+    data: int = 1
+
+    def __str__(self) -> str:
+        mode = "overlap" if self.config == OVERLAP else "sequence" if self.config == SEQUENCE else "plain"
+        return f"{self.mutation}, {self.family}, {mode}, {self.tensor}x{self.data}"
+
+
+NORMS = r"ln_[12f]|LayerNorm|layer_?norm|norm\.weight"
+SMALL_GROUPS = {"num_attention_heads": 12, "num_key_value_heads": 3}
+CASES = [
+    *(Case("the sum at a block's exit", family, shows_in="loss") for family in LANGUAGE_MODEL),
+    Case("the sum at a block's exit", "gpt2", shows_in="loss", tensor=4),
+    *(Case("the sum of a block's input gradient", family) for family in LANGUAGE_MODEL),
+    Case("the sum of a block's input gradient", "llama", tensor=4),
+    Case("the sum of the head's input gradient", "gpt2"),
+    Case("the sum of the embedding", "gpt2", shows_in="loss"),
+    Case("the sum of the embedding", "bert", where="word_embeddings", config=OVERLAP),
+    Case("the sum of the gradient of another stack's states", "t5", where=r"^(encoder|shared)\."),
+    Case("the sum of the gradient of another stack's states", "t5", where=r"^(encoder|shared)\.", config=OVERLAP),
+    *(Case("a row's bias", family, where="dense.bias|c_proj.bias") for family in ("bert", "gpt2")),
+    Case("a row's bias", "llama", where="proj.bias", changes={"attention_bias": True, "mlp_bias": True}),
+    *(
+        Case("a row's bias after the sum", family, where="dense.bias|c_proj.bias", tensor=4)
+        for family in ("bert", "gpt2")
+    ),
+    Case("the other ranks' part of the loss", "gpt2", shows_in="loss"),
+    Case("the other ranks' part of the loss", "t5", shows_in="loss", tensor=4),
+    *(Case("the sum at a block's exit to stretches", family, "", "loss", SEQUENCE) for family in LANGUAGE_MODEL),
+    *(Case("the sum of a stretch's gradient", family, config=SEQUENCE) for family in LANGUAGE_MODEL),
+    Case("the sum of a stretch's gradient", "llama", config=OVERLAP),
+    Case("the gather of a block's input", "gpt2", shows_in="loss", config=SEQUENCE),
+    Case("the gather of an exit's gradient", "gpt2", "c_proj", config=SEQUENCE),
+    Case("the gather of the stack's input gradient", "gpt2", "wpe|wte", config=SEQUENCE),
+    Case("the gather of the stack's output", "gpt2", shows_in="loss", config=SEQUENCE),
+    Case("the ring's sum", "gpt2", shows_in="loss", config=OVERLAP),
+    Case("the ring's gather", "gpt2", shows_in="loss", config=OVERLAP),
+    *(Case("the sum of a norm's gradient", family, NORMS, config=SEQUENCE) for family in LANGUAGE_MODEL),
+    Case("the sum of a norm's gradient", "llama", "norm.weight", config=OVERLAP, tensor=4),
+    *(Case("the sum of a late bias's gradient", family, "bias", config=SEQUENCE) for family in ("bert", "gpt2")),
+    Case("the sum of a shared KV head's gradient", "llama", "[kv]_proj", tensor=4),
+    Case("which KV head a query head reads", "llama", shows_in="loss", changes=SMALL_GROUPS, tensor=4),
+    Case("the blocks of a fused projection", "gpt2", "attn"),
+    Case("the mean over data", "gpt2", tensor=1, data=2),
+    *(Case("the mean over data", family, tensor=2, data=2) for family in LANGUAGE_MODEL),
+    Case("the mean over data", "gpt2", tensor=2, data=2, config=SEQUENCE),
+    Case("the other ranks' part of the norm", "gpt2", shows_in="norm"),
+    Case("the gradient of a block's weights", "gpt2", r"(c_attn|c_fc|c_proj)\.weight", shows_in="missing"),
+    Case("other owners of a parameter", "bert", "predictions", shows_in="missing"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_whatever_is_left_out_is_seen(pools: Pools, case: Case) -> None:
+    sample = Sample(case.family, changes=case.changes)
+    batches = Batches(sample.head_class)
+    job = Job(sample, batches, case.tensor, case.data, 1, torch.float64, None, None, case.config)
+    report = pools(case.tensor * case.data).run(report_without, case.mutation, job)[0]
+    assert report is not None and not report.passed
+    assert "SOMEBODY CAN TELL" in str(report)
+    if case.shows_in == "missing":
+        assert report.missing and all(re.search(case.where, name) for name in report.missing)
+        assert report.missing[0] in str(report)
+        return
+    # far out of bounds: no wider tolerance would hide it
+    assert getattr(report, case.shows_in).used > 100
+    assert re.search(case.where, report.gradient.where)
+    assert report.weight.used > 100
+
+
+@pytest.mark.parametrize(("tensor", "data", "config"), [(2, 1, {}), (2, 1, OVERLAP), (2, 2, SEQUENCE)])
+def test_nothing_left_out_is_nothing_seen(pools: Pools, tensor: int, data: int, config: dict[str, Any]) -> None:
+    """What was seen above is what was left out, not the way in which it was; and none of it outlives its test."""
+    job = Job(Sample("gpt2"), Batches("GPT2LMHeadModel"), tensor, data, 2, torch.float64, None, None, config)
+    report = pools(tensor * data).run(report_without, "nothing", job)[0]
+    assert report is not None and report.passed, str(report)
+
+
+# ----------------------------------------------------------------------------------------------------------- the report
+
+
+def test_a_report_reads_as_a_table_and_as_json(pool2: WorkerPool) -> None:
+    batches = Batches("GPT2LMHeadModel")
+    report = verify(Sample("gpt2"), batches, tensor=2, steps=2, config=SEQUENCE, dtype=torch.float32, pool=pool2)
+    assert report.passed
+    assert (report.model, report.layout) == ("GPT2LMHeadModel", "tensor=2, sequence_parallelism")
+    assert (report.steps, report.dtype, report.missing) == (2, "float32", [])
+    assert len(report.losses) == 2 and report.losses[0][0] != report.losses[1][0], "it trained"
+    assert all(abs(plain - sharded) < 1e-4 for plain, sharded in report.losses)
+    assert report.loss.where in ("step 0", "step 1") and report.norm.where in ("step 0", "step 1")
+    assert re.fullmatch(r"transformer\..*(weight|bias), step [01]", report.gradient.where)
+    assert re.fullmatch(r"transformer\..*(weight|bias)", report.weight.where)
+    assert 0 < report.seconds < 60
+    # q, k, v and the MLP of two layers, gathered in and scattered out, each way, beside the stack's two ends
+    assert {name: count for name, (count, _) in report.collectives.items()} == {
+        "all_gather over tensor (block)": 4 + 4 + 2,
+        "all_gather over tensor (loss)": 1,
+        "all_reduce over tensor (block)": 2,
+        "all_reduce over tensor (gradients)": 1,
+        "reduce_scatter over tensor (block)": 4 + 4,
+    }
+    text = str(report)
+    for part in ("GPT2LMHeadModel over tensor=2, sequence_parallelism, 2 steps in float32", "Nobody can tell.", "fp32"):
+        assert part in text
+    assert [line.split("  ")[0] for line in text.splitlines()[3:7]] == ["loss", "gradients", "gradient norm", "weights"]
+    data = json.loads(report.to_json())
+    assert data["passed"] is True
+    assert data["gradient"] == {k: getattr(report.gradient, k) for k in ("relative", "where", "used")}
+    assert data["bounds"] == {"loss": 1e-5, "gradient": 1e-4, "eps": 1.2e-7, "why": "fp32"}
+
+
+def test_bounds_are_chosen_by_what_the_model_computes_in(pool2: WorkerPool) -> None:
+    def bounds(family: str, dtype: torch.dtype, head: str = "") -> tuple[float, float, str]:
+        sample = Sample(family, head)
+        batches = Batches(sample.head_class)
+        found = verify(sample, batches, tensor=2, steps=1, dtype=dtype, loss_fn=mean_square, pool=pool2).bounds
+        return found.loss, found.gradient, found.why
+
+    assert bounds("gpt2", torch.float64, "GPT2Model") == (1e-10, 1e-10, "fp64, in which the model stays")
+    assert bounds("gpt2", torch.float32, "GPT2Model") == (1e-5, 1e-4, "fp32")
+    loss, gradient, why = bounds("llama", torch.float64, "LlamaModel")
+    assert (loss, gradient) == (1e-6, 1e-6)
+    assert "LlamaRMSNorm" in why
+    assert "T5LayerNorm" in bounds("t5", torch.float64, "T5EncoderModel")[2]
+
+
+def mean_square(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    hidden: Tensor = model(**batch).last_hidden_state
+    return hidden.square().mean()
+
+
+def test_the_loss_upcast_is_named_too(pool2: WorkerPool) -> None:
+    report = verify(Sample("gpt2"), Batches("GPT2LMHeadModel"), tensor=2, steps=1, pool=pool2)
+    assert report.bounds.why == "fp64, cast to fp32 by the model itself in GPT2LMHeadModel"
+
+
+# ------------------------------------------------------------------------------------------------- models of one's own
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = Mlp(width)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        out: Tensor = hidden_states + self.mlp(self.norm(hidden_states))
+        return out
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(width, 35), nn.Linear(35, width), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.dropout(torch.tanh(self.up(x))))
+        return out
+
+
+class Tower(nn.Module):
+    """No config, no family, a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(10) for _ in range(3))
+        self.out = nn.Linear(10, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.out(x)
+        return out
+
+
+class TowerPolicy(RolePolicy):
+    stack = Stack("layers", [MLP("mlp", up="up", down="down")])
+    whole = ("out",)
+
+
+class ForgetfulPolicy(TowerPolicy):
+    """Loses a bias on the way: a mistake that a user can make."""
+
+    def postprocess(self) -> nn.Module:
+        model: nn.Module = super().postprocess()
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.mlp.up.bias = None
+        return model
+
+
+def numbers(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(6, 5, 10, generator=generator), "y": torch.randn(6, 5, 1, generator=generator)}
+
+
+def distance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+
+@pytest.mark.parametrize("config", [{}, SEQUENCE, OVERLAP, ShardConfig(enable_sequence_parallelism=True)])
+def test_a_model_of_ones_own_with_a_policy_and_a_loss(pool2: WorkerPool, config: Any) -> None:
+    report = verify(Tower, numbers, tensor=2, loss_fn=distance, policy=TowerPolicy, config=config, pool=pool2)
+    assert report.passed, str(report)
+    assert report.model == "Tower"
+    assert report.bounds.gradient == 1e-10
+
+
+def test_a_wrong_policy_of_ones_own_is_seen(pool2: WorkerPool) -> None:
+    report = verify(Tower, numbers, tensor=2, loss_fn=distance, policy=ForgetfulPolicy(), pool=pool2)
+    assert not report.passed
+    assert "layers.0.mlp.up.bias (weight)" in report.missing
+
+
+def test_own_workers_are_started_and_ended() -> None:
+    report = verify(Tower, numbers, tensor=1, data=1, loss_fn=distance, policy=TowerPolicy, steps=1)
+    assert report.passed, str(report)
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+def without_labels(step: int) -> dict[str, Tensor]:
+    batch = Batches("GPT2LMHeadModel")(step)
+    del batch["labels"]
+    return batch
+
+
+def without_tensors(step: int) -> dict[str, int]:
+    return {"labels": 1}
+
+
+def by_chance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    loss: Tensor = model(**batch).loss * torch.rand(())
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"batch_fn": Batches("GPT2LMHeadModel", batch=3), "tensor": 1, "data": 2}, "3 samples over data=2"),
+        ({"batch_fn": without_labels}, "GPT2LMHeadModel gave no loss"),
+        ({"batch_fn": without_tensors}, "no tensor"),
+        ({"loss_fn": by_chance}, "change places"),
+        ({"dtype": torch.bfloat16}, "fp64 or fp32"),
+        ({"tensor": 0}, "tensor=0"),
+        ({"data": -1}, "data=-1"),
+        ({"steps": 0}, "steps=0"),
+        ({"tensor": 4}, "tensor=4 times data=1 is not the number of processes, 2"),
+        ({"config": {"enable_sequence_overlap": True}}, "enable_sequence_parallelism=False"),
+        ({"config": {"enable_sequence_paralelism": True}}, "Did you mean 'enable_sequence_parallelism'"),
+        ({"model_fn": lambda: Tower()}, "cannot be sent"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_alike_on_all_ranks(
+    pool2: WorkerPool, asked: dict[str, Any], words: str
+) -> None:
+    pool2.run(torch.add, 1, 1)
+    pids = pool2.pids
+    call = {"model_fn": Sample("gpt2"), "batch_fn": Batches("GPT2LMHeadModel"), "tensor": 2, **asked}
+    with pytest.raises(ConfigError, match=words):
+        verify(**call, pool=pool2)
+    assert pool2.pids == pids, "no worker was killed"
+
+
+def test_a_config_that_names_a_group_is_refused(pool2: WorkerPool) -> None:
+    config = ShardConfig(context=object())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="lays its own grid"):
+        verify(Sample("gpt2"), Batches("GPT2LMHeadModel"), config=config, pool=pool2)
