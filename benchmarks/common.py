@@ -112,7 +112,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": params} for params in kinds.values()], lr=1e-4, fused=True)
 
 
-def take_turns(steps: Mapping[str, Step | None], repetitions: int, seconds: float, warm_up: int = 2) -> dict[str, Timing]:
+def take_turns(
+    steps: Mapping[str, Step | None], repetitions: int, seconds: float, warm_up: int = 2
+) -> dict[str, Timing]:
     """Times the variants in turn, one step each, on all ranks; a rank that has None for one sleeps meanwhile.
 
     Called by all ranks. After ``warm_up`` rounds, which are not counted, there are ``repetitions`` rounds, or with 0

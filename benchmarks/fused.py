@@ -3,9 +3,9 @@
     python benchmarks/fused.py
     python benchmarks/fused.py --families llama --sequence 2048
 
-The step is forward, backward and torch's fused AdamW on two processes, each option by itself and all three together, beside the model as
-it comes (transformers chooses torch's scaled_dot_product_attention where a model has it) and with eager attention.
-The losses must agree. An option that a model cannot have is refused, and the table says why.
+A step is forward, backward and torch's fused AdamW on two processes. Each option by itself and all three together are
+measured beside the model as it comes (transformers chooses torch's scaled_dot_product_attention where a model has it)
+and with eager attention. The losses must agree. An option that a model cannot have is refused, and the table says why.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class Setting:
     def sample(self) -> Sample:
         h, n, depth, length = self.hidden, self.heads, self.layers, self.sequence
         sizes: Mapping[str, dict[str, Any]] = {
-            "bert": dict(hidden_size=h, num_attention_heads=n, num_hidden_layers=depth, intermediate_size=4 * h, max_position_embeddings=length),
+            "bert": dict(
+                hidden_size=h, num_attention_heads=n, num_hidden_layers=depth, intermediate_size=4 * h,
+                max_position_embeddings=length,
+            ),
             "gpt2": dict(n_embd=h, n_head=n, n_layer=depth, n_inner=4 * h, n_positions=length),
             "llama": dict(
                 hidden_size=h, num_attention_heads=n, num_key_value_heads=n, num_hidden_layers=depth,
@@ -119,7 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             results[family] = {"timings": common.timings_as_dict(timings), "refused": refused}
             alike &= common.largest_difference(timings, PLAIN)[1] <= WORST_DIFFERENCE
             if not args.json:
-                print(f"\n{setting}; median of {len(timings[PLAIN].seconds)} steps\n\n{report(timings, refused)}", flush=True)
+                steps = len(timings[PLAIN].seconds)
+                print(f"\n{setting}; median of {steps} steps\n\n{report(timings, refused)}", flush=True)
     if args.json:
         print(common.as_json("fused", vars(args), results))
     return 0 if alike else 1

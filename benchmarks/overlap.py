@@ -114,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = common.arguments(__doc__, seconds=60.0)
-    parser.add_argument("--shapes", nargs="+", default=["1x128", "2x128", "2x512"], metavar="BxS", help="batch x sequence")
+    shapes = ["1x128", "2x128", "2x512"]
+    parser.add_argument("--shapes", nargs="+", default=shapes, metavar="BxS", help="batch x sequence")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--intermediate", type=int, default=2736)
     parser.add_argument("--heads", type=int, default=16)

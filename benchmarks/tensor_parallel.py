@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -200,26 +200,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     results, alike = [], True
     with common.two_processes(args.threads) as pool:
-        for hidden in args.hidden:
-            for sequence in args.sequence:
-                model = Llama(hidden, intermediate(hidden), args.heads or heads(hidden), sequence, args.layers, args.vocabulary)
-                setting = Setting(model, args.batch, tuple(args.variants), args.repetitions, args.seconds)
-                common.progress(f"measuring {setting}")
-                timings, traffic = pool.run(measure, setting)[0]
-                results.append({**asdict(setting), **common.timings_as_dict(timings), "traffic": {k: asdict(v) for k, v in traffic.items()}})
-                if not args.json:
-                    steps = len(next(iter(timings.values())).seconds)
-                    print(f"\n{setting}; median of {steps} steps\n\n{report(timings, traffic)}\n")
-                if SINGLE in timings:
-                    name, difference = common.largest_difference(timings, SINGLE)
-                    alike &= difference <= WORST_DIFFERENCE
-                    if not args.json:
-                        print(f"largest difference of a loss from one process's: {difference:.1e} ({name})", flush=True)
+        for setting in settings(args):
+            common.progress(f"measuring {setting}")
+            timings, traffic = pool.run(measure, setting)[0]
+            seen = {name: asdict(value) for name, value in traffic.items()}
+            results.append({**asdict(setting), "timings": common.timings_as_dict(timings), "traffic": seen})
+            name, difference = common.largest_difference(timings, setting.variants[0])
+            alike &= difference <= WORST_DIFFERENCE
+            if not args.json:
+                steps = len(timings[name].seconds)
+                print(f"\n{setting}; median of {steps} steps\n\n{report(timings, traffic)}\n")
+                print(f"losses differ by {difference:.1e} at most, from {setting.variants[0]} to {name}", flush=True)
     if args.json:
         print(common.as_json("tensor_parallel", vars(args), results))
     if not alike:
         print(f"A loss differs by more than {WORST_DIFFERENCE:g}: the variants do not do the same", file=sys.stderr)
     return 0 if alike else 1
+
+
+def settings(args: argparse.Namespace) -> Iterator[Setting]:
+    for hidden in args.hidden:
+        for sequence in args.sequence:
+            num_heads = args.heads or heads(hidden)
+            size = Llama(hidden, intermediate(hidden), num_heads, sequence, args.layers, args.vocabulary)
+            yield Setting(size, args.batch, tuple(args.variants), args.repetitions, args.seconds)
 
 
 def intermediate(hidden: int) -> int:
@@ -228,6 +232,7 @@ def intermediate(hidden: int) -> int:
 
 
 def heads(hidden: int) -> int:
+    """8, and of 64 numbers each from hidden 512 on."""
     return 8 if hidden < 512 else hidden // 64
 
 
@@ -237,7 +242,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=0, help="0: 8, or heads of 64 from hidden 512 on")
+    parser.add_argument("--heads", type=int, default=0, help="0: 8, or as many of 64 as fit from hidden 512 on")
     parser.add_argument("--vocabulary", type=int, default=8000)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="NAME")
     return parser.parse_args(argv)

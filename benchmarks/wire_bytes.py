@@ -35,7 +35,7 @@ DEVICES = Path("/proc/net/dev")
 
 @dataclass(frozen=True)
 class Sent:
-    """Of one step: (kind, axis, purpose) -> (collectives, wire bytes), and bytes and packets over loopback, if known."""
+    """Of a step: (kind, axis, purpose) -> (collectives, wire bytes), and bytes and packets over loopback if known."""
 
     recorded: dict[tuple[str, str, str], tuple[int, int]]
     loopback: tuple[float, float] | None
@@ -109,8 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(common.as_json("wire_bytes", vars(args), found))
     else:
         title = (
-            f"{args.layers} layers, hidden {args.hidden}, intermediate {args.intermediate}, {args.heads} heads, vocabulary "
-            f"{args.vocabulary}, fp32, batch {args.batch} x {args.sequence}, two ranks; options: {args.options or 'none'}"
+            f"{args.layers} layers, hidden {args.hidden}, intermediate {args.intermediate}, {args.heads} heads, "
+            f"vocabulary {args.vocabulary}, fp32, batch {args.batch} x {args.sequence}, two ranks, "
+            f"{' and '.join(args.options) or 'no options'}"
         )
         print(f"\n{title}\n\n{report(sent)}")
     return 0

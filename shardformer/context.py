@@ -12,6 +12,7 @@ import runpy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -279,6 +280,18 @@ def _read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> d
 
 def _parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
+    for name, value in settings.items():  # most names are the user's own, but these were meant for us
+        if get_close_matches(name.lower(), ["parallel"], cutoff=0.85) and name != "parallel":
+            misplaced = f"{name} = {value!r:.60}"
+        elif name in (*AXES, "pipeline") and isinstance(value, int):
+            misplaced = f"{name} = {value} outside of parallel"
+        else:
+            continue
+        raise ConfigError(
+            f"The config says {misplaced}",
+            rule="The sizes of the axes stand in a dict called parallel",
+            remedy="Write parallel = dict(tensor=2)",
+        )
     asked = settings.get("parallel") or {}
     if not isinstance(asked, Mapping):
         raise ConfigError(

@@ -164,7 +164,9 @@ class Source:
     @property
     def loss_fn(self) -> Callable[[nn.Module, Mapping[str, Any]], Tensor] | None:
         """How the model's loss is had: the function's own way; None for ``model(**batch).loss``."""
-        return self.own.get("loss_fn", None if "batch_fn" in self.own else sample_loss)
+        default = None if "batch_fn" in self.own else sample_loss
+        loss_fn: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = self.own.get("loss_fn", default)
+        return loss_fn
 
 
 def find_model(name: str, *, dropout: bool = True) -> Source:

@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ FAMILIES = tuple(LANGUAGE_MODEL)
 Values = dict[str, Tensor]
 Feature = Callable[[nn.Module, str], Values]
 
-# ---------------------------------------------------------------------------------------- plain and sharded, side by side
+# -------------------------------------------------------------------------------------- plain and sharded, side by side
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -66,9 +67,9 @@ def paused(model: nn.Module) -> Any:
     return no_sync(model) if is_sharded(model) else nullcontext()
 
 
-def loss_of(model: nn.Module, family: str, step: int = 0) -> Tensor:
+def loss_of(model: nn.Module, family: str, step: int = 0, sequence: int = 13) -> Tensor:
     """The mean of the losses of the parts that the data ranks get; on a sharded model, of this rank's part."""
-    batch = Batches(LANGUAGE_MODEL[family])(step)
+    batch = Batches(LANGUAGE_MODEL[family], sequence=sequence)(step)
     if is_sharded(model):
         data = record_of(model).context.data
         each = len(batch["input_ids"]) // data.size
@@ -145,7 +146,7 @@ def frozen_embedding(model: nn.Module, family: str) -> Values:
 def accumulated(model: nn.Module, family: str) -> Values:
     """Three backwards a step, two steps."""
     out = {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(2):
         for part in range(3):
             (loss_of(model, family, 3 * step + part) / 3).backward()
@@ -247,9 +248,11 @@ def loss_and_gradients(model: nn.Module, family: str) -> Values:
 
 def copied(model: nn.Module, family: str) -> Values:
     """A deep copy trains by itself; so does the original, whose weights it left alone."""
+    early = copy.deepcopy(model)
     out = named("gradient 0", _trained(model, family, 0))
     twin = copy.deepcopy(model)
-    out.update(named("gradient of the copy", _trained(twin, family, 1)))
+    out.update(named("gradient of the early copy", _trained(early, family, 1)))
+    out.update(named("gradient of the copy", _trained(twin, family, 1, sequence=10)))
     out.update(named("gradient of the original", _trained(model, family, 2)))
     return {**out, **named("weight of the copy", weights(twin)), **named("weight", weights(model))}
 
@@ -259,9 +262,9 @@ def copied_after_checkpoints(model: nn.Module, family: str) -> Values:
     return copied(model, family)
 
 
-def _trained(model: nn.Module, family: str, step: int) -> Values:
+def _trained(model: nn.Module, family: str, step: int, sequence: int = 13) -> Values:
     model.zero_grad()
-    loss_of(model, family, step).backward()
+    loss_of(model, family, step, sequence).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     return gradients(model)
 
@@ -319,3 +322,271 @@ EVERYWHERE: tuple[Feature, ...] = (
 @pytest.mark.parametrize("feature", EVERYWHERE, ids=lambda feature: feature.__name__)
 def test_features(pool2: WorkerPool, feature: Feature, family: str, mode: str) -> None:
     assert_same(pool2.run(side_by_side, feature, family, MODES[mode], {}))
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("feature", [accumulated, clipped_by_norms, checkpointed_reentrant])
+def test_features_over_four_ranks(pool4: WorkerPool, feature: Feature, mode: str) -> None:
+    """Two KV heads, each of which two ranks hold."""
+    assert_same(pool4.run(side_by_side, feature, "llama", MODES[mode], {}))
+
+
+@pytest.mark.parametrize("mode", ["plain", "overlap"])
+@pytest.mark.parametrize(
+    "feature", [accumulated, accumulated_without_traffic, frozen, checkpointed, clipped_by_norms, interrupted]
+)
+def test_features_with_a_data_axis(pool4: WorkerPool, feature: Feature, mode: str) -> None:
+    """Two samples on each of two data ranks. The mean loss of a batch is the mean of those of its parts."""
+    assert_same(pool4.run(side_by_side, feature, "gpt2", MODES[mode], {}, data=2))
+
+
+# ----------------------------------------------------------------------------------------------------------- optimizers
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1),
+    "AdamW one by one": lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=False, amsgrad=True),
+    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, momentum=0.9, centered=True, eps=1e-4),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
+    "Adadelta": lambda params: torch.optim.Adadelta(params, lr=1.0, eps=1e-4),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=1e-3),
+}
+
+
+def stepped(model: nn.Module, family: str, optimizer: str) -> Values:
+    """Two groups of parameters, clipping, a schedule; the state is saved and loaded on the way."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    made = OPTIMIZERS[optimizer]([{"params": matrices}, {"params": others, "weight_decay": 0.0}])
+    schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1 / (step + 1))
+    for step in range(3):
+        loss_of(model, family, step).backward()
+        clipped(model, 1.0)
+        made.step()
+        schedule.step()
+        made.zero_grad()
+        made.load_state_dict(copy.deepcopy(made.state_dict()))
+    return named("weight", weights(model))
+
+
+def with_optimizer(optimizer: str, options: Mapping[str, Any]) -> dict[str, float]:
+    def feature(model: nn.Module, family: str) -> Values:
+        return stepped(model, family, optimizer)
+
+    # BERT stays in fp64, so that no optimizer divides noise by noise
+    return side_by_side(feature, "bert", options, {})
+
+
+@pytest.mark.parametrize("mode", ["plain", "sequence"])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_any_elementwise_optimizer(pool2: WorkerPool, optimizer: str, mode: str) -> None:
+    assert_same(pool2.run(with_optimizer, optimizer, MODES[mode]), 1e-9)
+
+
+# ------------------------------------------------------------------------------------------------- dropout, checkpoints
+
+DROPOUT = {
+    "bert": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3},
+    "gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.3},
+    "llama": {"attention_dropout": 0.3},
+    "t5": {"dropout_rate": 0.2},
+}
+
+
+def with_and_without_checkpoints(family: str, options: Mapping[str, Any], use_reentrant: bool) -> dict[str, Any]:
+    """The gradients of one seed with activations kept, recomputed, and recomputed by a copy made after that."""
+    context = ParallelContext.from_world({})
+    model = shard_model(build(family, **DROPOUT[family]), config=ShardConfig(context=context, **options))
+    found, states = [], []
+    for is_recomputed in (False, True, True):
+        if is_recomputed:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})  # type: ignore[operator]
+            if use_reentrant:
+                model.enable_input_require_grads()  # type: ignore[operator]
+        torch.manual_seed(3)
+        loss_of(model, family).backward()
+        found.append(gradients(model))
+        model.zero_grad()
+        states.append(torch.get_rng_state().double())
+        if is_recomputed:
+            model = copy.deepcopy(model)
+    model.eval()
+    before = torch.get_rng_state()
+    loss_of(model, family)
+    worst = {
+        f"{i} {name}": float((found[i][name] - value).abs().max()) for i in (1, 2) for name, value in found[0].items()
+    }
+    every = gather_objects(states, context.tensor)
+    return {
+        "differences": worst,
+        "one state": all(torch.equal(a, b) for mine in every for a, b in zip(mine, every[0], strict=True)),
+        "eval draws nothing": torch.equal(before, torch.get_rng_state()),
+    }
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["checkpoint", "reentrant"])
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_draw_the_same_masks_again(pool2: WorkerPool, family: str, mode: str, use_reentrant: bool) -> None:
+    for found in pool2.run(with_and_without_checkpoints, family, MODES[mode], use_reentrant):
+        assert max(found["differences"].values()) < 1e-12, found["differences"]
+        assert found["one state"], "after a step all ranks draw the same again"
+        assert found["eval draws nothing"]
+
+
+# ------------------------------------------------------------------------------------------------------------- autocast
+
+
+def in_autocast(family: str, options: Mapping[str, Any], recompute: bool) -> dict[str, Any]:
+    """Loss and gradients in bf16 of the plain and of the sharded model, and in fp32; what a block sends."""
+
+    def run(model: nn.Module, enabled: bool) -> tuple[float, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = loss_of(model, family)
+        loss.backward()
+        # in the order of the names: a sharded model's are the plain one's
+        flat = torch.cat([g.float().flatten() for _, g in sorted(gradients(model).items())])
+        assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
+        model.zero_grad()
+        return float(loss.detach()), flat
+
+    plain = build(family).float()
+    exact, plain_bf16 = run(plain, False), run(plain, True)
+    context = ParallelContext.from_world({})
+    model = shard_model(build(family).float(), config=ShardConfig(context=context, **options))
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    run(model, True)  # compares what the ranks were fed
+    with Recorder(context) as recorder:
+        ours = run(model, True)
+    return {
+        "loss": abs(ours[0] - plain_bf16[0]),
+        "noise of the loss": abs(exact[0] - plain_bf16[0]),
+        "gradient": float((ours[1] - plain_bf16[1]).norm() / exact[1].norm()),
+        "noise of the gradient": float((exact[1] - plain_bf16[1]).norm() / exact[1].norm()),
+        "bytes": [call.payload_bytes for call in recorder.calls if call.purpose == "block"],
+    }
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast_is_off_by_its_noise(pool2: WorkerPool, family: str, mode: str, recompute: bool) -> None:
+    for found in pool2.run(in_autocast, family, MODES[mode], recompute):
+        assert 0 < found["noise of the gradient"] < 0.1, found
+        assert found["gradient"] < 2 * found["noise of the gradient"], found
+        assert found["loss"] < 2e-2, found
+
+
+def test_blocks_communicate_in_16_bit_under_autocast(pool2: WorkerPool) -> None:
+    whole = 4 * 13 * 48  # B*S*H
+    found = pool2.run(in_autocast, "gpt2", {}, False)[0]
+    # two blocks of two layers and the head: each sums one bf16 tensor a direction; the embedding's sum stays in fp32
+    assert sorted(found["bytes"]) == [2 * whole] * 9 + [4 * whole]
+
+
+# ------------------------------------------------------------------------------------------------------------ generate
+
+# untied and with large weights: a small tied model only repeats itself
+GENERATING = {
+    "gpt2": Sample("gpt2", changes={"tie_word_embeddings": False, "initializer_range": 0.3}),
+    "llama": Sample("llama", changes={"initializer_range": 0.3}),
+    "t5": Sample("t5", changes={"tie_word_embeddings": False, "initializer_factor": 8.0}),
+    "bert": Sample("bert", "BertLMHeadModel", {"tie_word_embeddings": False, "initializer_range": 0.3}),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "without cache": {"use_cache": False},
+    "beams": {"num_beams": 3},
+    "sampled": {"do_sample": True, "top_k": 20, "temperature": 1.5},
+    "one new token": {"max_new_tokens": 1, "min_new_tokens": 1},
+}
+
+
+def generated(family: str, options: Mapping[str, Any], length: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """For each way (plain, sharded): the tokens that follow prompts of unequal length."""
+
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        out = {}
+        for name, way in WAYS.items():
+            torch.manual_seed(7)
+            settings = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False, "pad_token_id": 0, **way}
+            out[name] = model.generate(ids, attention_mask=mask, **settings)  # type: ignore[operator]
+        return out
+
+    ids = torch.randint(5, 127, (3, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    if length > 2:
+        ids[1, :2], mask[1, :2] = 0, 0  # padded on the left
+    sample = GENERATING[family]
+    changed = Sample(sample.family, sample.head, {**sample.changes, **DROPOUT[family]})
+    torch.manual_seed(0)
+    plain = changed().double().eval()
+    context = ParallelContext.from_world({})
+    torch.manual_seed(0)
+    sharded = shard_model(changed().double().eval(), config=ShardConfig(context=context, **options))
+    return {name: (tokens, ours) for (name, tokens), ours in zip(run(plain).items(), run(sharded).values())}
+
+
+@pytest.mark.parametrize("length", [1, 9])
+@pytest.mark.parametrize(("tensor", "mode"), [(2, "plain"), (2, "overlap"), (4, "sequence")])
+@pytest.mark.parametrize("family", list(GENERATING))
+def test_generate_gives_the_same_tokens(pools: Pools, family: str, mode: str, tensor: int, length: int) -> None:
+    for found in pools(tensor).run(generated, family, MODES[mode], length):
+        for way, (tokens, ours) in found.items():
+            assert torch.equal(tokens, ours), way
+        said = found["greedy"][0][:, -7:]
+        assert len(set(said.flatten().tolist())) > 3, ("it says something", said)
+
+
+# -------------------------------------------------------------------------------------------------------- save and load
+
+
+def saved(family: str, folder: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Trains a step, saves, and loads with transformers alone."""
+    trained = build(family)
+    _trained(trained, family, 0)
+    context = ParallelContext.from_world({})
+    model = shard_model(build(family), config=ShardConfig(context=context, **options))
+    _trained(model, family, 0)
+    state = full_state_dict(model)
+    model.save_pretrained(folder)  # type: ignore[operator]
+    loaded = type(trained).from_pretrained(folder, dtype=torch.float64)  # type: ignore[attr-defined]
+    want = trained.state_dict()
+    assert list(state) == list(want), "the keys of the plain model in its order"
+    tied = {name: value.data_ptr() for name, value in want.items()}
+    return {
+        "state": max(float((state[name].double() - value.double()).abs().max()) for name, value in want.items()),
+        "loaded": max(
+            float((loaded.state_dict()[name].double() - value.double()).abs().max()) for name, value in want.items()
+        ),
+        "dtypes": {name for name, value in want.items() if state[name].dtype != value.dtype},
+        "tied": {name for name in want for other in want if tied[name] == tied[other]}
+        == {n for n in state for other in state if state[n].data_ptr() == state[other].data_ptr()},
+        "trains on": abs(
+            float(loss_of(trained, family, 1).detach()) - float(loss_of(loaded.train(), family, 1).detach())
+        ),
+    }
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_model_is_the_plain_one(pools: Pools, family: str, tensor: int, tmp_path: Path) -> None:
+    for found in pools(tensor).run(saved, family, str(tmp_path), SEQUENCE):
+        assert found["state"] < 1e-8 and found["loaded"] < 1e-8 and found["trains on"] < 1e-6
+        assert found["dtypes"] == set() and found["tied"]
+
+
+def test_a_saved_model_with_a_data_axis(pool4: WorkerPool, tmp_path: Path) -> None:
+    found = pool4.run(saved_over_data, str(tmp_path))
+    assert all(differences < 1e-12 for differences in found)
+
+
+def saved_over_data(folder: str) -> float:
+    context = ParallelContext.from_world({"data": 2})
+    model = shard_model(build("llama"), config=ShardConfig(context=context))
+    model.save_pretrained(folder)  # type: ignore[operator]
+    plain = build("llama")
+    loaded = type(plain).from_pretrained(folder, dtype=torch.float64)  # type: ignore[attr-defined]
+    return max(float((loaded.get_parameter(name) - value).abs().max()) for name, value in plain.named_parameters())

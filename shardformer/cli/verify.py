@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -61,7 +61,7 @@ class VerifyOptions:
     sequence: Annotated[int | None, typer.Option(min=6, help="Tokens in a sample, by default 13.")] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")] = False
 
-    def config(self) -> dict[str, bool]:
+    def config(self) -> dict[str, Any]:
         """The options by their names in ShardConfig."""
         return {
             "enable_sequence_parallelism": self.sequence_parallel,

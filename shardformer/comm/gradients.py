@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,13 +53,18 @@ class Entry:
     arrived: bool = False  # in this backward
 
     @property
+    def is_new(self) -> bool:
+        """Whether the gradient here is one that the other ranks do not know, not what is left of an earlier mean."""
+        return self.changed and self.param.grad is not None
+
+    @property
     def numel(self) -> int:
         return self.param.numel() if self.shared is None else int(torch.Size(self.shared[2]).numel())
 
     def pack(self, out: Tensor) -> None:
         """Writes the gradient, divided for the mean, into its place in the bucket; zeros when there is none."""
         grad = self.param.grad
-        if grad is None or not self.changed:
+        if grad is None:
             out.zero_()
         elif self.shared is None:
             torch.div(grad.reshape(-1), self.copies, out=out)
@@ -79,6 +85,10 @@ class Entry:
         else:
             self.param.grad.copy_(value)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
+        memo[id(self)] = twin = Entry(deepcopy(self.param, memo), self.axis, self.scale, self.copies, self.shared)
+        return twin
+
 
 @dataclass(eq=False)
 class _Bucket:
@@ -97,7 +107,7 @@ class _Bucket:
         for entry in self.entries:
             entry.pack(self.flat[at : at + entry.numel])
             at += entry.numel
-        had = [1.0 if e.changed else 0.0 for e in self.entries]
+        had = [1.0 if e.is_new else 0.0 for e in self.entries]
         self.flat[total:] = torch.tensor(had, dtype=first.dtype, device=first.device)
         record("all_reduce", self.axis, bytes_of(self.flat), "gradients")
         self.work = dist.all_reduce(self.flat, group=self.axis.group, async_op=True)
@@ -107,7 +117,7 @@ class _Bucket:
         self.work.wait()
         total = self.flat.numel() - len(self.entries)
         # a gradient that arrived here needs no count, which a GPU would have to be waited for
-        had = None if all(e.changed for e in self.entries) else self.flat[total:].tolist()
+        had = None if all(e.is_new for e in self.entries) else self.flat[total:].tolist()
         at = 0
         for i, entry in enumerate(self.entries):
             if had is None or had[i] > 0:
@@ -214,10 +224,7 @@ class GradientAverager:
         self._dirty = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientAverager:
-        from copy import deepcopy
-
-        entries = [Entry(deepcopy(e.param, memo), e.axis, e.scale, e.copies, e.shared) for e in self._entries]
-        return GradientAverager(entries, self._bucket_bytes)
+        return GradientAverager(deepcopy(self._entries, memo), self._bucket_bytes)
 
 
 def _fill_buckets(entries: list[Entry], bucket_bytes: int) -> list[_Bucket]:

@@ -16,7 +16,8 @@ very tensor computes all, and the others take their result; one that is given an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shardformer.comm.collectives import Pending, all_gather, broadcast, start_all_reduce, start_reduce_scatter
+from shardformer.comm.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
 from shardformer.comm.conjugates import enter_block, join_sequence, split_sequence
 from shardformer.comm.ring import ring_gather, ring_scatter
 from shardformer.context import Axis
 from shardformer.errors import ConfigError
+from shardformer.layers.random_stream import RandomStream
 from shardformer.layout import even_bounds
 
 if TYPE_CHECKING:
@@ -37,42 +39,6 @@ if TYPE_CHECKING:
 
 SEQUENCE_DIM = 1
 """Every family of transformers has (batch, sequence, hidden)."""
-
-
-class RandomStream:
-    """Random numbers that differ by tensor rank from ``enter`` to ``leave``, and are the same on all ranks outside.
-
-    The stream inside starts from a number drawn from the stream outside, so whoever restores the outer state, such as
-    activation checkpointing, gets the same numbers inside again.
-    """
-
-    def __init__(self, axis: Axis) -> None:
-        self._axis = axis
-        self._outer: list[tuple[torch.Generator, Tensor]] = []
-
-    def enter(self, x: Tensor) -> None:
-        seed = int(torch.randint(2**62, (), device="cpu"))
-        self._outer = [(g, g.get_state()) for g in _generators(x.device)]
-        for g, _ in self._outer:
-            g.manual_seed((seed + 0x9E3779B97F4A7C15 * (self._axis.rank + 1)) % 2**63)
-
-    def leave(self) -> None:
-        for generator, state in self._outer:
-            generator.set_state(state)
-        self._outer = []
-
-
-def align_random(axis: Axis, device: torch.device) -> None:
-    """Gives all tensor ranks the random state of the first, which outside of blocks must be one."""
-    for generator in _generators(device):
-        generator.set_state(broadcast(generator.get_state(), axis))
-
-
-def _generators(device: torch.device) -> list[torch.Generator]:
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index or 0])
-    return generators
 
 
 class SequenceRegion:
@@ -86,17 +52,32 @@ class SequenceRegion:
         self.full = 0
         self.active = False
         self._stream = RandomStream(axis) if random else None
+        self._is_random = False
 
-    def split(self, x_BSH: Tensor) -> Tensor:
+    def split(self, x_BSH: Tensor, training: bool) -> Tensor:
         """The stack's input (B, S, H) becomes this rank's stretch (B, s, H). Backward: one all-gather of B*S*H."""
         self.full = x_BSH.shape[SEQUENCE_DIM]
-        # a decoding step is shorter than the axis and has no gradient: there is nothing to split
-        self.active = torch.is_grad_enabled() or self.full >= self.axis.size
+        # A decoding step is shorter than the axis and has no gradient: there is nothing to split. A checkpoint that
+        # will be recomputed has none either, but is in training.
+        self.active = training or torch.is_grad_enabled() or self.full >= self.axis.size
         if not self.active:
             return x_BSH
-        if self._stream is not None:
+        self._is_random = training
+        if self._stream is not None and training:
             self._stream.enter(x_BSH)
         return split_sequence(x_BSH, self.axis, SEQUENCE_DIM)
+
+    def enter_module(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before the first layer's forward: its first tensor argument is split."""
+        return _with_first_tensor(args, kwargs, lambda x: self.split(x, module.training))
+
+    def leave_module(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """After the forward of the last layer, or of the norm behind it: its (first) output is joined."""
+        if isinstance(output, tuple):
+            return (self.join(output[0]), *output[1:])
+        return self.join(output)
 
     def check(self, x_BsH: Tensor) -> None:
         """Raises ConfigError when x is not this rank's stretch: gathering it would wait for bytes that never come."""
@@ -113,9 +94,19 @@ class SequenceRegion:
         """The stack's output becomes whole again. Forward: one all-gather of B*S*H."""
         if not self.active:
             return x_BsH
-        if self._stream is not None:
+        if self._stream is not None and self._is_random:
             self._stream.leave()
         return join_sequence(x_BsH, self.axis, SEQUENCE_DIM, self.full)
+
+
+def _with_first_tensor(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args and isinstance(args[0], Tensor):
+        return (change(args[0]), *args[1:]), kwargs
+    tensors = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+    name = "hidden_states" if "hidden_states" in tensors else tensors[0]
+    return args, {**kwargs, name: change(kwargs[name])}
 
 
 @dataclass(eq=False)
@@ -161,6 +152,12 @@ class Block:
             self._stream.enter(x)
         return self._entered
 
+    def enter_module(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before a module's forward: its first tensor argument enters."""
+        return _with_first_tensor(args, kwargs, lambda x: self.enter(x, module.training))
+
     def _gather(self, x: Tensor, sequence: SequenceRegion) -> Tensor:
         sequence.check(x)
         if sequence.overlap and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
@@ -185,6 +182,12 @@ class Block:
 
     def _keep(self, outputs: Sequence[Tensor]) -> None:
         self._outputs = {id(c): y for c, y in zip(self.columns, outputs, strict=True)}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Block:
+        """Without what a forward left here: a recomputation under checkpointing stops before the exit."""
+        memo[id(self)] = twin = Block(self.axis, deepcopy(self.sequence, memo), self.random)
+        twin.columns = deepcopy(self.columns, memo)
+        return twin
 
     def leave(self, training: bool) -> None:
         """The row-parallel linear has been reached: what follows is outside of the block."""
@@ -361,15 +364,4 @@ class RowExit(Function):
 
 def register_entry(module: nn.Module, block: Block) -> Any:
     """Makes ``module`` the entry of ``block``: its first tensor argument enters before its forward runs."""
-
-    def enter(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args and isinstance(args[0], Tensor):
-            return (block.enter(args[0], mod.training), *args[1:]), kwargs
-        name = (
-            "hidden_states"
-            if "hidden_states" in kwargs
-            else next(k for k, v in kwargs.items() if isinstance(v, Tensor))
-        )
-        return args, {**kwargs, name: block.enter(kwargs[name], mod.training)}
-
-    return module.register_forward_pre_hook(enter, with_kwargs=True)
+    return module.register_forward_pre_hook(block.enter_module, with_kwargs=True)

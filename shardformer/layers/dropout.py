@@ -1,7 +1,7 @@
 """Dropout by hand-written models: inside a block each tensor rank needs its own mask, outside all need the same.
 
 Models that a policy shards need neither class: their blocks switch the random stream at entry and exit, for any
-dropout inside, also in attention (``shardformer.layers.block.RandomStream``).
+dropout inside, also in attention (``shardformer.layers.random_stream``).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.context import Axis
-from shardformer.layers.block import RandomStream
 from shardformer.layers.parallel_module import GroupLike
+from shardformer.layers.random_stream import RandomStream
 
 
 class DropoutForParallelInput(nn.Module):

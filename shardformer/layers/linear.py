@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.conjugates import join_slices, split_sequence
+from shardformer.comm.conjugates import enter_block, join_slices, split_sequence
 from shardformer.context import Axis
 from shardformer.errors import ConfigError
 from shardformer.layers.block import Block, RowExit, matmul_in, project_alone
@@ -208,7 +208,7 @@ class Linear1D_Row(_ParallelLinear):
 
     Args:
         parallel_input: whether the input is this rank's part already; otherwise the part is taken from the full input
-            (backward one all-gather of the input).
+            (backward one all-gather of the input; one all-reduce of it where ``split`` is not the even one).
         skip_bias_add: returns (output, bias) without adding the bias.
     """
 
@@ -238,7 +238,7 @@ class Linear1D_Row(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Any:
         if not self.parallel_input:
-            x = split_sequence(x, self.axis, x.dim() - 1)
+            x = self._part_of(x)
         weight, bias = self.weight, self.bias
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -255,6 +255,11 @@ class Linear1D_Row(_ParallelLinear):
         if self.finish is not None:
             return self.finish(y, bias)
         return y if bias is None else y + bias
+
+    def _part_of(self, x: Tensor) -> Tensor:
+        if self.split == self._default_split():
+            return split_sequence(x, self.axis, x.dim() - 1)
+        return enter_block(x, self.axis).index_select(-1, self.split.indices(self.axis.rank).to(x.device))
 
 
 class VocabParallelLMHead1D(Linear1D_Col):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,6 +20,7 @@ from shardformer.context import Axis, ParallelContext
 from shardformer.errors import ConfigError, LaunchError, ShardFormerError
 from shardformer.policies.config import ShardConfig
 
+WORD = "shardformer/word"
 BYSTANDER_S = 10.0
 """How long to wait for the word of processes outside of the group given: they may not shard anything at all."""
 
@@ -27,61 +30,91 @@ T = TypeVar("T")
 def agree_on_group(config: ShardConfig) -> ParallelContext:
     """The grid to shard over, once the processes know that they gave groups that fit together.
 
-    Before this no collective is possible, so the word goes through the launcher's store: each process says which group
-    it gave. Raises LaunchError, on every process of the job that shards, when one of them is not in the group it gave;
-    ConfigError when two members of a group gave different ones.
+    Before this no collective is possible, so the word goes through the launcher's store: each process writes down which
+    group it gave, and reads on in what each of the others wrote.
+
+    Raises LaunchError, on every process that shards just now, when one of them is not in the group it gave, and when a
+    member of the group does not come; ConfigError when two members gave different groups.
     """
     context, problem = None, None
     try:
         context = config.resolve_context()
     except ShardFormerError as error:
         problem = error
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return _or_raise(context, problem)
-    kind = "the grid of launch_from_torch" if config.context is not None else "the process group"
-    mine = f"{kind} {list(context.tensor.ranks)}" if context is not None else ""
-    said = _exchange_words(json.dumps([mine, str(problem or "")]), context.tensor.ranks if context else ())
-    checked = _or_raise(context, problem)
-    for rank, word in said.items():
-        theirs, trouble = json.loads(word)
-        if trouble:
-            raise LaunchError(
-                f"Process {rank} cannot shard: {trouble}",
-                rule="All processes of a job shard, or none does",
-                remedy="See what that process says",
-            )
-        if rank in checked.tensor.ranks and theirs != mine:
-            raise ConfigError(
-                f"Process {dist.get_rank()} shards over {mine}, process {rank}, which is in it, over {theirs}",
-                rule="The members of a group shard over the same group",
-                remedy="Give every process the group that it belongs to, made by the same code on all of them",
-            )
-    return checked
-
-
-def _exchange_words(word: str, members: Sequence[int]) -> dict[int, str]:
-    """What the processes said, by global rank: all of ``members``, and of the others those that spoke in time."""
-    store, rank = _get_default_store(), dist.get_rank()
-    turn = store.add(f"shardformer/turn/{rank}", 1)  # the n-th model that a process shards meets the n-th of the others
-    store.set(f"shardformer/group/{turn}/{rank}", word)
-    if not members:
-        return {}
-    keys = {r: f"shardformer/group/{turn}/{r}" for r in range(dist.get_world_size())}
-    store.wait([keys[r] for r in members])
-    others = [r for r in keys if r not in members]
-    if others:
-        try:
-            store.wait([keys[r] for r in others], timedelta(seconds=BYSTANDER_S))
-        except (dist.DistStoreError, RuntimeError):  # a file store says RuntimeError
-            others = [r for r in others if store.check([keys[r]])]
-    return {r: store.get(keys[r]).decode() for r in (*members, *others)}
-
-
-def _or_raise(context: ParallelContext | None, problem: ShardFormerError | None) -> ParallelContext:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        ranks = list(context.tensor.ranks) if context is not None else []
+        kind = "the grid of launch_from_torch" if config.context is not None else "the process group"
+        word = _Word(ranks, f"{kind} {ranks}", str(problem or ""))
+        store, rank = _get_default_store(), dist.get_rank()
+        store.set(f"{WORD}/{rank}/{store.add(f'{WORD}/{rank}', 1)}", json.dumps(astuple(word)))
+        if problem is None:
+            deadline = time.monotonic() + BYSTANDER_S
+            for other in range(dist.get_world_size()):
+                if other != rank:
+                    _hear(store, other, word, deadline)
     if problem is not None:
         raise problem
     assert context is not None
     return context
+
+
+@dataclass(frozen=True)
+class _Word:
+    """What a process wrote: the ranks of the group it gave, the group in words, and why it cannot shard if so."""
+
+    ranks: list[int]
+    group: str
+    trouble: str
+
+
+def _hear(store: Any, other: int, mine: _Word, deadline: float) -> None:
+    """Reads on in what process ``other`` wrote, to the next word that is about this process too.
+
+    A member of this one's group is waited for, others until the deadline. What they wrote about groups without this
+    process is passed over; a word of theirs for a later call of ours stays.
+    """
+    me, is_member = dist.get_rank(), other in mine.ranks
+    place = f"{WORD}/{me}/of/{other}"
+    while True:
+        key = f"{WORD}/{other}/{store.add(place, 0) + 1}"
+        if not _comes(store, key, None if is_member else deadline):
+            if not is_member:
+                return
+            raise LaunchError(
+                f"Process {other} did not come to shard over {mine.group}, as process {me} did",
+                rule="The members of a group shard over the same group, in the same order",
+                remedy="Give every process the group that it belongs to, made by the same code on all of them",
+            )
+        theirs = _Word(*json.loads(store.get(key)))
+        if me in theirs.ranks and not is_member:
+            return
+        store.add(place, 1)
+        if theirs.trouble:
+            raise LaunchError(
+                f"Process {other} cannot shard: {theirs.trouble}",
+                rule="Processes that shard at one time all go on, or none does",
+                remedy="See what that process says",
+            )
+        if me in theirs.ranks and theirs != mine:
+            raise ConfigError(
+                f"Process {me} shards over {mine.group}, process {other}, which is in it, over {theirs.group}",
+                rule="The members of a group shard over the same group, in the same order",
+                remedy="Give every process the group that it belongs to, made by the same code on all of them",
+            )
+        if me in theirs.ranks or not is_member:
+            return
+
+
+def _comes(store: Any, key: str, deadline: float | None) -> bool:
+    """Whether ``key`` is written: before the deadline, or before the store's own timeout."""
+    try:
+        if deadline is None:
+            store.wait([key])
+        elif not store.check([key]):
+            store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+    except RuntimeError:
+        return False
+    return True
 
 
 def agree(context: ParallelContext, make: Callable[[], T], lines_of: Callable[[T], list[str]] = lambda _: []) -> T:

@@ -62,8 +62,13 @@ def whole_rows(parameters: Iterable[tuple[str, str, int, float]]) -> list[Row]:
     out: list[Row] = []
     for (section, names_, shape, count), (owners, share) in alike.items():
         text = f"{', '.join(owners)}: {names_}" if any(owners) else names_
-        out.append((f"{section}.{text}" if section else text, (shape, f"{share:.1%}"), count))
+        out.append((f"{section}.{text}" if section else text, (shape, percent(share)), count))
     return out
+
+
+def percent(share: float) -> str:
+    """``0.3%``, and ``<0.1%`` for what would look like nothing."""
+    return f"{share:.1%}" if share >= 0.0005 or share == 0 else "<0.1%"
 
 
 def _section(path: str) -> str:

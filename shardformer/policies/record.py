@@ -14,7 +14,7 @@ from shardformer.comm.gradients import GradientAverager
 from shardformer.comm.params import param_specs
 from shardformer.context import ParallelContext
 from shardformer.errors import ConfigError
-from shardformer.policies.listing import table, whole_rows
+from shardformer.policies.listing import percent, table, whole_rows
 
 ATTRIBUTE = "_shardformer_record"
 
@@ -108,7 +108,7 @@ class Description:
             changed = [(path, (before, after), n) for path, before, after, n in self.changes]
             lines += ["", *table(("changed", "was", "is"), changed, self.layers)]
         if self.whole:
-            share = f"{sum(share for *_, share in self.whole):.1%} of all"
+            share = f"{percent(sum(share for *_, share in self.whole))} of all"
             lines += ["", *table(("whole on every rank", "shape", share), whole_rows(self.whole), self.layers)]
         return "\n".join([*lines, *[f"\n{note}" for note in self.notes]])
 

@@ -31,20 +31,9 @@ def register_stack(model: nn.Module, stack: StackDescription, axis: Axis, region
         return
     layers = list(model.get_submodule(stack.layers).children())
 
-    def split(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            return (region.split(args[0]), *args[1:]), kwargs
-        name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-        return args, {**kwargs, name: region.split(kwargs[name])}
-
-    def join(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (region.join(output[0]), *output[1:])
-        return region.join(output)
-
-    layers[0].register_forward_pre_hook(split, with_kwargs=True)
+    layers[0].register_forward_pre_hook(region.enter_module, with_kwargs=True)
     last = model.get_submodule(stack.final_norm) if stack.final_norm else layers[-1]
-    last.register_forward_hook(join)
+    last.register_forward_hook(region.leave_module)
 
 
 def _register_context(module: nn.Module, name: str, axis: Axis) -> None:

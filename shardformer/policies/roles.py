@@ -141,7 +141,7 @@ class RolePolicy(Policy):
         ]
 
     def replicated(self) -> list[str]:
-        base = _find(self.model, self.base) or self.model
+        base = _module(self.model, self.base)
         known = {name for name, _ in [*base.named_modules(), *base.named_parameters()]}
         for path in self.whole:
             if not path.endswith("?") and path not in known:
@@ -155,6 +155,9 @@ class RolePolicy(Policy):
     def _outside(self) -> ModulePolicyDescription:
         embeddings = [self.embeddings] if isinstance(self.embeddings, str) else self.embeddings
         heads = [self.head] if isinstance(self.head, str) else self.head
+        for path in embeddings:
+            if not path.endswith("?") and _find(self.model, _join(self.base, path)) is None:
+                raise _no_match(self.base, path, _module(self.model, self.base))
         subs = [
             SubModuleReplacementDescription(
                 _join(self.base, path.rstrip("?")), VocabParallelEmbedding1D, ignore_if_not_exist=path.endswith("?")
@@ -383,5 +386,6 @@ def _no_match(where: str, name: str, inside: nn.Module) -> PolicyError:
     return PolicyError(
         f"There is no module {_join(where, name)!r}",
         rule="Every rule of a policy matches a module",
-        remedy=nearest(name, [n for n, _ in inside.named_modules() if n]) + " Mark it optional if some models lack it",
+        remedy=nearest(name, [n for n, _ in inside.named_modules() if n])
+        + " Where some models lack it, end the path with a ?, or give the block or stack optional=True",
     )

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from shardformer.context import ParallelContext, launch_from_torch
 from shardformer.errors import ConfigError, PolicyError, nearest
-from shardformer.layers.block import Block, SequenceRegion, align_random, register_entry
+from shardformer.layers.block import Block, SequenceRegion, register_entry
 from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
 from shardformer.layers.parallel_module import ParallelModule
+from shardformer.layers.random_stream import align_random
 from shardformer.policies import first_form
 from shardformer.policies.agree import agree, agree_on_group, agree_on_weights, model_lines
 from shardformer.policies.config import ShardConfig

@@ -1,0 +1,63 @@
+"""What the demo can be asked for. The command's options and their help are made of these fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from shardformer.errors import ConfigError, nearest
+
+FAMILIES = ("bert", "gpt2", "llama", "t5")
+HEAD_DIM = 32
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The sizes of the demo. None is the default, which an option that excludes it does not collide with.
+
+    Raises ConfigError for a size that cannot be.
+    """
+
+    family: Annotated[str | None, "What to build: bert, gpt2 (the default), llama or t5."] = None
+    model: Annotated[str | None, "Instead, a folder of a HuggingFace model, a config.json, or a name on the hub."] = (
+        None
+    )
+    data: Annotated[str | None, "A text file to train on, by default the English text that Python carries."] = None
+    tensor: Annotated[int, "Over how many processes the second run is split."] = 2
+    steps: Annotated[int, "Training steps."] = 120
+    batch: Annotated[int, "Samples in a step."] = 8
+    sequence: Annotated[int, "Tokens in a sample."] = 128
+    layers: Annotated[int | None, "Layers of the model, by default 4."] = None
+    hidden: Annotated[int | None, f"Its hidden size, by default 256: a multiple of {HEAD_DIM}."] = None
+    sequence_parallel: Annotated[bool, "Split the sequence as well, between the blocks."] = False
+
+    def __post_init__(self) -> None:
+        least = {"tensor": 2, "steps": 1, "batch": 1, "sequence": 8, "layers": 1, "hidden": HEAD_DIM}
+        for name, smallest in least.items():
+            size = getattr(self, name)
+            if size is not None and size < smallest:
+                raise ConfigError(
+                    f"{name}={size}",
+                    rule=f"The demo takes {name} from {smallest}",
+                    remedy=f"Use --{name} {smallest} or more",
+                )
+        if self.hidden is not None and self.hidden % HEAD_DIM:
+            below = self.hidden // HEAD_DIM * HEAD_DIM
+            raise ConfigError(
+                f"hidden={self.hidden}",
+                rule=f"The demo's attention heads are {HEAD_DIM} wide, so the hidden size is a multiple of {HEAD_DIM}",
+                remedy=f"Use --hidden {below} or --hidden {below + HEAD_DIM}",
+            )
+        if self.family is not None and self.family not in FAMILIES:
+            raise ConfigError(
+                f"family={self.family!r}",
+                rule=f"The families are {', '.join(FAMILIES)}",
+                remedy=nearest(self.family, FAMILIES),
+            )
+        taken = [name for name in ("family", "layers", "hidden") if getattr(self, name) is not None]
+        if self.model is not None and taken:
+            raise ConfigError(
+                f"--model beside {', '.join(f'--{name}' for name in taken)}",
+                rule="These describe a small random model, and a model that is given has its own sizes",
+                remedy=f"Leave out --model, or {' and '.join(f'--{name}' for name in taken)}",
+            )

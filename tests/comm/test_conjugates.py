@@ -1,0 +1,94 @@
+"""Each collective's backward is the transpose of its forward: <f(x), y> = <x, f'(y)>, summed over the ranks.
+
+Where one side is replicated, its inner product is counted once, as the values there are one tensor held by all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardformer.comm import conjugates
+from shardformer.comm.collectives import all_reduce, take_stretch
+from shardformer.context import Axis
+from shardformer.pool import Pools
+
+B, S, H = 2, 7, 3
+
+
+def _random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _stretch(x: Tensor, axis: Axis) -> Tensor:
+    return take_stretch(x, axis, 1)
+
+
+# name -> (function of x, input of a rank, weight of the output of a rank, is the input / the output replicated)
+Case = tuple[Callable[[Tensor, Axis], Tensor], bool, bool, bool, bool]
+CASES: dict[str, Case] = {
+    # (function, input is a stretch, output is a stretch, input replicated, output replicated)
+    "enter_block": (conjugates.enter_block, False, False, True, False),
+    "leave_block": (conjugates.leave_block, False, False, False, True),
+    "gather_sequence": (lambda x, a: conjugates.gather_sequence(x, a, 1, S), True, False, False, False),
+    "scatter_sequence": (lambda x, a: conjugates.scatter_sequence(x, a, 1), False, True, False, False),
+    "split_sequence": (lambda x, a: conjugates.split_sequence(x, a, 1), False, True, True, False),
+    "join_sequence": (lambda x, a: conjugates.join_sequence(x, a, 1, S), True, False, False, True),
+}
+
+
+def _inner_products(name: str) -> tuple[float, float]:
+    function, x_cut, y_cut, x_same, y_same = CASES[name]
+    axis = Axis.of(None)
+    x = _random(1 if x_cut or x_same else 10 + axis.rank, B, S, H)
+    x = (_stretch(x, axis) if x_cut else x).requires_grad_()
+    out = function(x, axis)
+    y = _random(2 if y_cut or y_same else 20 + axis.rank, B, S, H)
+    y = _stretch(y, axis) if y_cut else y
+    out.backward(y)
+    assert x.grad is not None
+    left = (out.detach() * y).sum() / (axis.size if y_same else 1)
+    right = (x.detach() * x.grad).sum() / (axis.size if x_same else 1)
+    return float(all_reduce(left, axis)), float(all_reduce(right, axis))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", list(CASES))
+def test_backward_is_the_transpose_of_forward(pools: Pools, ranks: int, name: str) -> None:
+    for left, right in pools(ranks).run(_inner_products, name):
+        assert left == pytest.approx(right, rel=1e-12)
+        assert abs(left) > 1e-3
+
+
+def _join_slices() -> tuple[Tensor, Tensor]:
+    axis = Axis.of(None)
+    lengths = tuple(range(1, axis.size + 1))
+    x = torch.full((2, lengths[axis.rank]), float(axis.rank), requires_grad=True)
+    whole = conjugates.join_slices(x, axis, -1, lengths)
+    (whole * torch.arange(whole.shape[-1])).sum().backward()
+    assert x.grad is not None
+    return whole.detach(), x.grad
+
+
+def test_slices_of_any_length_are_joined(pools: Pools) -> None:
+    results = pools(4).run(_join_slices)
+    for whole, _ in results:
+        assert whole[0].tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
+    assert [grad[0].tolist() for _, grad in results] == [[0], [1, 2], [3, 4, 5], [6, 7, 8, 9]]
+
+
+def _untouched() -> tuple[bool, bool]:
+    axis = Axis.of(None)
+    x = torch.ones(3, requires_grad=True)
+    y = conjugates.leave_block(x, axis)
+    grad = torch.full((3,), 5.0)
+    z = conjugates.enter_block(y, axis)
+    z.backward(grad)
+    return torch.equal(x.detach(), torch.ones(3)), torch.equal(grad, torch.full((3,), 5.0))
+
+
+def test_inputs_and_gradients_are_not_written_to(pools: Pools) -> None:
+    assert pools(2).run(_untouched) == [(True, True)] * 2

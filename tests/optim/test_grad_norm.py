@@ -1,0 +1,62 @@
+"""The norm of a sharded model's gradients is torch's of the plain model, and so is what clipping leaves."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+
+import pytest
+import torch
+
+from shardformer.comm.params import gather_param, param_specs
+from shardformer.comm.recorder import Recorder
+from shardformer.context import ParallelContext
+from shardformer.optim.grad_norm import clip_grad_norm_, grad_norm
+from shardformer.policies.sharder import shard_model
+from shardformer.pool import Pools
+from shardformer.samples import Batches, Sample
+
+
+def _clip(family: str, norm_type: float, max_norm: float) -> tuple[float, float, float, int]:
+    context = ParallelContext.from_world({})
+    plain = Sample(family)().double().train()
+    model = shard_model(deepcopy(plain), context=context)
+    batch = Batches(Sample(family).head_class)(0)
+    for m in (plain, model):
+        m(**batch).loss.backward()
+    want = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type))
+    with Recorder(context) as recorder:
+        got = float(clip_grad_norm_(model, max_norm, norm_type))
+    specs, grads = param_specs(model), {n: p.grad for n, p in plain.named_parameters()}
+    worst = 0.0
+    for name, p in model.named_parameters():
+        assert p.grad is not None and grads[name] is not None
+        worst = max(worst, float((gather_param(p.grad, specs[name], context.tensor) - grads[name]).abs().max()))
+    return got, want, worst, len(recorder.calls)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])  # tied weights; KV heads that ranks share
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
+def test_clipping_is_torchs_on_the_plain_model(pools: Pools, family: str, norm_type: float) -> None:
+    for got, want, worst, calls in pools(4).run(_clip, family, norm_type, 0.01):
+        assert got == pytest.approx(want, rel=2e-6) and want > 0.01
+        assert worst < 1e-6 * want
+        assert calls == 1
+
+
+def _nonfinite() -> str:
+    model = torch.nn.Linear(2, 2)
+    model(torch.full((1, 2), math.nan)).sum().backward()
+    try:
+        clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_norm_that_is_no_number_can_be_refused() -> None:
+    assert "nan" in _nonfinite()
+
+
+def test_without_gradients_the_norm_is_zero() -> None:
+    assert float(grad_norm(torch.nn.Linear(2, 2))) == 0.0

@@ -1,0 +1,62 @@
+"""Heads over ranks: whole ones, all of them, each KV head where its query heads are."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from shardformer.errors import ConfigError
+from shardformer.policies.heads import HeadLayout
+
+LAYOUTS = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4), st.integers(1, 8))
+
+
+@given(LAYOUTS)
+def test_every_query_head_is_on_one_rank_and_its_kv_head_beside_it(sizes: tuple[int, int, int, int]) -> None:
+    num_kv_heads, group, head_dim, ranks = sizes
+    assume(num_kv_heads * group >= ranks)
+    layout = HeadLayout(num_kv_heads * group, num_kv_heads, head_dim, ranks)
+
+    assert layout.query_split.is_partition and layout.query_split.full == num_kv_heads * group * head_dim
+    assert set(layout.kv_split.multiplicity) >= {1} or num_kv_heads < ranks
+    assert layout.kv_split.full == num_kv_heads * head_dim
+    for rank in range(ranks):
+        heads = layout.query_split.length(rank) // head_dim
+        assert heads == layout.heads(rank) == layout.table_split.length(rank) >= 1
+        # What the forward sees: each of its KV heads repeated for the same number of query heads, in order.
+        held, expand = layout.held(rank), layout.expand(rank)
+        seen = held if expand is None else [held[i] for i in expand]
+        values = layout.values(rank)
+        assert len(seen) == layout.kv_heads(rank) == values["kv_heads"]
+        first = sum(layout.heads(r) for r in range(rank))
+        assert [seen[h // values["groups"]] for h in range(heads)] == [(first + h) // group for h in range(heads)]
+        assert values["width"] == heads * head_dim and values["heads"] == heads
+
+
+def test_the_picture_of_the_docstring() -> None:
+    layout = HeadLayout(6, 2, head_dim=8, ranks=4)
+    assert [layout.held(rank) for rank in range(4)] == [[0], [0, 1], [1], [1]]
+    assert [layout.heads(rank) for rank in range(4)] == [2, 2, 1, 1]
+    assert layout.expand(1) is None  # 0 1 for heads 2 and 3: one each
+    assert layout.kv_split.multiplicity == (2,) * 8 + (3,) * 8
+
+
+def test_kv_heads_stay_with_their_groups_where_there_are_enough() -> None:
+    layout = HeadLayout(12, 4, head_dim=2, ranks=3)
+    assert [layout.held(rank) for rank in range(3)] == [[0, 1], [2], [3]]
+    assert layout.kv_split.is_partition
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((6, 4, 8, 2), ("6 query heads on 4 KV heads", "same number")),
+        ((3, 3, 8, 4), ("tensor size of 4 is more than the 3", "tensor size of 1, 2, 3")),
+        ((1, 1, 8, 2), ("tensor size of 2", "tensor=1")),
+    ],
+)
+def test_heads_that_cannot_be_laid_out(sizes: tuple[int, int, int, int], words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        HeadLayout(*sizes)
+    assert all(word in str(caught.value) for word in words)

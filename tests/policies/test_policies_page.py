@@ -1,0 +1,71 @@
+"""docs/policies.md: its files are written as they stand there, run, and print what it says they print."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from shardformer.pool import WorkerPool
+from shardformer.verify import verify
+
+PAGE = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(python|text)\n(.*?)```", PAGE, flags=re.DOTALL)
+FILES = {text.split("\n", 1)[0].removeprefix("# "): text for kind, text in BLOCKS if kind == "python"}
+PRINTED = {
+    before.split("\n", 1)[0].removeprefix("# "): text
+    for (_, before), (kind, text) in pairwise(BLOCKS)
+    if kind == "text"
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The page's files in one folder, from which they can be imported."""
+    folder = tmp_path_factory.mktemp("page")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+    for name in FILES:
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+def _printed_by(path: str) -> str:
+    out = io.StringIO()
+    with redirect_stdout(out):
+        runpy.run_path(path)
+    return out.getvalue()
+
+
+def test_the_page_has_a_file_for_each_form() -> None:
+    assert list(FILES) == ["mine.py", "roles.py", "train.py", "check.py", "written.py", "first.py", "wrong.py"]
+    assert list(PRINTED) == ["train.py", "wrong.py"]
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_a_file_prints_what_the_page_says(pool2: WorkerPool, folder: Path, name: str) -> None:
+    assert pool2.run(_printed_by, str(folder / name)) == [PRINTED[name]] * 2
+
+
+@pytest.mark.parametrize("form", ["roles", "written", "first"])
+def test_nobody_can_tell_a_policy_of_the_page(pool2: WorkerPool, folder: Path, form: str) -> None:
+    mine, policy = importlib.import_module("mine"), importlib.import_module(form).MyPolicy
+    report = verify(mine.MyModel, mine.batch, steps=2, loss_fn=mine.loss, policy=policy, pool=pool2)
+    assert report.passed and report.collectives, report
+
+
+def test_the_check_of_the_page_passes(folder: Path) -> None:
+    done = subprocess.run([sys.executable, "check.py"], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "Nobody can tell." in done.stdout

@@ -1,0 +1,118 @@
+"""The user's policy, else the family's, else an error that shows how to write one; nothing is imported early."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from shardformer.errors import PolicyError
+from shardformer.policies.registry import EXAMPLE, FAMILIES, resolve_policy
+from shardformer.policies.roles import RolePolicy
+from shardformer.pool import WorkerPool
+from tests.policies.toy import HEADS, ToyLM, ToyPolicy
+
+HIDDEN, VOCAB = 24, 97
+
+
+def test_asking_for_the_registry_imports_no_policy_and_no_transformers() -> None:
+    code = """
+        import sys
+        import shardformer.policies.registry as registry
+        early = [n for n in sys.modules if n.startswith("shardformer.policies.models") or n == "transformers"]
+        registry.FAMILIES["t5"].load()
+        print(early, sorted(n for n in sys.modules if n.startswith("shardformer.policies.models.")))
+        print("transformers" in sys.modules)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == ["[] ['shardformer.policies.models.t5']", "False"], done.stderr
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_location_leads_to_a_policy(family: str) -> None:
+    policy = FAMILIES[family].load()
+    assert issubclass(policy, RolePolicy)
+    assert policy.__module__ == f"shardformer.policies.models.{FAMILIES[family].file_name}"
+
+
+@dataclass
+class Config:
+    model_type: str
+
+
+class Named(nn.Module):
+    def __init__(self, model_type: str) -> None:
+        super().__init__()
+        self.config = Config(model_type)
+
+
+def test_the_users_policy_comes_first_as_a_class_or_an_instance() -> None:
+    for given in (ToyPolicy, ToyPolicy()):
+        policy, source = resolve_policy(Named("bert"), given)
+        assert isinstance(policy, ToyPolicy) and source == "the user's policy ToyPolicy"
+
+
+def test_then_the_family_that_the_config_names() -> None:
+    policy, source = resolve_policy(Named("t5"), None)
+    assert type(policy).__name__ == "T5Policy" and source == "the registered family 't5'"
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Named("bertt"), ("No policy for Named", "model type 'bertt'", "Did you mean 'bert'")),
+        (ToyLM(), ("No policy for ToyLM", "no config with a model type")),
+    ],
+)
+def test_else_an_error_says_what_was_tried_and_what_to_write(model: nn.Module, words: tuple[str, ...]) -> None:
+    with pytest.raises(PolicyError) as caught:
+        resolve_policy(model, None)
+    text = str(caught.value)
+    assert all(word in text for word in (*words, *FAMILIES, "class MyPolicy(RolePolicy)", "docs/policies.md"))
+
+
+@pytest.mark.parametrize("wrong", ["bert", int, nn.Linear, {"stack": "layers"}, ToyLM])
+def test_what_is_no_policy_is_refused(wrong: Any) -> None:
+    with pytest.raises(PolicyError, match=r"A policy is an instance or a subclass of shardformer\.Policy"):
+        resolve_policy(ToyLM(), wrong)
+
+
+# --------------------------------------------------------------------------------------------------------- the example
+
+
+class Mine(ToyLM):
+    """What the example in the message is about: the toy with the names and the four heads of the example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.attn = FourHeads()
+
+
+class FourHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = nn.Linear(30, 32), nn.Linear(30, 32), nn.Linear(30, 32), nn.Linear(32, 30)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        out: Tensor = self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return out
+
+
+def _run_example() -> list[str]:
+    names: dict[str, Any] = {"model": Mine()}
+    names["model"].head = nn.Identity()  # the example names none
+    exec(textwrap.dedent(EXAMPLE), names)
+    return [type(m).__name__ for m in names["model"].modules() if hasattr(m, "shard_specs")]
+
+
+def test_the_example_of_the_message_runs(pool2: WorkerPool) -> None:
+    assert HEADS != 4 and len(EXAMPLE.strip().splitlines()) <= 14
+    layer = ["Linear1D_Col"] * 3 + ["Linear1D_Row", "Linear1D_Col", "Linear1D_Row"]
+    assert pool2.run(_run_example) == [["VocabParallelEmbedding1D", *layer, *layer]] * 2

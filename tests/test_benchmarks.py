@@ -1,0 +1,100 @@
+"""Every benchmark runs, in its smallest setting, and prints what it is there to print."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardformer.pool import WorkerPool
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+TINY = ["--repetitions", "1", "--layers", "1", "--vocabulary", "64", "--batch", "1"]
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(pool2: WorkerPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """``run(script, *options)``: what it prints, with the session's processes in place of its own."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    common = importlib.import_module("common")
+    monkeypatch.setattr(common, "two_processes", lambda threads: nullcontext(pool2))
+
+    def run(script: str, *options: str) -> str:
+        assert importlib.import_module(script).main([*options]) == 0
+        return capsys.readouterr().out
+
+    yield run
+
+
+def rows(printed: str) -> dict[str, list[str]]:
+    """The lines of a printed table by their first column, which is followed by two spaces."""
+    cells = [line.split("  ") for line in printed.splitlines() if "  " in line]
+    return {first: [c.strip() for c in rest if c.strip()] for first, *rest in cells}
+
+
+def test_tensor_parallel_compares_all_variants_and_counts_what_they_communicate(run: Run) -> None:
+    table = rows(run("tensor_parallel", *TINY, "--hidden", "32", "--sequence", "8"))
+    variants = importlib.import_module("tensor_parallel").VARIANTS
+    assert set(variants) <= set(table)
+    assert table["one process"][1:] == ["1.00", table["one process"][2], "-", "-"]
+    # the embedding, two exits, two entries and the head's entry; and the loss
+    assert table["ShardFormer"][3] == "7 (1 the loss's)"
+    count = {name: int(table[name][3].split()[0]) for name in variants if name != "one process"}
+    assert count["ShardFormer"] == min(count.values())
+    assert count["torch parallelize_module"] == count["transformers' plan"] > count["torch, best plan"]
+    megabytes = {name: float(table[name][4]) for name in count}
+    assert megabytes["ShardFormer"] == min(megabytes.values())
+
+
+def test_context_length_prints_a_row_for_each_length_and_draws_them(run: Run, tmp_path: Path) -> None:
+    options = [*TINY, "--heads", "2", "--intermediate", "16", "--n-ctx", "8", "16", "--png", str(tmp_path / "c.png")]
+    table = rows(run("context_length", *options))
+    assert {"8", "16"} <= set(table)
+    assert float(table["16"][2]) > 0
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_overlap_compares_each_way_with_and_without(run: Run) -> None:
+    size = ["--hidden", "32", "--intermediate", "16", "--heads", "2"]
+    table = rows(run("overlap", *TINY[:-2], *size, "--shapes", "1x8"))
+    options = importlib.import_module("overlap").OPTIONS
+    assert set(options) <= set(table)
+    assert table["blocks, waiting"][1] == "-" != table["blocks"][1]
+
+
+def test_fused_has_a_row_for_each_option_and_the_same_losses(run: Run) -> None:
+    table = rows(run("fused", *TINY, "--families", "llama", "--hidden", "32", "--heads", "2", "--sequence", "8"))
+    assert set(importlib.import_module("fused").OPTIONS) <= set(table)
+    assert float(table["all three"][2]) < 1e-4
+
+
+def test_wire_bytes_counts_what_the_recorder_and_the_kernel_see() -> None:
+    size = ["--hidden", "32", "--intermediate", "16", "--heads", "2", "--layers", "1", "--vocabulary", "64"]
+    command = [sys.executable, str(FOLDER / "wire_bytes.py"), *size, "--batch", "2", "--sequence", "16", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    results: dict[str, Any] = json.loads(done.stdout)["results"]
+    assert results["recorded"]["all_reduce tensor block"] == [6, 6 * 2 * (2 * 16 * 32) * 4]
+    if results["loopback"] is not None:
+        recorded = sum(wire_bytes for _, wire_bytes in results["recorded"].values())
+        assert results["loopback"][0] > recorded
+
+
+def test_losses_that_differ_are_found(run: Run) -> None:
+    common = importlib.import_module("common")
+    timings = {
+        "reference": common.Timing([1.0], [2.0, 4.0]),
+        "same": common.Timing([1.0], [2.0, 4.0]),
+        "other": common.Timing([1.0], [2.0, 4.1]),
+    }
+    name, difference = common.largest_difference(timings, "reference")
+    assert (name, round(difference, 6)) == ("other", 0.025)
