@@ -93,7 +93,7 @@ class VocabParallelEmbedding1D(_ParallelEmbedding):
         padding = self.padding_idx
         local_padding = padding - start if padding is not None and start <= padding < end else None
         found = F.embedding(torch.where(mine, ids - start, 0), self.weight, local_padding)
-        return leave_block(found * mine.unsqueeze(-1).to(found.dtype), self.axis)
+        return leave_block(found.masked_fill(~mine.unsqueeze(-1), 0), self.axis)
 
     def _check(self, ids: Tensor) -> None:
         if ids.device.type != "cpu":

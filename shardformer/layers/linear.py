@@ -247,9 +247,11 @@ class Linear1D_Row(_ParallelLinear):
         sequence = self.block.sequence if self.block is not None else None
         if sequence is not None and not sequence.active:
             sequence = None
-        y: Tensor = RowExit.apply(x, weight, self.transposed, self.axis, sequence)  # type: ignore[no-untyped-call]
-        if self.block is not None:
-            self.block.leave(self.training)
+        try:
+            y: Tensor = RowExit.apply(x, weight, self.transposed, self.axis, sequence)  # type: ignore[no-untyped-call]
+        finally:  # a recomputation under checkpointing stops in there, and may leave no activations behind
+            if self.block is not None:
+                self.block.leave(self.training)
         if self.skip_bias_add:
             return y, bias
         if self.finish is not None:

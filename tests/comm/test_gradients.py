@@ -73,6 +73,23 @@ def _simple(case: str) -> float:
     if case == "unused on one rank":
         model(mine, use_b=axis.rank == 0).backward()
         return _worst(model, _want(plain, [plain(both[0]), plain(both[1], use_b=False)]))
+    if case == "unused on one rank later":
+        model(mine).backward()
+        model(mine * 2, use_b=axis.rank == 0).backward()
+        losses = [plain(x) + plain(x * 2, use_b=i == 0) for i, x in enumerate(both)]
+        return _worst(model, _want(plain, losses))
+    if case == "first paused, unused on one rank later":
+        with averager.paused():
+            model(mine, use_b=axis.rank == 1).backward()
+        model(mine * 2, use_b=axis.rank == 0).backward()
+        losses = [plain(x, use_b=i == 1) + plain(x * 2, use_b=i == 0) for i, x in enumerate(both)]
+        return _worst(model, _want(plain, losses))
+    if case == "paused, then thrown away":
+        with averager.paused():
+            model(mine).backward()
+        model.zero_grad()
+        model(mine, use_b=False).backward()
+        return _worst(model, _want(plain, [plain(x, use_b=False) for x in both]))
     if case == "unused on all ranks":
         model(mine, use_b=False).backward()
         return _worst(model, _want(plain, [plain(x, use_b=False) for x in both]))
@@ -83,7 +100,8 @@ def _simple(case: str) -> float:
 
 
 CASES = [
-    "one backward", "two backwards", "first paused", "unused on one rank", "unused on all ranks", "reentrant",
+    "one backward", "two backwards", "first paused", "unused on one rank", "unused on one rank later",
+    "first paused, unused on one rank later", "paused, then thrown away", "unused on all ranks", "reentrant",
     "not reentrant",
 ]  # fmt: skip
 

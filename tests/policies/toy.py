@@ -1,15 +1,22 @@
-"""A language model written by hand: no transformers, no config. Sizes are odd, so that no cut is even."""
+"""A language model written by hand: no transformers, no config. Sizes are odd, so that no cut is even.
+
+And what compares it, or a small model of a family, with itself under a policy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardformer.policies.policy import Policy
 from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.pool import WorkerPool
+from shardformer.samples import Batches, Sample
+from shardformer.verify import Report, verify
 
 B, S, HIDDEN, HEADS, WIDTH, VOCAB = 4, 9, 30, 5, 41, 101
 HEAD_DIM = HIDDEN // HEADS
@@ -96,3 +103,25 @@ def toy_batch(step: int) -> dict[str, Tensor]:
 
 def toy_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def check_toy(
+    policy: type[Policy],
+    pool: WorkerPool,
+    model_fn: Callable[[], nn.Module] = ToyLM,
+    config: Mapping[str, Any] | None = None,
+    data: int = 1,
+) -> Report:
+    tensor = pool.num_workers // data
+    report = verify(model_fn, toy_batch, tensor, data, loss_fn=toy_loss, policy=policy, config=config, pool=pool)
+    assert report.passed, report
+    return report
+
+
+def check_sample(sample: Sample, policy: type[Policy], pool: WorkerPool, config: Any = None) -> Report:
+    report = verify(
+        sample, Batches(sample.head_class), pool.num_workers, policy=policy, config=config, pool=pool, steps=2
+    )
+    assert report.passed, report
+    assert "all_reduce" in " ".join(report.collectives)  # it was cut at all
+    return report
