@@ -77,6 +77,16 @@ class Split:
         return tuple(count)
 
     @property
+    def has_gap(self) -> bool:
+        """Whether some index is held by no rank."""
+        end = 0
+        for a, b in sorted(stretch for part in self.parts for stretch in part):
+            if a > end:
+                return True
+            end = max(end, b)
+        return False
+
+    @property
     def is_partition(self) -> bool:
         """Whether every index is held by exactly one rank."""
         return all(c == 1 for c in self.multiplicity)
@@ -122,6 +132,12 @@ class ShardSpec:
                     f"A split of length {split.full} was given for dim {dim} of shape {tuple(self.shape)}",
                     rule="The slices of all ranks together cover the dim",
                     remedy="Build the split from the size of the dim, for example Split.even(shape[dim], ranks)",
+                )
+            if split.has_gap:
+                raise ConfigError(
+                    f"A split of dim {dim} of shape {tuple(self.shape)} leaves out a part of it: {split.parts}",
+                    rule="The slices of all ranks together cover the dim",
+                    remedy="Give what is left out to one of the ranks",
                 )
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ import shardformer
 from shardformer.context import launch_from_torch
 from shardformer.errors import ConfigError, InputError, LaunchError, PolicyError, ShardFormerError
 from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
+from shardformer.policies import agree
 from shardformer.policies.policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardformer.policies.roles import MLP, RolePolicy, Stack
 from shardformer.policies.sharder import ShardFormer, shard_model
@@ -453,6 +455,21 @@ def test_a_group_that_lacks_one_of_the_processes(pool2: WorkerPool) -> None:
     assert first.what.startswith("Process 1 cannot shard: ")
 
 
+def _second_try() -> list[str]:
+    """A refusal on every process, one on some, and then what they should have done."""
+    wrong, right = dist.new_group([1, 3]), [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+    tries: list[Any] = ["no group", wrong, right]
+    answers = []
+    for group in tries:
+        model = ToyLM()
+        answers.append(refusal_of(lambda: shard_model(model, ToyPolicy, tensor_parallel_process_group=group)).kind)  # noqa: B023
+    return answers
+
+
+def test_a_second_try_does_not_stumble_over_the_first(pool4: WorkerPool) -> None:
+    assert pool4.run(_second_try) == [["ConfigError", "LaunchError", "nothing"]] * 4
+
+
 def test_a_group_that_lacks_half_of_the_processes(pool4: WorkerPool) -> None:
     refused(pool4.run(_group_lacks_this_rank, [1, 3]), LaunchError, "lacks this process")
 
@@ -465,7 +482,8 @@ def _members_give_different_groups() -> Refusal:
         _get_default_store().set_timeout(timedelta(seconds=2))
     group = whole if dist.get_rank() else pair
     model = ToyLM()
-    return refusal_of(lambda: shard_model(model, ToyPolicy, tensor_parallel_process_group=group), model)
+    with patch.object(agree, "BYSTANDER_S", 0.5):
+        return refusal_of(lambda: shard_model(model, ToyPolicy, tensor_parallel_process_group=group), model)
 
 
 def test_members_of_a_group_that_give_different_ones(pool4: WorkerPool) -> None:
@@ -511,14 +529,11 @@ def test_each_half_of_the_processes_shards_a_model_of_its_own(pool4: WorkerPool)
 
 def _bystanders() -> float:
     """Only the first two of the processes shard anything."""
-    from shardformer.policies import agree
-
-    agree.BYSTANDER_S = 0.5
     pair = dist.new_group([0, 1])
     start = time.monotonic()
     if dist.get_rank() < 2:
-        shard_model(ToyLM(), ToyPolicy, tensor_parallel_process_group=pair)
-    agree.BYSTANDER_S = 10.0
+        with patch.object(agree, "BYSTANDER_S", 0.5):
+            shard_model(ToyLM(), ToyPolicy, tensor_parallel_process_group=pair)
     return time.monotonic() - start
 
 

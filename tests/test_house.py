@@ -21,7 +21,7 @@ FLOORS = [
     {"comm"},
     {"pool", "samples"},
     {"layers", "pipeline", "zero", "optim"},
-    {"policies", "checkpoint"},
+    {"policies", "checkpoint", "model_source"},
     {"engine", "trainer", "verify", "plan", "demo"},
     {"cli"},
 ]

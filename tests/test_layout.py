@@ -74,6 +74,11 @@ def test_a_split_of_another_length_is_refused() -> None:
         ShardSpec((5,), {0: Split.even(4, 2)})
 
 
+def test_a_split_that_leaves_a_part_to_nobody_is_refused() -> None:
+    with pytest.raises(ConfigError, match="leaves out a part"):
+        ShardSpec((5,), {0: Split((((3, 5),), ((0, 2),)))})
+
+
 def test_a_part_is_not_sliced_again() -> None:
     with pytest.raises(ConfigError, match="full tensor"):
         ShardSpec((4,), {0: Split.even(4, 2)}).slice(torch.zeros(2), 0)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from shardformer.cli._options import takes
+from shardformer.cli._fields import takes
 from shardformer.demo.settings import Settings
 
 if TYPE_CHECKING:
@@ -160,7 +160,8 @@ def _print_notes(console: Console, seconds: float) -> None:
     notes = (
         "Differences of losses are relative. Memory is what all tensors of a process take at the fullest moment of a "
         "step (weights, gradients, AdamW's averages, activations), without Python and its libraries. Sent is what the "
-        "processes send each other, added up. Where processes differ, the larger value stands in the table.",
+        "processes send each other, added up. Tokens per second are those of the median step; whatever else the "
+        "machine does changes them.",
         "To split a model of your own:  model = shardformer.shard_model(model)",
         f"Took {seconds:.0f} s.",
     )

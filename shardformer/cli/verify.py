@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardformer.cli._options import takes
+from shardformer.cli._fields import takes
 from shardformer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -192,10 +192,10 @@ def _print_report(console: Console, title: str, report: Report) -> None:
     _print_collectives(console, report)
     told = [kind for kind, difference in _kinds(report) if difference.used > 1]
     if report.missing:
-        told.append("which gradients there are")
+        told.append("missing gradients")
         console.print(f"Gradients that only one of the two has: {escape(', '.join(report.missing))}\n")
     if told:
-        console.print(f"[bold red]SOMEBODY CAN TELL[/], by the {', the '.join(told)}.")
+        console.print(f"[bold red]SOMEBODY CAN TELL[/] by {', '.join(told)}.")
     else:
         console.print("[bold green]Nobody can tell.[/]")
 

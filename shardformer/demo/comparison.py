@@ -79,9 +79,10 @@ def compare(settings: Settings, chosen: Chosen, start: Callable[[str], Tell]) ->
                 chosen.model_fn, batch_fn, settings.steps, chosen.learning_rate, tokens_per_step,
                 settings.sequence_parallel, journal,
             )  # fmt: skip
-            # one thread each: a process stands for a device
-            pool = WorkerPool(num_processes, timeout_s=TIMEOUT_S, imports=("torch", "transformers"))
-            with follow(journal, start(name)), pool:
+            with (
+                follow(journal, start(name)),
+                WorkerPool(num_processes, timeout_s=TIMEOUT_S, imports=("torch", "transformers")) as pool,
+            ):
                 return pool.run(train, job)
 
         plain = run("one process", 1, batch_fn)[0]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.context import Axis
+from shardformer.errors import ConfigError
 from shardformer.layers.parallel_module import GroupLike
 from shardformer.layers.random_stream import RandomStream
 
@@ -26,8 +27,8 @@ class DropoutForParallelInput(nn.Module):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        assert isinstance(module, nn.Dropout)
-        return cls(module.p, module.inplace, process_group).train(module.training)
+        native = _plain_dropout(cls, module, kwargs)
+        return cls(native.p, native.inplace, process_group).train(native.training)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
@@ -44,5 +45,16 @@ class DropoutForReplicatedInput(nn.Dropout):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        assert isinstance(module, nn.Dropout)
-        return cls(module.p, module.inplace).train(module.training)
+        native = _plain_dropout(cls, module, kwargs)
+        return cls(native.p, native.inplace).train(native.training)
+
+
+def _plain_dropout(cls: type[nn.Module], module: nn.Module, options: dict[str, Any]) -> nn.Dropout:
+    if not isinstance(module, nn.Dropout) or options:
+        given = f" and {', '.join(f'{k}={v!r}' for k, v in options.items())}" if options else ""
+        raise ConfigError(
+            f"{cls.__name__} was given a {type(module).__name__}{given}",
+            rule="It stands for an nn.Dropout, from which it takes everything",
+            remedy="Name the dropout itself in the policy, without kwargs",
+        )
+    return module

@@ -47,11 +47,10 @@ def agree_on_group(config: ShardConfig) -> ParallelContext:
         word = _Word(ranks, f"{kind} {ranks}", str(problem or ""))
         store, rank = _get_default_store(), dist.get_rank()
         store.set(f"{WORD}/{rank}/{store.add(f'{WORD}/{rank}', 1)}", json.dumps(astuple(word)))
-        if problem is None:
-            deadline = time.monotonic() + BYSTANDER_S
-            for other in range(dist.get_world_size()):
-                if other != rank:
-                    _hear(store, other, word, deadline)
+        deadline = time.monotonic() + BYSTANDER_S
+        # all are heard before anything is raised, so that a next call does not meet words of this one
+        heard = [_hear(store, other, word, deadline) for other in range(dist.get_world_size()) if other != rank]
+        problem = problem or next((trouble for trouble in heard if trouble is not None), None)
     if problem is not None:
         raise problem
     assert context is not None
@@ -67,8 +66,8 @@ class _Word:
     trouble: str
 
 
-def _hear(store: Any, other: int, mine: _Word, deadline: float) -> None:
-    """Reads on in what process ``other`` wrote, to the next word that is about this process too.
+def _hear(store: Any, other: int, mine: _Word, deadline: float) -> ShardFormerError | None:
+    """Reads on in what process ``other`` wrote, to the next word that is about this process too. Returns what is wrong.
 
     A member of this one's group is waited for, others until the deadline. What they wrote about groups without this
     process is passed over; a word of theirs for a later call of ours stays.
@@ -78,31 +77,36 @@ def _hear(store: Any, other: int, mine: _Word, deadline: float) -> None:
     while True:
         key = f"{WORD}/{other}/{store.add(place, 0) + 1}"
         if not _comes(store, key, None if is_member else deadline):
-            if not is_member:
-                return
-            raise LaunchError(
-                f"Process {other} did not come to shard over {mine.group}, as process {me} did",
-                rule="The members of a group shard over the same group, in the same order",
-                remedy="Give every process the group that it belongs to, made by the same code on all of them",
-            )
+            return _did_not_come(other, mine) if is_member else None
         theirs = _Word(*json.loads(store.get(key)))
-        if me in theirs.ranks and not is_member:
-            return
+        is_about_us = me in theirs.ranks
+        if is_about_us and not is_member and not mine.trouble:
+            return None
         store.add(place, 1)
+        if mine.trouble:
+            return None  # one word for one; what is wrong here is known
         if theirs.trouble:
-            raise LaunchError(
+            return LaunchError(
                 f"Process {other} cannot shard: {theirs.trouble}",
                 rule="Processes that shard at one time all go on, or none does",
                 remedy="See what that process says",
             )
-        if me in theirs.ranks and theirs != mine:
-            raise ConfigError(
+        if is_about_us and theirs != mine:
+            return ConfigError(
                 f"Process {me} shards over {mine.group}, process {other}, which is in it, over {theirs.group}",
                 rule="The members of a group shard over the same group, in the same order",
                 remedy="Give every process the group that it belongs to, made by the same code on all of them",
             )
-        if me in theirs.ranks or not is_member:
-            return
+        if is_about_us or not is_member:
+            return None
+
+
+def _did_not_come(other: int, mine: _Word) -> LaunchError:
+    return LaunchError(
+        f"Process {other} did not come to shard over {mine.group}, as process {dist.get_rank()} did",
+        rule="The members of a group shard over the same group, in the same order",
+        remedy="Give every process the group that it belongs to, made by the same code on all of them",
+    )
 
 
 def _comes(store: Any, key: str, deadline: float | None) -> bool:

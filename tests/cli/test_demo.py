@@ -1,0 +1,100 @@
+"""``shardformer demo``: whole in one process and split over two, as a user sees it without a terminal."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from shardformer.cli import demo as cli_demo
+from shardformer.cli import main
+from shardformer.pool import Pools
+from shardformer.samples import Sample
+
+SHARDFORMER = [sys.executable, "-c", "from shardformer.cli import main; main()"]
+SMALL = ["--layers", "1", "--hidden", "64", "--batch", "2", "--sequence", "32", "--steps", "4"]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(pools: Pools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the demo in this process, in the workers of the session: status, standard output and standard error."""
+
+    @contextmanager
+    def lend(num_workers: int, **_: object):  # type: ignore[no-untyped-def]
+        with pools(num_workers).with_timeout(240.0) as pool:
+            yield pool
+
+    monkeypatch.setattr("shardformer.demo.comparison.WorkerPool", lend)
+    monkeypatch.setenv("COLUMNS", "80")
+    for name, level in cli_demo.QUIET.items():
+        monkeypatch.setenv(name, level)
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit:
+            main(["demo", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        return int(exit.value.code or 0), out, err
+
+    return run
+
+
+def test_a_stranger_sees_plain_lines_a_table_and_the_verdict() -> None:
+    environment = {**os.environ, "COLUMNS": "80"}
+    command = [*SHARDFORMER, "demo", *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    out = done.stdout
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "" and "\x1b" not in out and "\r" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    for line in ("one process: step 4/4  loss ", "split over 2: step 4/4  loss ", "loss, step 1 ", "tokens per second"):
+        assert line in out
+    assert out.rstrip().splitlines()[-1].startswith("Nobody can tell: the losses of 4 steps differ by ")
+
+
+def test_t5_splits_the_sequence_too_and_reads_a_file(run: Run, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 10)
+    status, out, err = run("--family", "t5", "--data", text, "--sequence-parallel", *SMALL)
+    assert status == 0, err
+    assert "T5ForConditionalGeneration" in out and "450 bytes" in out and "Nobody can tell" in out
+
+
+def test_a_folder_is_trained_with_its_own_weights(run: Run, tmp_path: Path) -> None:
+    Sample("bert", "BertForMaskedLM", {"vocab_size": 300})().save_pretrained(tmp_path)
+    status, out, err = run("--model", tmp_path, "--batch", "2", "--sequence", "32", "--steps", "3", "--tensor", "2")
+    assert status == 0, err
+    assert (
+        "its own weights" in out and "guess the 15 % of the tokens that are masked" in out and "Nobody can tell" in out
+    )
+
+
+def test_somebody_who_can_tell_is_status_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardformer.demo.comparison.BOUND", -1.0)
+    monkeypatch.setattr("shardformer.demo.comparison.DRIFT_FACTOR", -1.0)
+    status, out, _ = run(*SMALL[:-1], "2")
+    assert status == 1 and "one, reordered: step 2/2" in out
+    assert "SOMEBODY CAN TELL" in out and "differs from itself" in out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read: No such file or directory. --data names a text file."),
+        ("", "The text has 0 tokens"),
+        ("too short", "The text has 9 tokens"),
+    ],
+)
+def test_a_text_that_cannot_be_trained_on_is_an_error(
+    run: Run, tmp_path: Path, content: str | None, message: str
+) -> None:
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_text(content)
+    status, out, err = run("--data", path)
+    assert status == 2 and out == "" and err.startswith("InputError: ") and message in err

@@ -1,0 +1,162 @@
+"""``shardformer verify``: its exit status, its table and its JSON, for each form of MODEL."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from shardformer.cli import main
+from shardformer.pool import Pools, WorkerPool
+from shardformer.samples import HEADS, Sample
+
+SHARDFORMER = [sys.executable, "-c", "from shardformer.cli import main; main()"]
+Run = Callable[..., tuple[int, str, str]]
+
+FORGETFUL = """
+from shardformer.context import Axis
+from shardformer.layers.linear import Linear1D_Row
+from shardformer.policies.models.gpt2 import GPT2Policy
+from shardformer.samples import Batches, Sample
+
+class Forgetful(GPT2Policy):
+    def postprocess(self):
+        rows = [module for module in self.model.modules() if isinstance(module, Linear1D_Row)]
+        rows[-1].axis = Axis("tensor")  # it believes to be alone, and leaves its all-reduce out
+
+def forgetful():
+    return {"model_fn": Sample("gpt2"), "batch_fn": Batches("GPT2LMHeadModel"), "policy": Forgetful}
+
+def nan_loss(model, batch):
+    return model(**batch).loss * float("nan")
+
+def not_a_number():
+    return {"model_fn": Sample("gpt2"), "batch_fn": Batches("GPT2LMHeadModel"), "loss_fn": nan_loss}
+"""
+
+
+@pytest.fixture
+def run(pools: Pools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in this process, in the workers of the session: status, standard output and standard error."""
+
+    @contextmanager
+    def lend(num_workers: int, **_: object):  # type: ignore[no-untyped-def]
+        with pools(num_workers).with_timeout(240.0) as pool:
+            yield pool
+
+    monkeypatch.setattr("shardformer.pool.WorkerPool", lend)
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit:
+            main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return int(exit.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    folder = tmp_path / "bert"
+    Sample("bert", "BertForTokenClassification")().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def user_module(tmp_path: Path) -> Path:
+    path = tmp_path / "forgetful_models.py"
+    path.write_text(FORGETFUL)
+    return path
+
+
+def test_json_is_all_that_stands_on_standard_output() -> None:
+    command = [*SHARDFORMER, "verify", "gpt2", "--steps", "2", "--json"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["passed"] is True and report["model"] == "GPT2LMHeadModel" and report["layout"] == "tensor=2"
+    assert len(report["losses"]) == report["steps"] == 2
+    assert report["collectives"]["all_reduce over tensor (block)"][0] == 10
+    assert done.stderr == ""
+
+
+def test_a_folder_is_verified_in_a_table_of_80_columns(run: Run, bert: Path) -> None:
+    status, out, _ = run("verify", bert, "--dtype", "fp32", "--sequence-parallel", "--overlap")
+    assert status == 0, out
+    assert out.rstrip().endswith("Nobody can tell.")
+    assert "BertForTokenClassification" in out and "sequence_overlap" in out and "float32" in out
+    for word in ("losses", "gradients", "gradient norms", "weights", "reduce-scatter over tensor", "1e-05"):
+        assert word in out
+    assert max(map(len, out.splitlines())) <= 80 and "\x1b" not in out
+
+
+def test_a_config_is_verified_under_another_head_with_options(run: Run, bert: Path) -> None:
+    head = "BertForMultipleChoice"
+    options = ["--head", head, "--fused-norm", "--flash-attention", "--batch", "2", "--sequence", "8", "--steps", "1"]
+    status, out, _ = run("verify", bert / "config.json", *options, "--json")
+    report = json.loads(out)
+    assert (status, report["passed"], report["model"]) == (0, True, head)
+    assert report["layout"] == "tensor=2, fused_normalization, flash_attention" and report["steps"] == 1
+
+
+def test_all_heads_have_a_line_each_and_one_verdict(run: Run) -> None:
+    status, out, _ = run("verify", "llama", "--all-heads", "--steps", "1")
+    lines = [line for line in out.splitlines() if line]
+    assert status == 0, out
+    assert [line.split()[0] for line in lines[:-1]] == list(HEADS["llama"])
+    assert all(" ok " in line for line in lines[:-1]) and lines[-1].startswith("Nobody can tell. 5 heads")
+
+
+def test_all_heads_as_json(run: Run) -> None:
+    status, out, _ = run("verify", "gpt2", "--all-heads", "--steps", "1", "--json")
+    found = json.loads(out)
+    assert status == 0 and found["passed"] is True
+    assert [report["model"] for report in found["reports"]] == list(HEADS["gpt2"])
+
+
+def test_a_collective_that_is_left_out_is_told(run: Run, user_module: Path) -> None:
+    status, out, _ = run("verify", f"{user_module}:forgetful", "--steps", "2")
+    assert status == 1, out
+    assert "too large" in out
+    assert out.rstrip().endswith("SOMEBODY CAN TELL by losses, gradients, gradient norms, weights.")
+
+
+def test_what_is_not_a_number_is_null_in_json(run: Run, user_module: Path) -> None:
+    status, out, _ = run("verify", f"{user_module}:not_a_number", "--steps", "1", "--json")
+    report = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert status == 1 and report["passed"] is False and report["loss"]["relative"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bert", "--overlap"], "enable_sequence_overlap=True with enable_sequence_parallelism=False"),
+        (["bert", "--head", "BertForNothing"], "bert has no head 'BertForNothing'"),
+        (["bert", "--head", "BertModel", "--all-heads"], "Leave one of the two out"),
+        (["bert", "--tensor", "0"], "tensor=0. An axis has one rank or more"),
+        (["bert", "--sequence", "99"], "64 positions"),
+        (["nowhere:model"], "There is no module 'nowhere'"),
+        (["bret"], "There is no model 'bret'"),
+    ],
+)
+def test_what_cannot_be_is_an_error_before_any_process_starts(
+    monkeypatch: pytest.MonkeyPatch, run: Run, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(WorkerPool, "run", lambda *_, **__: pytest.fail("a process was started"))
+    status, out, err = run("verify", *arguments)
+    assert status == 2 and out == "" and err.startswith("ConfigError: ") and message in err
+
+
+def test_a_function_with_batches_of_its_own_takes_no_sizes(run: Run, user_module: Path) -> None:
+    status, _, err = run("verify", f"{user_module}:forgetful", "--batch", "8")
+    assert status == 2 and "which brings its own batch_fn" in err
