@@ -113,13 +113,13 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def take_turns(
-    steps: Mapping[str, Step | None], repetitions: int, seconds: float, warm_up: int = 2
+    steps: Mapping[str, Step | None], repetitions: int, seconds: float, *, at_least: int = 5, warm_up: int = 2
 ) -> dict[str, Timing]:
     """Times the variants in turn, one step each, on all ranks; a rank that has None for one sleeps meanwhile.
 
     Called by all ranks. After ``warm_up`` rounds, which are not counted, there are ``repetitions`` rounds, or with 0
-    as many as fit ``seconds``, five at the least. Every round starts with another variant, so that none always follows
-    the same one.
+    as many as fit ``seconds``, but ``at_least`` so many. Every round starts with another variant, so that none always
+    follows the same one.
     """
     names = list(steps)
     taken: dict[str, list[float]] = {name: [] for name in names}
@@ -138,7 +138,7 @@ def take_turns(
         lasted = time.perf_counter() - begin
         index += 1
         if index == warm_up + 1:  # the first round that was warm says how many more there is time for
-            more = repetitions or max(int(seconds / lasted), 5)
+            more = repetitions or max(int(seconds / lasted), at_least)
             rounds = warm_up + agree(more)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, taken)
@@ -166,7 +166,9 @@ def arguments(description: str | None, seconds: float) -> argparse.ArgumentParse
         description=(description or "").split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--repetitions", type=int, default=0, help="steps of each variant; 0: as many as fit --seconds")
-    parser.add_argument("--seconds", type=float, default=seconds, help="time for each setting, at five steps or more")
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, help="time for each setting; a few steps at the least"
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads of torch in each process")
     parser.add_argument("--json", action="store_true", help="print every number as JSON in place of tables")
     return parser

@@ -52,8 +52,8 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "
     x = x.contiguous()
     if axis.size == 2 and op == "sum" and bytes_of(x) < EXCHANGE_BELOW_BYTES and _uses_gloo(axis, x):
         theirs = torch.empty_like(x)
-        works = _exchange(axis, {1 - axis.rank: x}, {1 - axis.rank: theirs})
-        return Pending(works, lambda: x + theirs)
+        works = start_exchange(axis, {1 - axis.rank: x}, {1 - axis.rank: theirs})
+        return Pending(works, lambda: theirs.add_(x))
     reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
     work = dist.all_reduce(x, op=reduce_op, group=axis.group, async_op=True)
     return Pending([work], lambda: x)
@@ -93,7 +93,7 @@ def start_all_gather(
     parts = [x if r == axis.rank else x.new_empty(_with_length(x, dim, n)) for r, n in enumerate(lengths)]
     if _uses_gloo(axis, x):
         peers = [r for r in range(axis.size) if r != axis.rank]
-        works = _exchange(axis, {r: x for r in peers}, {r: parts[r] for r in peers})
+        works = start_exchange(axis, {r: x for r in peers}, {r: parts[r] for r in peers})
         return Pending(works, lambda: torch.cat(parts, dim))
     widest = max(lengths)
     padded = _padded(x, dim, widest)
@@ -136,7 +136,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "blo
         peers = [r for r in range(axis.size) if r != axis.rank]
         outgoing = {r: parts[r].contiguous() for r in peers}
         arriving = {r: torch.empty_like(mine) for r in peers}
-        works = _exchange(axis, outgoing, arriving)
+        works = start_exchange(axis, outgoing, arriving)
         return Pending(works, lambda: _sum_in_rank_order([arriving.get(r, mine) for r in range(axis.size)]))
     widest = max(p.shape[dim] for p in parts)
     stacked = torch.cat([_padded(p, dim, widest) for p in parts])
@@ -184,18 +184,24 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     return x
 
 
-def start_send(x: Tensor, axis: Axis, to: int) -> Any:
-    """Starts sending ``x`` to rank ``to`` of the axis; it must not change before the wait. Not counted by itself."""
-    return dist.isend(x, axis.ranks[to], group=axis.group)
+def start_exchange(axis: Axis, outgoing: dict[int, Tensor], arriving: dict[int, Tensor]) -> list[Any]:
+    """Starts sending tensors to, and receiving tensors from, some ranks of the axis; empty ones are not sent.
 
-
-def start_receive(x: Tensor, axis: Axis, source: int) -> Any:
-    """Starts receiving into ``x`` from rank ``source`` of the axis."""
-    return dist.irecv(x, axis.ranks[source], group=axis.group)
-
-
-def _exchange(axis: Axis, outgoing: dict[int, Tensor], arriving: dict[int, Tensor]) -> list[Any]:
-    """Starts sending one tensor to, and receiving one from, each peer; empty ones are not sent."""
+    Both must stay as they are until the returned works are waited for. Between two ranks this is one all-to-all, which
+    gloo gives less to do than a send and a receive (measured: half the time under computation).
+    """
+    if axis.size == 2:
+        other = 1 - axis.rank
+        out, into = outgoing.get(other), arriving.get(other)
+        give, take = (0 if t is None else t.numel() for t in (out, into))
+        if give + take == 0:
+            return []
+        like = out if out is not None else into
+        assert like is not None
+        given = like.new_empty(0) if out is None else out.view(-1)
+        taken = like.new_empty(0) if into is None else into.view(-1)
+        take_by_rank, give_by_rank = ([take, 0], [give, 0]) if axis.rank == 1 else ([0, take], [0, give])
+        return [dist.all_to_all_single(taken, given, take_by_rank, give_by_rank, group=axis.group, async_op=True)]
     works = [dist.irecv(x, axis.ranks[r], group=axis.group) for r, x in arriving.items() if x.numel()]
     works += [dist.isend(x, axis.ranks[r], group=axis.group) for r, x in outgoing.items() if x.numel()]
     return works

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardformer.comm.collectives import start_receive, start_send
+from shardformer.comm.collectives import start_exchange
 from shardformer.comm.recorder import bytes_of, record
 from shardformer.context import Axis
 from shardformer.layout import even_bounds
@@ -81,9 +81,4 @@ def ring_scatter(make: Callable[[int, int], Tensor], axis: Axis, full: int) -> T
 
 
 def _pass_on(outgoing: Tensor, arriving: Tensor, axis: Axis, after: int, before: int) -> list[Any]:
-    works: list[Any] = []
-    if arriving.numel():
-        works.append(start_receive(arriving, axis, before))
-    if outgoing.numel():
-        works.append(start_send(outgoing, axis, after))
-    return works
+    return start_exchange(axis, {after: outgoing}, {before: arriving})

@@ -22,9 +22,9 @@ class ParallelModule(nn.Module, ABC):
     keep their names, so a sharded model's state dict has the keys of the plain one.
     """
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, axis: Axis | None = None) -> None:
         super().__init__()
-        self.axis = axis
+        self.axis = axis or Axis("tensor")
         self.shard_specs: dict[str, ShardSpec] = {}
 
     @classmethod

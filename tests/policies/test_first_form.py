@@ -244,7 +244,7 @@ def test_the_run_command_of_the_first_form(tmp_path: Path, mode: str) -> None:
     command = ["run", "--nproc_per_node", "2", "test.py", "--config", "config.py", "--mode", mode]
     main = [sys.executable, "-c", "from shardformer.cli import main; main()", *command]
     env = {k: v for k, v in os.environ.items() if not k.startswith("PET_")}
-    done = subprocess.run(main, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(main, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = sorted(done.stdout.splitlines())
     if mode == "train":
