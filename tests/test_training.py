@@ -9,17 +9,20 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardformer.comm.collectives import gather_objects
 from shardformer.comm.params import gather_param, param_specs
 from shardformer.comm.recorder import Recorder
 from shardformer.context import ParallelContext
+from shardformer.layers.logits import VocabParallelLogits
 from shardformer.optim.grad_norm import clip_grad_norm_
 from shardformer.policies.config import ShardConfig
 from shardformer.policies.guards import full_state_dict
@@ -195,6 +198,51 @@ def checkpointed_reentrant(model: nn.Module, family: str) -> Values:
     return _checkpointed(model, family, True)
 
 
+def lengths_in_one_backward(model: nn.Module, family: str) -> Values:
+    """Forwards of several lengths, then one backward, which recomputes them all; a short evaluation in between."""
+    out = {}
+    for lengths in ((13, 9, 17), (13, 14, 12)):  # of the second, some ranks hold stretches of equal length
+        for use_reentrant in (False, True):
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})  # type: ignore[operator]
+            model.enable_input_require_grads()  # type: ignore[operator]
+            model.zero_grad()
+            loss = sum((i + 1) * loss_of(model, family, i, length) for i, length in enumerate(lengths))
+            with torch.no_grad():
+                model.eval()
+                loss_of(model, family, 5, 4)
+                model.train()
+            assert isinstance(loss, Tensor)
+            loss.backward()
+            out.update(named(f"gradient {lengths} {use_reentrant}", gradients(model)))
+    return out
+
+
+class Recomputed(nn.Module):
+    """A checkpoint around a whole module, with the hooks that stand on it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(partial(self.layer, **kwargs), *args, use_reentrant=True)
+
+
+def wrapped_in_checkpoints(model: nn.Module, family: str) -> Values:
+    """Sequences as long as usual and such that some rank has none of it, all ranks in a forward without gradients,
+    which only its recomputation shows to be one of training."""
+    model.enable_input_require_grads()  # type: ignore[operator]
+    model.config.use_cache = False  # type: ignore[union-attr, assignment]
+    layers: Any = model.get_submodule({"llama": "model.layers", "gpt2": "transformer.h"}[family])
+    for i, layer in enumerate(layers):
+        layers[i] = Recomputed(layer)
+    out = named("gradient", loss_and_gradients(model, family))
+    model.zero_grad()
+    ids = torch.tensor([[5, 7, 11], [64, 96, 126]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    return {**out, **named("short gradient", gradients(model))}
+
+
 def _checkpointed(model: nn.Module, family: str, use_reentrant: bool) -> Values:
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})  # type: ignore[operator]
     if use_reentrant:  # otherwise nothing that goes into the first layer needs a gradient
@@ -309,6 +357,7 @@ EVERYWHERE: tuple[Feature, ...] = (
     graph_kept,
     checkpointed,
     checkpointed_reentrant,
+    lengths_in_one_backward,
     clipped_by_norms,
     evaluated,
     copied,
@@ -317,15 +366,25 @@ EVERYWHERE: tuple[Feature, ...] = (
 )
 
 
-@pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        *((family, "plain") for family in FAMILIES),
+        *((family, "sequence") for family in ("bert", "t5", "llama")),
+        *((family, "overlap") for family in ("gpt2", "llama")),
+    ],
+)
 @pytest.mark.parametrize("feature", EVERYWHERE, ids=lambda feature: feature.__name__)
 def test_features(pool2: WorkerPool, feature: Feature, family: str, mode: str) -> None:
     assert_same(pool2.run(side_by_side, feature, family, MODES[mode], {}))
 
 
 @pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("feature", [accumulated, clipped_by_norms, checkpointed_reentrant])
+@pytest.mark.parametrize(
+    "feature",
+    [accumulated, clipped_by_norms, checkpointed_reentrant, lengths_in_one_backward, wrapped_in_checkpoints],
+    ids=lambda f: f.__name__,
+)
 def test_features_over_four_ranks(pool4: WorkerPool, feature: Feature, mode: str) -> None:
     """Two KV heads, each of which two ranks hold."""
     assert_same(pool4.run(side_by_side, feature, "llama", MODES[mode], {}))
@@ -433,6 +492,56 @@ def test_checkpoints_draw_the_same_masks_again(pool2: WorkerPool, family: str, m
         assert max(found["differences"].values()) < 1e-12, found["differences"]
         assert found["one state"], "after a step all ranks draw the same again"
         assert found["eval draws nothing"]
+
+
+# ------------------------------------------------------------------------------------------------ other ways of calling
+
+
+def ways_of_calling(family: str) -> dict[str, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 127, (3, 9), generator=generator)
+    states = torch.randn(3, 9, 48, generator=generator).double()
+    ways: dict[str, dict[str, Any]] = {
+        "a count of items": {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(17.0)},
+        "a tuple": {"input_ids": ids, "labels": ids, "return_dict": False},
+        "one label": {"input_ids": ids, "labels": torch.where(torch.arange(9) == 4, ids, -100)},
+        "one sample": {"input_ids": ids[:1], "labels": ids[:1]},
+        "embeddings": {"inputs_embeds": states, "labels": ids},
+        "a cache": {"input_ids": ids, "labels": ids, "use_cache": True},
+    }
+    if family == "t5":
+        ways["decoder's ids"] = {"input_ids": ids, "decoder_input_ids": ids[:, :4]}
+        ways["decoder's embeddings"] = {"input_ids": ids, "decoder_inputs_embeds": states}
+        return ways
+    ways["no labels"] = {"input_ids": ids}
+    ways["positions"] = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(3, 12)[None]}
+    if family == "bert":
+        ways["token types"] = {"input_ids": ids, "labels": ids, "token_type_ids": ids % 2}
+    else:
+        ways["the last logits"] = {"input_ids": ids, "logits_to_keep": 2}
+    return ways
+
+
+def called(family: str, options: Mapping[str, Any], way: str) -> dict[str, float]:
+    def feature(model: nn.Module, family: str) -> Values:
+        """All outputs, and the gradients of a sum of functions of them."""
+        out, losses = {}, []
+        output = model(**ways_of_calling(family)[way])
+        for name, value in output.items() if hasattr(output, "items") else enumerate(output):
+            if isinstance(value, Tensor):
+                whole = value.full_tensor() if isinstance(value, VocabParallelLogits) else value
+                out[f"{name}:"] = whole.detach().clone()
+                losses.append(value.square().mean().double())
+        torch.stack([loss for loss in losses if loss.requires_grad]).sum().backward()
+        return {**out, **named("gradient", gradients(model))}
+
+    return side_by_side(feature, family, options, {})
+
+
+@pytest.mark.parametrize("mode", ["plain", "overlap"])
+@pytest.mark.parametrize(("family", "way"), [(family, way) for family in FAMILIES for way in ways_of_calling(family)])
+def test_other_ways_of_calling(pool2: WorkerPool, family: str, way: str, mode: str) -> None:
+    assert_same(pool2.run(called, family, MODES[mode], way))
 
 
 # ------------------------------------------------------------------------------------------------------------- autocast

@@ -171,7 +171,7 @@ def _print_notes(console: Console, seconds: float) -> None:
 
 
 def _verdict(settings: Settings, outcome: Outcome) -> str:
-    differences = f"the losses of {settings.steps} steps differ by {max(outcome.differences):.1e} at most"
+    differences = f"losses differ by {max(outcome.differences):.1e} at most in {settings.steps} steps"
     bound = f"(bound {outcome.allowed:.0e})"
     if outcome.drift is not None:
         by_itself = f"one process differs from itself by {outcome.drift:.0e} when the samples of a batch change places"

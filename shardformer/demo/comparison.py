@@ -15,11 +15,11 @@ from shardformer.demo.text import Windows
 from shardformer.demo.training import Job, Run, train
 from shardformer.pool import WorkerPool
 
-BOUND = 1e-5
-"""Relative, for every loss: the same as verify's in fp32.
+BOUND = 1e-4
+"""Relative, for every loss; in the middle between what rounding does and what mistakes do.
 
-Measured with the default sizes over 120 steps: 4e-7 when all is right; within 25 steps 4e-3 when the gradients of norms
-are not summed, 9e-3 when gradients are clipped by a rank's own norm, and 7e-2 when one block lacks its last all-reduce.
+Measured with the default sizes: up to 2e-6 over 120 steps when all is right. Within 25 steps 4e-3 when the gradients of
+norms are not summed, 9e-3 when gradients are clipped by a rank's own norm, 7e-2 when one block lacks an all-reduce.
 """
 DRIFT_FACTOR = 10.0
 TIMEOUT_S = 24 * 3600.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -27,9 +25,6 @@ class RandomStream:
         self._outer = [(g, g.get_state()) for g in _generators(x.device)]
         for g, _ in self._outer:
             g.manual_seed((seed + 0x9E3779B97F4A7C15 * (self._axis.rank + 1)) % 2**63)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RandomStream:
-        return RandomStream(self._axis)  # a copy is made outside
 
     def leave(self) -> None:
         for generator, state in self._outer:

@@ -142,27 +142,33 @@ class _Broken(torch.autograd.Function):
         raise RuntimeError("broken")
 
 
-def _goes_on() -> float:
-    axis, model, plain = Axis.of(None), _Net(), _Net()
-    averager = _averager(model, axis, bucket_bytes=10**6)
+def _goes_on(bucket_bytes: int, copied: bool) -> float:
+    axis, plain = Axis.of(None), _Net()
+    holder = _Holder(axis, bucket_bytes)
     both = [_data(0), _data(1)]
     with pytest.raises(RuntimeError, match="broken"):
-        model.c(_Broken.apply(model.a(both[axis.rank]))).sum().backward()
-    model.zero_grad()
-    averager.refresh()
-    model(both[axis.rank]).backward()
-    return _worst(model, _want(plain, [plain(x) for x in both]))
+        holder.net.c(_Broken.apply(holder.net.a(both[axis.rank]))).sum().backward()
+    if copied:
+        holder = deepcopy(holder)
+    holder.net.zero_grad()
+    holder.averager.refresh()
+    holder.net(both[axis.rank]).backward()
+    return _worst(holder.net, _want(plain, [plain(x) for x in both]))
 
 
-def test_training_goes_on_after_a_backward_that_was_broken_off(pool2: WorkerPool) -> None:
-    assert max(pool2.run(_goes_on)) < 1e-6
+@pytest.mark.parametrize("copied", [False, True], ids=["the model", "a copy"])
+@pytest.mark.parametrize("bucket_bytes", [20, 10**6], ids=["after a bucket left", "before"])
+def test_training_goes_on_after_a_backward_that_was_broken_off(
+    pool2: WorkerPool, bucket_bytes: int, copied: bool
+) -> None:
+    assert max(pool2.run(_goes_on, bucket_bytes, copied)) < 1e-6
 
 
 class _Holder(nn.Module):
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, axis: Axis, bucket_bytes: int = 64) -> None:
         super().__init__()
         self.net = _Net()
-        self.averager = _averager(self.net, axis)
+        self.averager = _averager(self.net, axis, bucket_bytes)
 
 
 def _copied() -> float:
