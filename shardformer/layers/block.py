@@ -51,6 +51,8 @@ class SequenceRegion:
         self.axis, self.overlap = axis, overlap
         self.full = 0
         self.active = False
+        self._lengths: list[int] = []
+        self._are_alike = False
         self._stream = RandomStream(axis) if random else None
         self._is_random = False
 
@@ -62,6 +64,10 @@ class SequenceRegion:
         self.active = training or torch.is_grad_enabled() or self.full >= self.axis.size
         if not self.active:
             return x_BSH
+        if self.full not in self._lengths:
+            near = [n for n in self._lengths if abs(n - self.full) < self.axis.size]
+            self._lengths.append(self.full)
+            self._are_alike = self._are_alike or bool(near)  # of two that near, some rank holds equal stretches
         self._is_random = training
         if self._stream is not None and training:
             self._stream.enter(x_BSH)
@@ -79,10 +85,27 @@ class SequenceRegion:
             return (self.join(output[0]), *output[1:])
         return self.join(output)
 
+    def recall(self, x_BsH: Tensor) -> None:
+        """In a recomputation under checkpointing: ``full`` becomes the length in the forward that is repeated.
+
+        Communicates one number, where that forward cannot be told by this rank's stretch alone.
+        """
+        if torch._C._current_graph_task_id() < 0:
+            return
+        self.active = True
+        if self._are_alike:
+            length = torch.tensor(x_BsH.shape[SEQUENCE_DIM], device=x_BsH.device)
+            self.full = int(start_all_reduce(length, self.axis, purpose="check").wait())
+            return
+        self.full = next((n for n in self._lengths if self._stretch(n) == x_BsH.shape[SEQUENCE_DIM]), self.full)
+
+    def _stretch(self, full: int) -> int:
+        bounds = even_bounds(full, self.axis.size)
+        return bounds[self.axis.rank + 1] - bounds[self.axis.rank]
+
     def check(self, x_BsH: Tensor) -> None:
         """Raises ConfigError when x is not this rank's stretch: gathering it would wait for bytes that never come."""
-        bounds = even_bounds(self.full, self.axis.size)
-        length = bounds[self.axis.rank + 1] - bounds[self.axis.rank]
+        length = self._stretch(self.full)
         if x_BsH.dim() != 3 or x_BsH.shape[SEQUENCE_DIM] != length:
             raise ConfigError(
                 f"A block with sequence parallelism was given a tensor of shape {tuple(x_BsH.shape)}",
@@ -141,6 +164,8 @@ class Block:
         """
         self._outputs = {}
         self._source = x
+        if self.sequence is not None:
+            self.sequence.recall(x)
         if not self._gathers:
             self._entered = enter_block(x, self.axis)
             if self._entered is x:
