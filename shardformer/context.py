@@ -7,6 +7,7 @@ slice along one axis through one rank, so rank 5 = (data 1, pipe 0, tensor 1) sh
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 from collections.abc import Mapping
@@ -240,6 +241,12 @@ def _init_process_group(backend: str | None, timeout_s: float) -> None:
         torch.cuda.set_device(device)
     backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    atexit.register(_leave_process_group)  # gloo's threads must end before the interpreter does, or it aborts
+
+
+def _leave_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _environment_from_slurm() -> None:
