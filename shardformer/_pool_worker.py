@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import get_pg_count
 
 from shardformer.errors import ConfigError, ShardFormerError
+from shardformer.process_group import leave_process_group
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ def serve(rank: int, threads: int, calls: connection.Connection, stack: connecti
         try:
             request: Request = pickle.loads(calls.recv_bytes())
         except EOFError:
+            leave_process_group()
             return
         _reset({**home, **request.env}, request.path, threads)
         calls.send_bytes(pickle.dumps(_answer(request.call)))
@@ -126,8 +128,7 @@ def serve(rank: int, threads: int, calls: connection.Connection, stack: connecti
 def join_group(store: str, imports: Sequence[str]) -> None:
     """Leave all groups, import what was asked for, and join a new default group that meets in the file ``store``."""
     gc.collect()  # what holds on to a group of the last call
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_process_group()
     for name in imports:
         importlib.import_module(name)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -7,12 +7,10 @@ slice along one axis through one rank, so rank 5 = (data 1, pipe 0, tensor 1) sh
 
 from __future__ import annotations
 
-import atexit
 import os
 import runpy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any
 
@@ -21,12 +19,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardformer.errors import ConfigError, LaunchError, nearest
+from shardformer.process_group import join_process_group
 
 AXES = ("data", "pipe", "sequence", "tensor")
-REMEDY_LAUNCH = (
-    "Start the script with `shardformer run --nproc_per_node 2 train.py` or torchrun, "
-    "or call torch.distributed.init_process_group before"
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +193,7 @@ def launch_from_torch(
         if sizes.get(name) is None:
             sizes[name] = size
     if not dist.is_initialized():
-        _init_process_group(backend, timeout_s)
+        join_process_group(local_device(), backend, timeout_s)
     if seed is None:
         seed = settings.get("seed")
     if seed is not None:
@@ -225,50 +220,6 @@ def launch(
 def launch_from_slurm(config: Mapping[str, Any] | str | None = None, **kwargs: Any) -> ParallelContext:
     """The same as ``launch_from_torch``, which reads SLURM's environment too."""
     return launch_from_torch(config, **kwargs)
-
-
-def _init_process_group(backend: str | None, timeout_s: float) -> None:
-    _environment_from_slurm()
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise LaunchError(
-            f"The environment of a launcher is missing: {', '.join(missing)}",
-            rule="Each process learns its rank and its peers from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
-            remedy=REMEDY_LAUNCH,
-        )
-    device = local_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    atexit.register(_leave_process_group)  # gloo's threads must end before the interpreter does, or it aborts
-
-
-def _leave_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _environment_from_slurm() -> None:
-    """Fills torch's variables from srun's where a launcher has not set them."""
-    env = os.environ
-    if "RANK" in env or "SLURM_PROCID" not in env:
-        return
-    first_host = env.get("SLURM_LAUNCH_NODE_IPADDR") or _first_slurm_host(env.get("SLURM_JOB_NODELIST", "127.0.0.1"))
-    env.setdefault("RANK", env["SLURM_PROCID"])
-    env.setdefault("WORLD_SIZE", env.get("SLURM_NTASKS", "1"))
-    env.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
-    env.setdefault("MASTER_ADDR", first_host)
-    # every task of a job computes the same port, and two jobs on a node seldom the same one
-    env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
-
-
-def _first_slurm_host(nodelist: str) -> str:
-    """``node[03-05,9],gpu1`` -> ``node03``."""
-    head, bracket, rest = nodelist.partition("[")
-    if not bracket or "," in head:
-        return nodelist.split(",")[0]
-    return head + rest.split("]")[0].split(",")[0].split("-")[0]
 
 
 def _read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:

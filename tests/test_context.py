@@ -17,12 +17,12 @@ from shardformer.context import (
     AXES,
     Axis,
     ParallelContext,
-    _first_slurm_host,
     launch,
     launch_from_slurm,
     launch_from_torch,
 )
 from shardformer.errors import ConfigError, LaunchError
+from shardformer.process_group import first_slurm_host
 from shardformer.pool import Pools, WorkerPool
 
 Place = dict[str, tuple[int, int, tuple[int, ...]]]
@@ -268,7 +268,7 @@ def test_launching_without_torchrun(pool2: WorkerPool, how: str) -> None:
     ],
 )
 def test_the_first_host_of_a_slurm_job(nodes: str, first: str) -> None:
-    assert _first_slurm_host(nodes) == first
+    assert first_slurm_host(nodes) == first
 
 
 @pytest.mark.parametrize("missing", [["RANK"], ["MASTER_ADDR", "MASTER_PORT"], ["RANK", "WORLD_SIZE"]], ids="+".join)

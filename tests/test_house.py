@@ -17,6 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the top: a module imports only from the floors above its own.
 FLOORS = [
     {"errors"},
+    {"process_group"},
     {"context", "layout"},
     {"comm"},
     {"pool", "samples"},

@@ -349,7 +349,11 @@ def test_workers_end_with_a_parent_that_is_killed_in_a_call(tmp_path: Path) -> N
 
 
 def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except FileNotFoundError:
-        return False
+    """Whether any thread of the process is: the first may have ended before the others."""
+    for status in Path(f"/proc/{pid}/task").glob("*/stat"):
+        try:
+            if status.read_text().rpartition(")")[2].split()[0] not in ("Z", "X"):
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return False

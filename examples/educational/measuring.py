@@ -80,7 +80,7 @@ def start(args: argparse.Namespace) -> ParallelContext:
 
 
 def report(model: nn.Module, recorder: Recorder, num_steps: int, context: ParallelContext) -> None:
-    """Prints on rank 0 what this rank holds and what a step makes it say, then leaves the group."""
+    """Prints on rank 0 what this rank holds and what a step makes it say."""
     if context.tensor.rank == 0:
         specs = param_specs(model)
         whole = sum(prod(specs[name].shape) for name, _ in model.named_parameters())
@@ -92,8 +92,6 @@ def report(model: nn.Module, recorder: Recorder, num_steps: int, context: Parall
                 value = f"{count / num_steps:g}, {wire_bytes / num_steps:,.0f} bytes ({purpose})"
                 rows.append((f"{what} a step", value))
         print("\n".join(f"{name:20} {value}" for name, value in rows), flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def variant_name(args: argparse.Namespace, size: int) -> str:

@@ -1,0 +1,87 @@
+"""Joining the processes that a launcher started, and leaving them so that the interpreter can end."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardformer.errors import LaunchError
+
+POLL_S = 0.01
+REST_S = 2.0  # threads that run on by then are the user's own
+
+
+def join_process_group(device: torch.device, backend: str | None, timeout_s: float) -> None:
+    """Initialises torch's default group from the environment that torchrun sets, or else from SLURM's.
+
+    Raises LaunchError when neither is there.
+    """
+    _environment_from_slurm()
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise LaunchError(
+            f"The environment of a launcher is missing: {', '.join(missing)}",
+            rule="Each process learns its rank and its peers from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+            remedy="Start the script with `shardformer run --nproc_per_node 2 train.py` or torchrun, "
+            "or call torch.distributed.init_process_group before",
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    atexit.register(leave_process_group)
+
+
+def leave_process_group() -> None:
+    """Destroys all groups, and waits for gloo's threads.
+
+    After a collective they free its tensors, for which they need the interpreter: one that asks for it while it ends is
+    unwound out of C++, and the process aborts with "terminate called without an active exception".
+    """
+    if not dist.is_initialized():
+        return
+    dist.destroy_process_group()
+    deadline = time.monotonic() + REST_S
+    time.sleep(POLL_S)  # gives the interpreter to a thread that waits for it
+    while _another_thread_runs() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+
+
+def _another_thread_runs() -> bool:
+    """Whether the system has given a thread beside the main one work to do; False where it does not tell."""
+    for status in Path("/proc/self/task").glob("*/stat"):
+        try:
+            state = status.read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended
+        if state == "R" and status.parent.name != str(os.getpid()):
+            return True
+    return False
+
+
+def _environment_from_slurm() -> None:
+    """Fills torch's variables from srun's where a launcher has not set them."""
+    env = os.environ
+    if "RANK" in env or "SLURM_PROCID" not in env:
+        return
+    first_host = env.get("SLURM_LAUNCH_NODE_IPADDR") or first_slurm_host(env.get("SLURM_JOB_NODELIST", "127.0.0.1"))
+    env.setdefault("RANK", env["SLURM_PROCID"])
+    env.setdefault("WORLD_SIZE", env.get("SLURM_NTASKS", "1"))
+    env.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
+    env.setdefault("MASTER_ADDR", first_host)
+    # every task of a job computes the same port, and two jobs on a node seldom the same one
+    env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
+
+
+def first_slurm_host(nodelist: str) -> str:
+    """``node[03-05,9],gpu1`` -> ``node03``."""
+    head, bracket, rest = nodelist.partition("[")
+    if not bracket or "," in head:
+        return nodelist.split(",")[0]
+    return head + rest.split("]")[0].split(",")[0].split("-")[0]
