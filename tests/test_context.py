@@ -22,8 +22,8 @@ from shardformer.context import (
     launch_from_torch,
 )
 from shardformer.errors import ConfigError, LaunchError
-from shardformer.process_group import first_slurm_host
 from shardformer.pool import Pools, WorkerPool
+from shardformer.process_group import first_slurm_host
 
 Place = dict[str, tuple[int, int, tuple[int, ...]]]
 
