@@ -74,7 +74,7 @@ def test_the_mlp_has_the_published_losses_and_half_the_memory_in_two(tmp_path: P
     assert [name for name, _, _ in two["phases"]] == ["build", "step 1", "step 2"]
     # Weights, gradients and Adam's two states of 32,768 numbers, and some of Adam's temporaries.
     assert max(one["memory_mb"]) > 4 * 32768 * 4 / 1e6
-    # Half of it, and up to three buffers of 33 kB that the profiler books late; one layer left whole would be 0.75.
+    # Half of it, and up to three buffers of 33 kB that a thread of gloo frees late; one layer left whole would be 0.75.
     assert max(two["memory_mb"]) < 0.66 * max(one["memory_mb"])
 
 
