@@ -36,13 +36,14 @@ class Traffic:
 class Axis:
     """One axis of the grid as this process sees it: its size, this process's rank on it, and the group along it.
 
-    ``group`` is None when the axis has size 1; collectives over such an axis do nothing.
+    ``group`` is a process group (or a ``Rehearsal``, which plays one), or None when the axis has size 1; collectives
+    over such an axis do nothing.
     """
 
     name: str
     size: int = 1
     rank: int = 0
-    group: dist.ProcessGroup | None = None
+    group: Any = None
     ranks: tuple[int, ...] = (0,)
     traffic: Traffic = field(default_factory=Traffic)
 

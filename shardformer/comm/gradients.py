@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
+from shardformer.comm.collectives import start_sum
 from shardformer.comm.recorder import bytes_of, record
 from shardformer.context import Axis
 
@@ -110,11 +110,12 @@ class _Bucket:
         had = [1.0 if e.is_new else 0.0 for e in self.entries]
         self.flat[total:] = torch.tensor(had, dtype=first.dtype, device=first.device)
         record("all_reduce", self.axis, bytes_of(self.flat), "gradients")
-        self.work = dist.all_reduce(self.flat, group=self.axis.group, async_op=True)
+        self.work = start_sum(self.flat, self.axis)
 
     def finish(self) -> None:
         assert self.flat is not None
-        self.work.wait()
+        if self.work is not None:
+            self.work.wait()
         total = self.flat.numel() - len(self.entries)
         # a gradient that arrived here needs no count, which a GPU would have to be waited for
         had = None if all(e.is_new for e in self.entries) else self.flat[total:].tolist()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from shardformer.comm.collectives import all_gather, broadcast, gather_objects
+from shardformer.comm.rehearsal import Rehearsal
 from shardformer.context import Axis, ParallelContext
 from shardformer.errors import ConfigError, LaunchError, ShardFormerError
 from shardformer.policies.config import ShardConfig
@@ -41,7 +42,8 @@ def agree_on_group(config: ShardConfig) -> ParallelContext:
         context = config.resolve_context()
     except ShardFormerError as error:
         problem = error
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    rehearsed = context is not None and isinstance(context.tensor.group, Rehearsal)
+    if dist.is_initialized() and dist.get_world_size() > 1 and not rehearsed:
         ranks = list(context.tensor.ranks) if context is not None else []
         kind = "the grid of launch_from_torch" if config.context is not None else "the process group"
         word = _Word(ranks, f"{kind} {ranks}", str(problem or ""))
