@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardformer.policies.policy import SubModuleReplacementDescription as SubModuleReplacementDescription
     from shardformer.policies.record import describe as describe
     from shardformer.policies.record import no_sync as no_sync
+    from shardformer.policies.registry import register as register
     from shardformer.policies.roles import MLP as MLP
     from shardformer.policies.roles import Attention as Attention
     from shardformer.policies.roles import RolePolicy as RolePolicy
@@ -62,6 +63,7 @@ _HOME = {
         "SubModuleReplacementDescription",
     ],
     "policies.record": ["describe", "no_sync"],
+    "policies.registry": ["register"],
     "policies.roles": ["MLP", "Attention", "RolePolicy", "Stack"],
     "policies.sharder": ["ModelSharder", "ShardFormer", "shard_model"],
 }

@@ -182,7 +182,7 @@ def launch_from_torch(
         config: a dict, or a Python file whose names are its keys, with ``parallel = dict(tensor=2, data=2)`` or
             ``parallel = dict(tensor=dict(size=2, mode="1d"))``; keyword arguments win over it.
         tensor, data: sizes of these axes; one left open takes what remains of the processes.
-        backend: a torch.distributed backend; by default gloo for the CPU and nccl for CUDA.
+        backend: a torch.distributed backend; by default gloo, and with CUDA nccl beside it.
         seed: seeds torch on every process, the same everywhere.
         timeout_s: after this many seconds a collective that not all processes joined is an error.
 
@@ -324,16 +324,23 @@ def _resolve_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
                 remedy=f"Leave {name} out, or use tensor=... and data=...",
             )
     tensor, data = sizes.get("tensor"), sizes.get("data")
+    fits = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+    for name, other, size in (("data", tensor, data), ("tensor", data, tensor)):
+        if size is not None and other is None and world % size:
+            raise ConfigError(
+                f"{name}={size} does not divide the number of processes, {world}",
+                rule="The sizes of the axes multiply to the number of processes",
+                remedy=f"Use {name}={fits.replace(', ', f' or {name}=')}, or start {size} processes or a multiple",
+            )
     if tensor is None:
         tensor = world // data if data else world
     if data is None:
         data = max(world // tensor, 1)
     if tensor * data != world:
-        fits = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
         raise ConfigError(
             f"tensor={tensor} times data={data} is not the number of processes, {world}",
             rule="The sizes of the axes multiply to the number of processes",
-            remedy=f"Use a tensor size of {fits}, or start {tensor * data} processes",
+            remedy=f"Leave one of them out (it takes what remains), or start {tensor * data} processes",
         )
     return {"data": data, "pipe": 1, "sequence": 1, "tensor": tensor}
 

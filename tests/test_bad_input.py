@@ -398,8 +398,9 @@ def _lay_grid(**sizes: Any) -> Refusal:
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"tensor": 3}, ("tensor=3", "number of processes, 2", "Use a tensor size of 1, 2", "start 3 processes")),
+        ({"tensor": 3}, ("tensor=3", "number of processes, 2", "Use tensor=1 or tensor=2", "start 3 processes")),
         ({"tensor": 2, "data": 2}, ("tensor=2 times data=2", "2", "start 4 processes")),
+        ({"data": 3}, ("data=3 does not divide", "Use data=1 or data=2", "start 3 processes")),
         ({"tensor": 0}, ("tensor=0", "one or more")),
         ({"config": {"parallel": {"tensr": 2}}}, ("'tensr'", "'tensor'")),
         ({"config": {"parallel": {"tensor": {"size": 2, "mode": "2d"}}}}, ("'2d'", "'1d'")),

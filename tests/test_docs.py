@@ -1,8 +1,12 @@
-"""The Python of the README runs as it stands there, on a small model."""
+"""The Python of the README and of docs/concepts.md runs as it stands there, on a small model."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,43 +16,71 @@ import torch
 from shardformer.pool import WorkerPool
 from shardformer.samples import Batches, Sample
 
-README = Path(__file__).parents[1] / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+CONCEPTS = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
 
 
-def _run_block(source: str, path: str) -> float:
-    import transformers
-
+def _run_block(source: str) -> float:
     import shardformer
 
     sample = Sample("gpt2")
     torch.manual_seed(0)
     names: dict[str, Any] = {
         "model": sample(),
-        "batches": [Batches(sample.head_class)(step) for step in range(2)],
         "shardformer": shardformer,
-        "transformers": transformers,
         "context": shardformer.launch_from_torch(),
     }
     if "describe" in source:
         names["model"] = shardformer.shard_model(names["model"])
-    exec(compile(source.replace("path/or/hub-id", path), str(README), "exec"), names)
-    loss = names["model"](**names["batches"][0]).loss
+    exec(compile(source, str(README), "exec"), names)
+    loss = names["model"](**Batches(sample.head_class)(0)).loss
     loss.backward()
     return float(loss.detach())
 
 
-@pytest.mark.parametrize("number", [i for i, b in enumerate(BLOCKS) if "verify" not in b])
-def test_a_block_of_the_readme_runs(pool4: WorkerPool, tmp_path: Path, number: int) -> None:
-    torch.manual_seed(0)
-    Sample("gpt2")().save_pretrained(tmp_path)  # type: ignore[operator]
-    losses = pool4.run(_run_block, BLOCKS[number], str(tmp_path))
+@pytest.mark.parametrize(
+    "number", [i for i, b in enumerate(BLOCKS) if "verify" not in b and "save_pretrained" not in b]
+)
+def test_a_block_of_the_readme_runs(pool4: WorkerPool, number: int) -> None:
+    losses = pool4.run(_run_block, BLOCKS[number])
     assert all(abs(loss - losses[0]) < 1e-5 for loss in losses)
+
+
+def test_the_readme_trains_as_the_script_that_it_names() -> None:
+    """tests/examples/test_train.py runs the script."""
+    (block,) = [b for b in BLOCKS if "save_pretrained" in b]
+    assert (ROOT / "examples" / "train.py").read_text(encoding="utf-8").endswith(block)
 
 
 def test_the_readme_verifies_a_model_of_ones_own() -> None:
     (block,) = [b for b in BLOCKS if "verify" in b]
     sample = Sample("gpt2")
-    names: dict[str, Any] = {"model_fn": sample, "batch_fn": Batches(sample.head_class)}
+    names: dict[str, Any] = {"__name__": "__main__", "model_fn": sample, "batch_fn": Batches(sample.head_class)}
     exec(compile(block, str(README), "exec"), names)
     assert names["report"].passed
+
+
+def test_the_command_with_a_config_file_runs(tmp_path: Path) -> None:
+    for text in re.findall(r"```python\n(.*?)```", CONCEPTS, flags=re.DOTALL):
+        (tmp_path / text.split("\n", 1)[0].removeprefix("# ")).write_text(text)
+    found = re.search(r"^shardformer (run .*--config config.py.*)$", CONCEPTS, re.MULTILINE)
+    assert found is not None
+    main = [sys.executable, "-c", "from shardformer.cli import main; main()", *shlex.split(found[1])]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PET_")}
+    done = subprocess.run(main, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"tensor {rank}/2, data 0/1: train" for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "page", [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "CHANGELOG.md"], ids=lambda page: page.name
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text(encoding="utf-8")):
+        path, _, part = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE) if part else []
+        assert not part or part in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings], target

@@ -151,7 +151,7 @@ def draw(curves: list[Curve], title: str, path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        print('No picture was drawn: it needs matplotlib, pip install "shardformer[plot]"')
+        print('No picture was drawn: it needs matplotlib, pip install -e ".[plot]" in the checkout')
         return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

@@ -2,8 +2,6 @@
 
 enter_block      forward identity         backward all-reduce        Megatron's f (Shoeybi et al. 2019, section 3)
 leave_block      forward all-reduce       backward identity          Megatron's g
-gather_sequence  forward all-gather       backward reduce-scatter    g-bar's partner (Korthikanti et al. 2022, 4.2.2)
-scatter_sequence forward reduce-scatter   backward all-gather
 split_sequence   forward take a stretch   backward all-gather        where what is outside is replicated
 join_sequence    forward all-gather       backward take a stretch
 """
@@ -16,8 +14,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
-from shardformer.comm.collectives import all_gather, all_reduce, reduce_scatter, take_stretch
+from shardformer.comm.collectives import all_gather, all_reduce, take_stretch
 from shardformer.context import Axis
 
 
@@ -28,6 +27,7 @@ class _EnterBlock(Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grad.clone(), ctx.axis), None
 
@@ -38,30 +38,9 @@ class _LeaveBlock(Function):
         return all_reduce(x.clone(), axis, purpose=purpose)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad, None, None
-
-
-class _GatherSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, full: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return all_gather(x, axis, dim, full)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return reduce_scatter(grad, ctx.axis, ctx.dim), None, None, None
-
-
-class _ScatterSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim, ctx.full = axis, dim, x.shape[dim]
-        return reduce_scatter(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grad, ctx.axis, ctx.dim, ctx.full), None, None
 
 
 class _SplitSequence(Function):
@@ -71,6 +50,7 @@ class _SplitSequence(Function):
         return take_stretch(x, axis, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(grad, ctx.axis, ctx.dim, ctx.full), None, None
 
@@ -82,6 +62,7 @@ class _JoinSequence(Function):
         return all_gather(x, axis, dim, full)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return take_stretch(grad, ctx.axis, ctx.dim), None, None, None
 
@@ -93,6 +74,7 @@ class _JoinSlices(Function):
         return all_gather(x, axis, dim, lengths=lengths, purpose="gather")
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         start = sum(ctx.lengths[: ctx.axis.rank])
         return grad.narrow(ctx.dim, start, ctx.lengths[ctx.axis.rank]).contiguous(), None, None, None
@@ -106,16 +88,6 @@ def enter_block(x: Tensor, axis: Axis) -> Tensor:
 def leave_block(x: Tensor, axis: Axis, purpose: str = "block") -> Tensor:
     """The sum of every rank's partial x leaves a block. Forward: one all-reduce of x."""
     return x if axis.size == 1 else _LeaveBlock.apply(x, axis, purpose)
-
-
-def gather_sequence(x: Tensor, axis: Axis, dim: int, full: int) -> Tensor:
-    """Stretches of the sequence enter a block as the whole. Forward all-gather, backward reduce-scatter."""
-    return x if axis.size == 1 else _GatherSequence.apply(x, axis, dim, full)
-
-
-def scatter_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Partial sums leave a block as stretches. Forward reduce-scatter, backward all-gather of x."""
-    return x if axis.size == 1 else _ScatterSequence.apply(x, axis, dim)
 
 
 def split_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:

@@ -40,13 +40,13 @@ class Entry:
     Args:
         scale: what a summand is multiplied by as it arrives; a number, or a tensor that broadcasts.
         shared: (dim, indices of the full dim held here, full shape) of a parameter some of whose slices others hold.
-        copies: by what the sum over ``axis`` is divided to give the mean; a number, or a tensor like the full shape.
+        divisor: by what the sum over ``axis`` is divided to give the mean; a number, or a tensor like the full shape.
     """
 
     param: Tensor
     axis: Axis
     scale: Tensor | float = 1
-    copies: Tensor | float = 1
+    divisor: Tensor | float = 1
     shared: tuple[int, Tensor, tuple[int, ...]] | None = None
     bucket: _Bucket | None = None
     changed: bool = False  # since the last mean
@@ -67,26 +67,26 @@ class Entry:
         if grad is None:
             out.zero_()
         elif self.shared is None:
-            torch.div(grad.reshape(-1), self.copies, out=out)
+            torch.div(grad.reshape(-1), self.divisor, out=out)
         else:
             dim, indices, shape = self.shared
             full = out.zero_().view(shape)
-            full.index_copy_(dim, indices, grad)
-            full.div_(self.copies)
+            full.index_copy_(dim, indices.to(grad.device), grad)
+            full.div_(self.divisor.to(full.device) if isinstance(self.divisor, Tensor) else self.divisor)
 
     def unpack(self, mean: Tensor) -> None:
         if self.shared is None:
             value = mean.view_as(self.param)
         else:
             dim, indices, shape = self.shared
-            value = mean.view(shape).index_select(dim, indices)
+            value = mean.view(shape).index_select(dim, indices.to(mean.device))
         if self.param.grad is None:
             self.param.grad = value.clone()
         else:
             self.param.grad.copy_(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
-        memo[id(self)] = twin = Entry(deepcopy(self.param, memo), self.axis, self.scale, self.copies, self.shared)
+        memo[id(self)] = twin = Entry(deepcopy(self.param, memo), self.axis, self.scale, self.divisor, self.shared)
         return twin
 
 

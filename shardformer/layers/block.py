@@ -16,7 +16,7 @@ very tensor computes all, and the others take their result; one that is given an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,111 +25,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves
 
 from shardformer.comm.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
-from shardformer.comm.conjugates import enter_block, join_sequence, split_sequence
+from shardformer.comm.conjugates import enter_block
 from shardformer.comm.ring import ring_gather, ring_scatter
 from shardformer.context import Axis
-from shardformer.errors import ConfigError
+from shardformer.errors import PolicyError
 from shardformer.layers.random_stream import RandomStream
-from shardformer.layout import even_bounds
+from shardformer.layers.sequence import SEQUENCE_DIM, SequenceRegion, with_first_tensor
 
 if TYPE_CHECKING:
     from shardformer.layers.linear import Linear1D_Col
-
-SEQUENCE_DIM = 1
-"""Every family of transformers has (batch, sequence, hidden)."""
-
-
-class SequenceRegion:
-    """A stack of layers between whose blocks each tensor rank holds a stretch of the sequence.
-
-    ``full`` is the length of the sequence that went in last; stretches are as even as can be.
-    """
-
-    def __init__(self, axis: Axis, *, overlap: bool = False, random: bool = False) -> None:
-        self.axis, self.overlap = axis, overlap
-        self.full = 0
-        self.active = False
-        self._lengths: list[int] = []
-        self._are_alike = False
-        self._stream = RandomStream(axis) if random else None
-        self._is_random = False
-
-    def split(self, x_BSH: Tensor, training: bool) -> Tensor:
-        """The stack's input (B, S, H) becomes this rank's stretch (B, s, H). Backward: one all-gather of B*S*H."""
-        self.full = x_BSH.shape[SEQUENCE_DIM]
-        # A decoding step is shorter than the axis and has no gradient: there is nothing to split. A checkpoint that
-        # will be recomputed has none either, but is in training.
-        self.active = training or torch.is_grad_enabled() or self.full >= self.axis.size
-        if not self.active:
-            return x_BSH
-        if self.full not in self._lengths:
-            near = [n for n in self._lengths if abs(n - self.full) < self.axis.size]
-            self._lengths.append(self.full)
-            self._are_alike = self._are_alike or bool(near)  # of two that near, some rank holds equal stretches
-        self._is_random = training
-        if self._stream is not None and training:
-            self._stream.enter(x_BSH)
-        return split_sequence(x_BSH, self.axis, SEQUENCE_DIM)
-
-    def enter_module(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before the first layer's forward: its first tensor argument is split."""
-        return _with_first_tensor(args, kwargs, lambda x: self.split(x, module.training))
-
-    def leave_module(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """After the forward of the last layer, or of the norm behind it: its (first) output is joined."""
-        if isinstance(output, tuple):
-            return (self.join(output[0]), *output[1:])
-        return self.join(output)
-
-    def recall(self, x_BsH: Tensor) -> None:
-        """In a recomputation under checkpointing: ``full`` becomes the length in the forward that is repeated.
-
-        Communicates one number, where that forward cannot be told by this rank's stretch alone.
-        """
-        if torch._C._current_graph_task_id() < 0:
-            return
-        self.active = True
-        if self._are_alike:
-            length = torch.tensor(x_BsH.shape[SEQUENCE_DIM], device=x_BsH.device)
-            self.full = int(start_all_reduce(length, self.axis, purpose="check").wait())
-            return
-        self.full = next((n for n in self._lengths if self._stretch(n) == x_BsH.shape[SEQUENCE_DIM]), self.full)
-
-    def _stretch(self, full: int) -> int:
-        bounds = even_bounds(full, self.axis.size)
-        return bounds[self.axis.rank + 1] - bounds[self.axis.rank]
-
-    def check(self, x_BsH: Tensor) -> None:
-        """Raises ConfigError when x is not this rank's stretch: gathering it would wait for bytes that never come."""
-        length = self._stretch(self.full)
-        if x_BsH.dim() != 3 or x_BsH.shape[SEQUENCE_DIM] != length:
-            raise ConfigError(
-                f"A block with sequence parallelism was given a tensor of shape {tuple(x_BsH.shape)}",
-                rule=f"Its input is (batch, {length}, hidden): this rank's stretch of {self.full} positions",
-                remedy="Switch off what cuts the sequence itself (chunk_size_feed_forward), or sequence parallelism",
-            )
-
-    def join(self, x_BsH: Tensor) -> Tensor:
-        """The stack's output becomes whole again. Forward: one all-gather of B*S*H."""
-        if not self.active:
-            return x_BsH
-        if self._stream is not None and self._is_random:
-            self._stream.leave()
-        return join_sequence(x_BsH, self.axis, SEQUENCE_DIM, self.full)
-
-
-def _with_first_tensor(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args and isinstance(args[0], Tensor):
-        return (change(args[0]), *args[1:]), kwargs
-    tensors = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
-    name = "hidden_states" if "hidden_states" in tensors else tensors[0]
-    return args, {**kwargs, name: change(kwargs[name])}
 
 
 @dataclass(eq=False)
@@ -141,6 +49,8 @@ class Block:
     random: bool = False
     columns: list[Linear1D_Col] = field(default_factory=list)
     _source: Tensor | None = None
+    _node: Any = None
+    _is_closed: bool = False
     _entered: Tensor | None = None
     _outputs: dict[int, Tensor] = field(default_factory=dict)
 
@@ -173,6 +83,7 @@ class Block:
         else:
             assert self.sequence is not None
             self._entered = self._gather(x, self.sequence)
+        self._node = None if self._is_closed else self._entered.grad_fn
         if training and self.random:
             self._stream.enter(x)
         return self._entered
@@ -181,7 +92,7 @@ class Block:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before a module's forward: its first tensor argument enters."""
-        return _with_first_tensor(args, kwargs, lambda x: self.enter(x, module.training))
+        return with_first_tensor(args, kwargs, lambda x: self.enter(x, module.training))
 
     def _gather(self, x: Tensor, sequence: SequenceRegion) -> Tensor:
         sequence.check(x)
@@ -213,6 +124,37 @@ class Block:
         memo[id(self)] = twin = Block(self.axis, deepcopy(self.sequence, memo), self.random)
         twin.columns = deepcopy(self.columns, memo)
         return twin
+
+    def check_closed(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """After the first forward with gradients of an entry module that holds the exit too.
+
+        Raises PolicyError when what entered goes around the exit: a residual inside the module. Every rank would have
+        its whole gradient, and the entry would add them up.
+        """
+        out = next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn is not None), None)
+        if self._is_closed or self._node is None or out is None:
+            return
+        self._is_closed = True
+        reached, seen = [out.grad_fn], set()
+        while reached:
+            node: Any = reached.pop()
+            if node is None or node in seen or type(node).__name__ == "RowExitBackward":
+                continue
+            if node is self._node:
+                raise PolicyError(
+                    f"The {type(module).__name__} hands on what entered a block beside the block's exit",
+                    rule="All that enters a block leaves by its row-parallel linear; a residual is added outside of it",
+                    remedy="Name a module inside of this one as `at`, such as the first of its columns",
+                )
+            seen.add(node)
+            reached += [following for following, _ in node.next_functions]
+        self._node = None
+
+    def abandon(self) -> None:
+        """Forgets a forward that an error broke off inside, and goes back to the random numbers outside."""
+        self._source = self._entered = None
+        self._outputs = {}
+        self._stream.leave()
 
     def leave(self, training: bool) -> None:
         """The row-parallel linear has been reached: what follows is outside of the block."""
@@ -272,6 +214,7 @@ class _Gathered(Function):
         return joined.view_as(joined)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return start_reduce_scatter(grad, ctx.axis, SEQUENCE_DIM).wait(), None, None
 
@@ -301,6 +244,7 @@ class _ColumnGroup(Function):
         return (visible, *outputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         seen, *weights = ctx.saved_tensors
         pending = None
@@ -368,6 +312,7 @@ class RowExit(Function):
         return start_reduce_scatter(matmul_in(x, weight, None, transposed), axis, SEQUENCE_DIM).wait()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         transposed, x_grad = ctx.transposed, None
@@ -387,6 +332,8 @@ class RowExit(Function):
         return x_grad, w_grad, None, None, None
 
 
-def register_entry(module: nn.Module, block: Block) -> Any:
+def register_entry(module: nn.Module, block: Block, *, holds_exit: bool = False) -> None:
     """Makes ``module`` the entry of ``block``: its first tensor argument enters before its forward runs."""
-    return module.register_forward_pre_hook(block.enter_module, with_kwargs=True)
+    module.register_forward_pre_hook(block.enter_module, with_kwargs=True)
+    if holds_exit:
+        module.register_forward_hook(block.check_closed)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardformer.comm.conjugates import join_slices, leave_block
 from shardformer.context import Axis
 from shardformer.errors import ConfigError, InputError
-from shardformer.layers.parallel_module import GroupLike, ParallelModule, check_divides
+from shardformer.layers.parallel_module import GroupLike, ParallelModule, check_divides, check_native
 from shardformer.layout import ShardSpec, Split
 
 
@@ -61,6 +61,7 @@ class _ParallelEmbedding(ParallelModule):
                 rule="It stands for an nn.Embedding",
                 remedy="Name the embedding itself in the policy",
             )
+        check_native(module, nn.Embedding)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
                 raise ConfigError(
@@ -68,7 +69,11 @@ class _ParallelEmbedding(ParallelModule):
                     rule="A table cut over ranks cannot renormalise, count or scatter rows that it does not hold",
                     remedy=f"Build the model without {option}, or leave this embedding whole",
                 )
-        return cls(module.num_embeddings, module.embedding_dim, process_group=process_group, native=module, **kwargs)
+        new = cls(module.num_embeddings, module.embedding_dim, process_group=process_group, native=module, **kwargs)
+        for table, hooks in vars(module).items():  # what they see is as before: whole (enable_input_require_grads)
+            if table.startswith(("_forward_", "_backward_")) and "hooks" in table:
+                setattr(new, table, hooks)
+        return new
 
     def extra_repr(self) -> str:
         local = "x".join(str(n) for n in self.weight.shape)

@@ -18,13 +18,13 @@ from shardformer.context import Axis
 from shardformer.errors import ConfigError
 from shardformer.layers.block import Block, RowExit, matmul_in, project_alone
 from shardformer.layers.logits import shard_logits
-from shardformer.layers.parallel_module import GroupLike, ParallelModule, check_divides
+from shardformer.layers.parallel_module import GroupLike, ParallelModule, check_divides, check_native
 from shardformer.layout import ShardSpec, Split
 
 
 def is_transposed(module: nn.Module) -> bool:
     """Whether a linear stores its weight (in, out), as transformers' Conv1D does."""
-    return type(module).__name__ == "Conv1D"
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -82,6 +82,7 @@ class _ParallelLinear(ParallelModule):
                 rule="It stands for an nn.Linear or a transformers Conv1D",
                 remedy="Name the linear itself in the policy, not the module around it",
             )
+        check_native(module, nn.Linear)
         weight = module.weight
         assert isinstance(weight, Tensor)
         in_features, out_features = weight.shape if is_transposed(module) else weight.shape[::-1]

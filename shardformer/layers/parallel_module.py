@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardformer.context import Axis
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, PolicyError
 from shardformer.layout import ShardSpec
 
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 GroupLike = Axis | dist.ProcessGroup | None
 
 
@@ -31,6 +32,11 @@ class ParallelModule(nn.Module, ABC):
     @abstractmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
         """The parallel module that stands for ``module``, whose parameters hold the full values."""
+        raise PolicyError(
+            f"{cls.__name__} has no from_native_module of its own",
+            rule="A target module makes itself of the native one: from_native_module(module, process_group, **kwargs)",
+            remedy="Write that classmethod",
+        )
 
     def hold(
         self, name: str, full: Tensor | None, spec: ShardSpec, shared: dict[int, nn.Parameter] | None = None
@@ -49,6 +55,30 @@ class ParallelModule(nn.Module, ABC):
                 shared[id(full)] = part
         self.register_parameter(name, part)
         self.shard_specs[name] = spec
+
+
+def check_native(module: nn.Module, *kinds: type[nn.Module]) -> None:
+    """Refuses a module that does something else than the class that a parallel layer stands for.
+
+    Raises ConfigError for a forward of its own, a weight that is computed (weight norm), and hooks.
+    """
+    forwards = {getattr(kind, "forward", None) for kind in kinds}
+    of_transformers = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
+    what = None
+    if (type(module).forward not in forwards and not of_transformers) or "forward" in vars(module):
+        what = "a forward of its own"
+    elif module._parameters.get("weight") is None:
+        what = "a weight that is computed of others"
+    elif isinstance(module, nn.Linear) and any(getattr(module, table) for table in HOOKS):
+        what = "hooks"
+    if what is not None:
+        raise ConfigError(
+            f"The {type(module).__module__}.{type(module).__name__} has {what}",
+            rule=f"A parallel layer stands for a plain {' or '.join(kind.__name__ for kind in kinds)} and does no more",
+            remedy="Register hooks after sharding"
+            if what == "hooks"
+            else "Leave this module whole, or name a class of your own whose from_native_module does what it does",
+        )
 
 
 def check_divides(what: str, size: int, axis: Axis) -> None:

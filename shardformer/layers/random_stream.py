@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardformer.comm.collectives import broadcast
+from shardformer.comm.collectives import broadcast_object
 from shardformer.context import Axis
 
 
@@ -34,8 +34,10 @@ class RandomStream:
 
 def align_random(axis: Axis, device: torch.device) -> None:
     """Gives all tensor ranks the random state of the first, which outside of blocks must be one."""
-    for generator in _generators(device):
-        generator.set_state(broadcast(generator.get_state(), axis))
+    if axis.size > 1:
+        states = broadcast_object([generator.get_state() for generator in _generators(device)], axis)
+        for generator, state in zip(_generators(device), states, strict=True):
+            generator.set_state(state)
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:

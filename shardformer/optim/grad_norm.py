@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardformer.comm.collectives import all_reduce
 from shardformer.comm.params import param_specs, tensor_axis
 from shardformer.context import Axis
+from shardformer.errors import ConfigError
 
 
 def clip_grad_norm_(
@@ -28,6 +29,12 @@ def clip_grad_norm_(
 
     Returns the norm before clipping, the same on all ranks. Communicates one all-reduce of one number over tensor.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"clip_grad_norm_ was given a {type(model).__name__}",
+            rule="The norm is that of all parts of the model's parameters, and the model knows what they are parts of",
+            remedy="Write clip_grad_norm_(model, max_norm), without .parameters()",
+        )
     total = grad_norm(model, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"The norm of the gradients is {total.item()}: they cannot be clipped")

@@ -10,18 +10,18 @@ from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from shardformer.comm.collectives import all_gather, broadcast, gather_objects
+from shardformer.comm.collectives import broadcast, checksum, gather_objects
 from shardformer.comm.rehearsal import Rehearsal
 from shardformer.context import Axis, ParallelContext
-from shardformer.errors import ConfigError, LaunchError, ShardFormerError
+from shardformer.errors import ConfigError, InputError, LaunchError, ShardFormerError
 from shardformer.policies.config import ShardConfig
 
 WORD = "shardformer/word"
+COME_S = 30.0
 BYSTANDER_S = 10.0
 """How long to wait for the word of processes outside of the group given: they may not shard anything at all."""
 
@@ -155,6 +155,29 @@ def agree(context: ParallelContext, make: Callable[[], T], lines_of: Callable[[T
     return made  # type: ignore[return-value]
 
 
+def wait_for_all(axis: Axis, call: str, count: int) -> None:
+    """Returns when all ranks of the axis have come to their ``count``-th ``call``: asked before its first collective.
+
+    A rank that does not come is in another collective or none, and theirs would meet this one's. The word goes through
+    the launcher's store.
+
+    Raises InputError when one has not come within ``COME_S`` seconds.
+    """
+    if axis.size == 1 or isinstance(axis.group, Rehearsal):
+        return
+    store, name = _get_default_store(), f"shardformer/{call}/{axis.ranks}/{count}"
+    store.set(f"{name}/{dist.get_rank()}", "here")
+    try:
+        store.wait([f"{name}/{rank}" for rank in axis.ranks], timedelta(seconds=COME_S))
+    except RuntimeError as error:  # DistStoreError is one; a FileStore raises it bare
+        absent = [str(rank) for rank in axis.ranks if not store.check([f"{name}/{rank}"])]
+        raise InputError(
+            f"Process {dist.get_rank()} called {call}, and within {COME_S:g} s process {', '.join(absent)} did not",
+            rule=f"All ranks of the {axis.name} axis give their parts, so all of them call {call}",
+            remedy="Call it outside of `if rank == 0:`; the first rank writes alone by itself",
+        ) from error
+
+
 def _said(problem: Exception | None) -> str | None:
     if problem is None or isinstance(problem, ShardFormerError):
         return str(problem) if problem else None
@@ -189,27 +212,19 @@ def model_lines(model: nn.Module) -> list[str]:
 
 
 def agree_on_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
-    """Makes every rank hold the first rank's weights and buffers, when samples of them show that they differ.
+    """Makes every rank hold the first rank's weights and buffers, when their checksums differ.
 
-    Returns notes of what was done. Communicates one gather of a few numbers a tensor; the tensors only if they differ.
+    Returns notes of what was done. Communicates two numbers a tensor; the tensors only if they differ.
     """
     tensors = [t for t in [*model.parameters(), *model.buffers()] if t.numel()]
     notes = []
     for axis in axes:
         if axis.size == 1 or not tensors:
             continue
-        mine = torch.stack([_sample(t) for t in tensors])[None]
-        every = all_gather(mine, axis, 0, purpose="check")
-        if bool((every == every[0]).all()):
+        every = gather_objects([checksum(t) for t in tensors], axis)
+        if all(theirs == every[0] for theirs in every):
             continue
         for t in tensors:
             broadcast(t.data, axis)
         notes.append(f"The {axis.name} ranks held different weights: all took those of rank 0.")
     return notes
-
-
-def _sample(t: Tensor) -> Tensor:
-    flat: Any = t.detach().reshape(-1)
-    some = flat[:: max(flat.numel() // 1024, 1)][:2048].cpu().double().nan_to_num()
-    weights = torch.arange(1, some.numel() + 1, dtype=torch.float64)
-    return torch.stack([some.sum(), (some * weights.cos()).sum()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +49,14 @@ class ShardConfig:
     context: ParallelContext | None = None
 
     def __post_init__(self) -> None:
-        self.extra_kwargs = dict(self.extra_kwargs or {})
+        if not isinstance(self.extra_kwargs, Mapping):
+            raise ConfigError(
+                f"extra_kwargs={self.extra_kwargs!r:.80}",
+                rule=f"It is a dict of {', '.join(EXTRA_KWARGS)}",
+                remedy="Write extra_kwargs={'check_inputs': False}, or leave it out",
+            )
+        self.extra_kwargs = dict(self.extra_kwargs)
+        self._check_kinds()
         if self.enable_all_optimization:
             self.enable_fused_normalization = self.enable_flash_attention = self.enable_jit_fused = True
             if self.enable_tensor_parallelism:
@@ -84,6 +92,22 @@ class ShardConfig:
                     rule=f"It takes {', '.join(EXTRA_KWARGS)}",
                     remedy=nearest(name, EXTRA_KWARGS),
                 )
+
+    def _check_kinds(self) -> None:
+        switches = {n: getattr(self, n) for n in self.__dataclass_fields__ if n.startswith("enable_")}
+        switches["check_inputs"] = self.extra_kwargs.get("check_inputs", True)
+        wrong = next((n for n, value in switches.items() if not isinstance(value, bool)), None)
+        if wrong is not None:
+            raise ConfigError(
+                f"{wrong}={switches[wrong]!r}", rule="It is on or off", remedy=f"Write {wrong}=True or False"
+            )
+        size = self.extra_kwargs.get("bucket_bytes", 1)
+        if type(size) is not int or size < 1:
+            raise ConfigError(
+                f"bucket_bytes={size!r}",
+                rule="It is a number of bytes, one or more",
+                remedy="Write 25 * 2**20 for 25 MB, or leave it out",
+            )
 
     def resolve_context(self) -> ParallelContext:
         """The grid to shard over: the one given, one around the group given, or all processes as the tensor axis."""

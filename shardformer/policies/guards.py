@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import all_gather, gather_objects
+from shardformer.comm.collectives import checksum, gather_objects
 from shardformer.comm.params import gather_param, param_specs
 from shardformer.context import Axis
 from shardformer.errors import ConfigError, InputError
+from shardformer.policies.agree import wait_for_all
 from shardformer.policies.config import ShardConfig
 from shardformer.policies.record import ShardRecord, record_of
 
@@ -29,23 +30,31 @@ def guard_model(model: nn.Module, record: ShardRecord, config: ShardConfig) -> N
 
 
 class _Guard:
-    """Before a forward: gradients are hooked, and once the tensor ranks compare what they were fed."""
+    """Before a forward: what an error broke off is forgotten, gradients are hooked; once, inputs are compared."""
 
     def __init__(self, model: nn.Module, record: ShardRecord, config: ShardConfig) -> None:
         self._record, self._config = record, config
         self._compared = not config.extra_kwargs.get("check_inputs", True) or record.context.tensor.size == 1
+        self._known = False
+        self._is_cut = config.enable_tensor_parallelism and record.context.tensor.size > 1
         model.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch._C._current_graph_task_id() < 0:  # not a recomputation in a backward
+            for edge in self._record.edges:
+                edge.abandon()
         if self._record.averager is not None:
             self._record.averager.refresh()
         self._refuse_outputs(model, kwargs)
+        if not self._known:
+            self._known = True
+            _refuse_new_parameters(model, self._record)
         if not self._compared:
             self._compared = True
             compare_inputs([*args, *kwargs.values()], self._record.context.tensor)
 
     def _refuse_outputs(self, model: nn.Module, kwargs: dict[str, Any]) -> None:
-        if self._record.context.tensor.size == 1:
+        if not self._is_cut:
             return
         settings = getattr(model, "config", None)
         for name, when in (
@@ -62,13 +71,20 @@ class _Guard:
                 )
 
 
+def _refuse_new_parameters(model: nn.Module, record: ShardRecord) -> None:
+    count = len(list(model.parameters()))  # names may change: by a wrapper around a layer
+    if count > record.num_parameters:
+        raise ConfigError(
+            f"This {type(model).__name__} has {count} parameters, and had {record.num_parameters} when it was sharded",
+            rule="Weights are compared, cut and their gradients agreed on between ranks when a model is sharded",
+            remedy="Build the whole model first, with its new head or its adapters, and shard it then",
+        )
+
+
 def compare_inputs(values: list[Any], axis: Axis) -> None:
-    """Raises InputError on every rank when the tensor ranks were not fed the same tensors. One small all-gather."""
-    marks = [_mark(v) for v in values if isinstance(v, Tensor)]
-    mine = torch.stack(marks)[None] if marks else torch.zeros(1, 1, 3, dtype=torch.float64)
-    counts = gather_objects(mine.shape[1], axis)
-    same = len(set(counts)) == 1 and bool((lambda e: (e == e[0]).all())(all_gather(mine, axis, 0, purpose="check")))
-    if not same:
+    """Raises InputError on every rank when the tensor ranks were not fed the same. A few numbers are gathered."""
+    every = gather_objects([checksum(v) for v in values if isinstance(v, Tensor)], axis)
+    if any(theirs != every[0] for theirs in every):
         raise InputError(
             f"The {axis.size} tensor ranks were fed different batches",
             rule="Tensor ranks compute one batch together; only data ranks have batches of their own",
@@ -76,18 +92,15 @@ def compare_inputs(values: list[Any], axis: Axis) -> None:
         )
 
 
-def _mark(t: Tensor) -> Tensor:
-    flat = t.detach().reshape(-1).cpu().double().nan_to_num()
-    weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64).cos()
-    return torch.stack([torch.tensor(float(t.numel()), dtype=torch.float64), flat.sum(), (flat * weights).sum()])
-
-
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The plain model's state dict: every parameter and buffer whole, on the CPU, on every rank.
 
     All ranks of the tensor axis call it. Communicates one all-gather a sharded parameter.
     """
-    axis, specs = record_of(model).context.tensor, param_specs(model)
+    record = record_of(model)
+    record.gathers += 1
+    axis, specs = record.context.tensor, param_specs(model)
+    wait_for_all(axis, "full_state_dict or save_pretrained", record.gathers)
     known: dict[int, Tensor] = {}
     out = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -102,11 +115,25 @@ def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
     """As on the plain model: full weights, written by the first rank. All ranks call it."""
     context = record_of(self).context
     state = kwargs.pop("state_dict", None) or full_state_dict(self)
+    wait_for_all(context.data, "save_pretrained", record_of(self).gathers)
+    problem: Exception | None = None
     if context.tensor.rank == 0 and context.data.rank == 0:
         native: Callable[..., None] = type(self).save_pretrained
-        native(self, save_directory, state_dict=state, **kwargs)
+        try:
+            native(self, save_directory, state_dict=state, **kwargs)
+        except Exception as error:
+            problem = error
+    said = [str(problem) if problem else ""]
     for axis in (context.tensor, context.data):
-        gather_objects(None, axis)
+        said = [word for words in gather_objects(said, axis) for word in words]
+    if problem is not None:
+        raise problem
+    if any(said):
+        raise InputError(
+            f"The first rank could not write to {save_directory!r}: {max(said)}",
+            rule="The first rank writes for all",
+            remedy="Give a folder that it can write to",
+        )
 
 
 def _refuse_resize(self: Any, *args: Any, **kwargs: Any) -> None:

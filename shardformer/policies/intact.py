@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.layout import ShardSpec
+from shardformer.policies.plan import Plan
 from shardformer.policies.record import ATTRIBUTE
 
 
@@ -29,6 +32,21 @@ def check_plain(model: nn.Module) -> None:
             rule="Each rank keeps its part of the values, and on the meta device there are none",
             remedy="Build the model outside of torch.device('meta'), or load its weights, and then shard it",
         )
+
+
+def check_unheld(model: nn.Module, plan: Plan) -> None:
+    """Raises ConfigError when an optimizer holds a parameter that is to be cut: it would go on with the whole one."""
+    cut = {id(p): f"{path}.{n}" for path, m, _ in plan.replacements() for n, p in m.named_parameters(recurse=False)}
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), Optimizer):
+            continue
+        held = [cut[id(p)] for group in thing.param_groups for p in group["params"] if id(p) in cut]
+        if held:
+            raise ConfigError(
+                f"An optimizer, {type(thing).__name__}, holds {held[0]!r} of this {type(model).__name__}",
+                rule="Sharding puts parts in the place of parameters, and an optimizer trains what it was given",
+                remedy="Shard the model first, then make the optimizer of model.parameters()",
+            )
 
 
 def check_layouts(model: nn.Module, rank: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.errors import PolicyError, nearest
+from shardformer.errors import ConfigError, PolicyError, nearest
 from shardformer.layers.linear import is_linear
 from shardformer.layout import Split
 from shardformer.policies.policy import (
@@ -98,6 +98,7 @@ def make_plan(model: nn.Module, policy: Policy) -> Plan:
         for block in target.description.blocks or []:
             _check_block(target, block)
         _check_attributes(target)
+        _check_counts(target, policy.axis.size)
     for stack in plan.stacks:
         for needed in (stack.layers, stack.final_norm, stack.context[0] if stack.context else None):
             if needed is not None:
@@ -231,6 +232,22 @@ def _check_attributes(target: Target) -> None:
                 f"There is no method {name!r} on {target.path or 'the model'!r} ({type(target.module).__name__})",
                 rule="A method that is replaced exists",
                 remedy=nearest(name, [n for n in dir(target.module) if not n.startswith("_")]),
+            )
+
+
+def _check_counts(target: Target, size: int) -> None:
+    """A count of heads that is divided with a remainder, beside features that are cut evenly: heads would be torn."""
+    default_cut = [s for s in target.description.sub_module_replacement or [] if "split" not in (s.kwargs or {})]
+    for name, value in (target.description.attribute_replacement or {}).items():
+        owner_path, _, attribute = name.rpartition(".")
+        before = getattr(target.owner(owner_path), attribute)
+        evenly = [s.suffix for s in default_cut if f"{s.suffix}.".startswith(f"{owner_path}." if owner_path else "")]
+        if type(before) is int and type(value) is int and before % size and value == before // size and evenly:
+            fits = ", ".join(str(n) for n in range(1, before + 1) if before % n == 0)
+            raise ConfigError(
+                f"A tensor size of {size} makes {name} {value}, which was {before}, and cuts {evenly[0]!r} evenly",
+                rule="What an attribute counts is cut whole: the tensor size divides it",
+                remedy=f"Use a tensor size of {fits}, or a RolePolicy, which cuts uneven numbers of heads",
             )
 
 

@@ -14,6 +14,8 @@ from shardformer.comm.gradients import GradientAverager
 from shardformer.comm.params import param_specs
 from shardformer.context import ParallelContext
 from shardformer.errors import ConfigError
+from shardformer.layers.block import Block
+from shardformer.layers.sequence import SequenceRegion
 from shardformer.policies.listing import percent, table, whole_rows
 
 ATTRIBUTE = "_shardformer_record"
@@ -39,6 +41,10 @@ class ShardRecord:
         options: the options of the config.
         replacements: in the order in which they were made.
         notes: things worth knowing, such as which attention kernel was chosen.
+        averager: what agrees on gradients with other ranks.
+        edges: where the tensor-parallel regions begin and end.
+        num_parameters: how many tensors the model trained when it was sharded.
+        gathers: how often its full weights were asked for.
     """
 
     context: ParallelContext
@@ -47,6 +53,9 @@ class ShardRecord:
     replacements: list[Replacement] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     averager: GradientAverager | None = None
+    edges: list[Block | SequenceRegion] = field(default_factory=list)
+    num_parameters: int = 0
+    gathers: int = 0
 
     def add(self, path: str, before: Any, after: Any, kind: str = "module") -> None:
         self.replacements.append(Replacement(path, _name(before), _name(after), kind))

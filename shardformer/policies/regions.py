@@ -9,18 +9,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from shardformer.comm.conjugates import enter_block
 from shardformer.comm.gradients import BUCKET_BYTES, Entry, GradientAverager
 from shardformer.comm.params import param_specs
 from shardformer.context import Axis, ParallelContext
 from shardformer.errors import PolicyError
-from shardformer.layers.block import Block, SequenceRegion
+from shardformer.layers.block import Block
 from shardformer.layers.parallel_module import ParallelModule
+from shardformer.layers.sequence import SequenceRegion
 from shardformer.layout import ShardSpec
 from shardformer.policies.config import ShardConfig
 from shardformer.policies.plan import Plan
 from shardformer.policies.policy import StackDescription
+
+READ_LIBRARIES = ("torch", "transformers", "shardformer")
+"""Where dropout is a module or a field of the config."""
 
 
 def register_stack(model: nn.Module, stack: StackDescription, axis: Axis, region: SequenceRegion | None) -> None:
@@ -57,12 +62,18 @@ def _register_context(module: nn.Module, name: str, axis: Axis) -> None:
 
 
 def uses_dropout(model: nn.Module) -> bool:
-    """Whether the model draws random numbers when it trains: a dropout module, or a dropout field of its config."""
-    if any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):
-        return True
-    config = getattr(model, "config", None)
-    fields = vars(config) if config is not None else {}
-    return any(("drop" in name) and isinstance(v, float) and v > 0 for name, v in fields.items())
+    """Whether the model may draw random numbers when it trains.
+
+    Of transformers' own classes the dropout modules and the config tell; any other class may call a function for it.
+    """
+    for module in model.modules():
+        if type(module).__module__.partition(".")[0] not in READ_LIBRARIES or getattr(module, "drop_prob", None):
+            return True
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            return True
+    configs = [c for m in model.modules() if (c := getattr(m, "config", None)) is not None]
+    fields = [item for c in {id(c): c for c in configs}.values() for item in vars(c).items()]
+    return any("drop" in name and isinstance(v, float) and v > 0 for name, v in fields)
 
 
 def average_gradients(
@@ -126,10 +137,10 @@ def _entry(param: Tensor, spec: ShardSpec, is_partial: bool, tensor: Axis, data:
     held_by = spec.multiplicity(tensor.rank)
     if isinstance(held_by, Tensor):
         dim, split = next(iter(spec.splits.items()))
-        copies = torch.tensor(split.multiplicity, dtype=torch.float64) * data.size
+        divisor = torch.tensor(split.multiplicity, dtype=torch.float64) * data.size
         shape = [-1 if d == dim else 1 for d in range(len(spec.shape))]
         shared = (dim, split.indices(tensor.rank), tuple(spec.shape))
-        return Entry(param, both, held_by.double(), copies.reshape(shape), shared)
+        return Entry(param, both, held_by.double(), divisor.reshape(shape), shared)
     if is_partial:
         return Entry(param, both, tensor.size, tensor.size * data.size)
     return Entry(param, data, 1, data.size) if data.size > 1 else None

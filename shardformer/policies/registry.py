@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from shardformer.errors import PolicyError, nearest
+from shardformer.policies.config import ShardConfig
 from shardformer.policies.policy import Policy
 
 
@@ -45,7 +46,7 @@ EXAMPLE = """
 
     class MyPolicy(RolePolicy):
         stack = Stack("layers", [                # the ModuleList of layers; what follows stands in each of them
-            Attention("attn", q="q", k="k", v="v", out="o"),
+            Attention("attn", q="q", k="k", v="v", out="o", attributes={"num_heads": "heads"}),
             MLP("mlp", up="fc1", down="fc2"),
         ])
         embeddings = "embed"                     # over the vocabulary
@@ -53,6 +54,25 @@ EXAMPLE = """
 
     model = shardformer.shard_model(model, policy=MyPolicy)
 """
+
+
+_REGISTERED: dict[str, type[Policy]] = {}
+
+
+def register(model_type: str, policy: type[Policy]) -> None:
+    """Makes ``policy`` the one of a family for the rest of this process, before a registered one of ours.
+
+    Args:
+        model_type: as the family's transformers config names it.
+        policy: a subclass of Policy.
+    """
+    if not (isinstance(policy, type) and issubclass(policy, Policy)):
+        raise PolicyError(
+            f"register({model_type!r}, {policy!r:.80})",
+            rule="A family's policy is a subclass of shardformer.Policy",
+            remedy="Give the class itself",
+        )
+    _REGISTERED[model_type] = policy
 
 
 def resolve_policy(model: nn.Module, policy: Policy | type[Policy] | None) -> tuple[Policy, str]:
@@ -65,12 +85,16 @@ def resolve_policy(model: nn.Module, policy: Policy | type[Policy] | None) -> tu
             raise PolicyError(
                 f"policy={policy!r:.80}",
                 rule="A policy is an instance or a subclass of shardformer.Policy",
-                remedy="Derive the class from shardformer.Policy or shardformer.RolePolicy",
+                remedy="Write config=... for a ShardConfig"
+                if isinstance(policy, ShardConfig)
+                else "Derive the class from shardformer.Policy or shardformer.RolePolicy",
             )
         chosen = policy() if isinstance(policy, type) else policy
         return chosen, f"the user's policy {type(chosen).__name__}"
     config: Any = getattr(model, "config", None)
     family = getattr(config, "model_type", None)
+    if isinstance(family, str) and family in _REGISTERED:
+        return _REGISTERED[family](), f"the policy registered by the user for {family!r}"
     if isinstance(family, str) and family in FAMILIES:
         return FAMILIES[family].load()(), f"the registered family {family!r}"
     tried = f"its config names the model type {family!r}" if family else "it has no config with a model type"

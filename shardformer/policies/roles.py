@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from shardformer.errors import ConfigError, PolicyError, nearest
 from shardformer.layers.embedding import Embedding1D, VocabParallelEmbedding1D
-from shardformer.layers.linear import Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D, is_linear, is_transposed
+from shardformer.layers.linear import Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
 from shardformer.layout import Split
 from shardformer.policies.heads import HeadLayout
+from shardformer.policies.paths import existing, features_of, find, join, linear_at, module_at, no_match, relative
 from shardformer.policies.policy import (
     BlockDescription,
     ModuleKey,
@@ -26,6 +28,8 @@ from shardformer.policies.policy import (
     StackDescription,
     SubModuleReplacementDescription,
 )
+
+COUNTED = ("heads", "kv_heads", "groups", "width")
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,15 @@ class Attention:
     attributes: Mapping[str, str] = field(default_factory=dict)
     tables: Sequence[str] = ()
     optional: bool = False
+
+    def __post_init__(self) -> None:
+        for attribute, kind in self.attributes.items():
+            if kind not in COUNTED:
+                raise PolicyError(
+                    f"attributes={{{attribute!r}: {kind!r}}} of the attention {self.at!r}",
+                    rule=f"An attribute counts {', '.join(COUNTED)}",
+                    remedy=nearest(str(kind), COUNTED),
+                )
 
 
 @dataclass(frozen=True)
@@ -114,6 +127,18 @@ class RolePolicy(Policy):
     num_heads: int | str = "num_attention_heads"
     num_kv_heads: int | str = "num_key_value_heads"
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        known = dir(RolePolicy)
+        for name in vars(cls):
+            close = get_close_matches(name, [n for n in known if n[:1] != "_"], cutoff=0.8)
+            if name not in known and close:
+                raise PolicyError(
+                    f"{cls.__name__} says {name!r}",
+                    rule="A table has stack, embeddings, head, whole, num_heads and num_kv_heads",
+                    remedy=f"Did you mean {close[0]!r}? A name that is less like it is left alone",
+                )
+
     @property
     def base(self) -> str:
         """Path of the base model inside the model that was given; empty when it is the base model itself."""
@@ -123,8 +148,8 @@ class RolePolicy(Policy):
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
         out: dict[ModuleKey, ModulePolicyDescription] = {"": self._outside()}
         for stack in self._present_stacks():
-            path = _join(self.base, stack.layers)
-            layer = _module(self.model, f"{path}.0")
+            path = join(self.base, stack.layers)
+            layer = module_at(self.model, f"{path}.0")
             found = [self._block(block, layer, path) for block in stack.blocks]
             present = [description for description in found if description is not None]
             out[f"{path}.*"] = _merged(present)
@@ -133,34 +158,34 @@ class RolePolicy(Policy):
     def stacks(self) -> list[StackDescription]:
         return [
             StackDescription(
-                _join(self.base, s.layers),
-                _join(self.base, s.final_norm) if s.final_norm else None,
-                (_join(self.base, s.context[0]), s.context[1]) if s.context else None,
+                join(self.base, s.layers),
+                join(self.base, s.final_norm) if s.final_norm else None,
+                (join(self.base, s.context[0]), s.context[1]) if s.context else None,
             )
             for s in self._present_stacks()
         ]
 
     def replicated(self) -> list[str]:
-        base = _module(self.model, self.base)
+        base = module_at(self.model, self.base)
         known = {name for name, _ in [*base.named_modules(), *base.named_parameters()]}
         for path in self.whole:
             if not path.endswith("?") and path not in known:
-                raise _no_match(self.base, path, base)
-        return [_join(self.base, path.rstrip("?")) for path in self.whole]
+                raise no_match(self.base, path, base)
+        return [join(self.base, path.rstrip("?")) for path in self.whole]
 
     def _present_stacks(self) -> list[Stack]:
         stacks = [self.stack] if isinstance(self.stack, Stack) else list(self.stack)
-        return [s for s in stacks if not s.optional or _find(self.model, _join(self.base, s.layers)) is not None]
+        return [s for s in stacks if not s.optional or find(self.model, join(self.base, s.layers)) is not None]
 
     def _outside(self) -> ModulePolicyDescription:
         embeddings = [self.embeddings] if isinstance(self.embeddings, str) else self.embeddings
         heads = [self.head] if isinstance(self.head, str) else self.head
         for path in embeddings:
-            if not path.endswith("?") and _find(self.model, _join(self.base, path)) is None:
-                raise _no_match(self.base, path, _module(self.model, self.base))
+            if not path.endswith("?") and find(self.model, join(self.base, path)) is None:
+                raise no_match(self.base, path, module_at(self.model, self.base))
         subs = [
             SubModuleReplacementDescription(
-                _join(self.base, path.rstrip("?")), VocabParallelEmbedding1D, ignore_if_not_exist=path.endswith("?")
+                join(self.base, path.rstrip("?")), VocabParallelEmbedding1D, ignore_if_not_exist=path.endswith("?")
             )
             for path in embeddings
         ]
@@ -168,21 +193,21 @@ class RolePolicy(Policy):
         return ModulePolicyDescription(sub_module_replacement=subs)
 
     def _block(self, block: Attention | MLP, layer: nn.Module, path: str) -> ModulePolicyDescription | None:
-        at = _find(layer, block.at)
+        at = find(layer, block.at)
         if at is None:
             if block.optional:
                 return None
-            raise _no_match(f"{path}.*", block.at, layer)
+            raise no_match(f"{path}.*", block.at, layer)
         if isinstance(block, MLP):
             return self._mlp(block, layer, path)
         return self._attention(block, layer, path)
 
     def _mlp(self, mlp: MLP, layer: nn.Module, path: str) -> ModulePolicyDescription:
-        ups = _existing([mlp.up] if isinstance(mlp.up, str) else mlp.up, mlp.at, layer, path)
-        down = _relative(mlp.at, mlp.down)
-        width = _features(_linear(layer, down, path), out=False)
+        ups = existing([mlp.up] if isinstance(mlp.up, str) else mlp.up, mlp.at, layer, path)
+        down = relative(mlp.at, mlp.down)
+        width = features_of(linear_at(layer, down, path), out=False)
         for up in ups:
-            features = _features(_linear(layer, up, path), out=True)
+            features = features_of(linear_at(layer, up, path), out=True)
             if features != mlp.fused * width:
                 raise PolicyError(
                     f"{path}.*.{up} has {features} output features, {path}.*.{down} has {width} input features",
@@ -204,7 +229,7 @@ class RolePolicy(Policy):
 
     def _attention(self, attention: Attention, layer: nn.Module, path: str) -> ModulePolicyDescription:
         def full(name: str | None) -> str | None:
-            return None if name is None else _relative(attention.at, name)
+            return None if name is None else relative(attention.at, name)
 
         layout = self._head_layout(attention, layer, path)
         rank = self.axis.rank
@@ -236,7 +261,7 @@ class RolePolicy(Policy):
             *(description.sub_module_replacement or []),
             *(
                 SubModuleReplacementDescription(
-                    _relative(attention.at, table.rstrip("?")),
+                    relative(attention.at, table.rstrip("?")),
                     Embedding1D,
                     {"split": layout.table_split, "gather_output": False},
                     ignore_if_not_exist=table.endswith("?"),
@@ -275,7 +300,7 @@ class RolePolicy(Policy):
             )
         num_kv_heads = self._count("num_kv_heads") or num_heads
         where, at = f"{path}.*.{attention.at}", attention.at
-        width = _features(_linear(layer, _relative(at, attention.out), path), out=False)
+        width = features_of(linear_at(layer, relative(at, attention.out), path), out=False)
         _check_heads(where, attention.out, width, num_heads, 1)
         head_dim = width // num_heads
         if not attention.interleaved:
@@ -283,7 +308,7 @@ class RolePolicy(Policy):
             counts = {attention.q: num_heads, attention.k: kv, attention.v: kv, attention.kv: 2 * kv}
             for given, count in {**counts, attention.qkv: num_heads + 2 * kv}.items():
                 if given is not None:
-                    features = _features(_linear(layer, _relative(at, given), path), out=True)
+                    features = features_of(linear_at(layer, relative(at, given), path), out=True)
                     _check_heads(where, given, features, count, head_dim)
         return HeadLayout(num_heads, num_kv_heads, head_dim, self.axis.size)
 
@@ -324,68 +349,3 @@ def _merged(descriptions: Sequence[ModulePolicyDescription]) -> ModulePolicyDesc
         out.sub_module_replacement += d.sub_module_replacement or []
         out.blocks += d.blocks or []
     return out
-
-
-def _join(*parts: str) -> str:
-    return ".".join(p for p in parts if p)
-
-
-def _relative(at: str, name: str) -> str:
-    return name[1:] if name.startswith(".") else _join(at, name)
-
-
-def _find(module: nn.Module, path: str) -> nn.Module | None:
-    for part in path.split(".") if path else []:
-        child = module._modules.get(part)
-        if child is None:
-            return None
-        module = child
-    return module
-
-
-def _module(module: nn.Module, path: str) -> nn.Module:
-    found = _find(module, path)
-    if found is None:
-        raise _no_match("", path, module)
-    return found
-
-
-def _existing(names: Sequence[str], at: str, layer: nn.Module, path: str) -> list[str]:
-    out = []
-    for name in names:
-        full = _relative(at, name.rstrip("?"))
-        if _find(layer, full) is not None:
-            out.append(full)
-        elif not name.endswith("?"):
-            raise _no_match(f"{path}.*", full, layer)
-    if not out:
-        raise _no_match(f"{path}.*", _relative(at, names[0].rstrip("?")), layer)
-    return out
-
-
-def _linear(layer: nn.Module, name: str, path: str) -> nn.Module:
-    found = _find(layer, name)
-    if found is None:
-        raise _no_match(f"{path}.*", name, layer)
-    if not is_linear(found):
-        raise PolicyError(
-            f"{path}.*.{name} is a {type(found).__name__}",
-            rule="Columns and rows are nn.Linear or transformers' Conv1D",
-            remedy="Name the linear itself",
-        )
-    return found
-
-
-def _features(module: nn.Module, *, out: bool) -> int:
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return int(weight.shape[int(out == is_transposed(module))])
-
-
-def _no_match(where: str, name: str, inside: nn.Module) -> PolicyError:
-    return PolicyError(
-        f"There is no module {_join(where, name)!r}",
-        rule="Every rule of a policy matches a module",
-        remedy=nearest(name, [n for n, _ in inside.named_modules() if n])
-        + " Where some models lack it, end the path with a ?, or give the block or stack optional=True",
-    )

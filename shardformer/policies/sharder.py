@@ -9,15 +9,16 @@ from torch import Tensor, nn
 
 from shardformer.context import ParallelContext, launch_from_torch
 from shardformer.errors import ConfigError, PolicyError, nearest
-from shardformer.layers.block import Block, SequenceRegion, register_entry
+from shardformer.layers.block import Block, register_entry
 from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.layers.random_stream import align_random
+from shardformer.layers.sequence import SequenceRegion
 from shardformer.policies import first_form
 from shardformer.policies.agree import agree, agree_on_group, agree_on_weights, model_lines
 from shardformer.policies.config import ShardConfig
 from shardformer.policies.guards import guard_model
-from shardformer.policies.intact import check_layouts, check_plain, unchanged_on_error
+from shardformer.policies.intact import check_layouts, check_plain, check_unheld, unchanged_on_error
 from shardformer.policies.optimize import apply_optimizations, check_optimizations
 from shardformer.policies.plan import Plan, Target, make_plan, name_of
 from shardformer.policies.policy import BlockDescription, Policy, SubModuleReplacementDescription
@@ -44,9 +45,9 @@ class ModelSharder:
         policy: Policy | type[Policy] | None = None,
     ) -> None:
         self.model = model
-        if shard_config is not None and not isinstance(shard_config, ShardConfig):
-            shard_config, policy = None, policy or shard_config  # the first form: ModelSharder(model, policy)
-        self.shard_config = shard_config or ShardConfig()
+        if policy is None and _is_policy(shard_config):
+            shard_config, policy = None, shard_config  # the first form: ModelSharder(model, policy)
+        self.shard_config = _checked(shard_config)
         self._given = policy
         self._blocks: list[tuple[nn.Module, Block]] = []
 
@@ -60,9 +61,9 @@ class ModelSharder:
             plan = agree(context, self._plan, self._lines)
             self._record.notes += agree_on_weights(self.model, [context.tensor, context.data])
             agree(context, lambda: self._apply(plan))
-            if self._is_cut and uses_dropout(self.model):
-                align_random(context.tensor, context.device)
+            align_random(context.tensor, context.device)
             cut = plan if self._is_cut else Plan([])
+            self._record.num_parameters = len(list(self.model.parameters()))
             self._record.averager = average_gradients(self.model, cut, self._blocks, context, config)
         return self._policy.get_shared_params()
 
@@ -82,6 +83,7 @@ class ModelSharder:
         self.model = self._policy.preprocess() or model
         self._policy.set_model(self.model)
         plan = make_plan(self.model, self._policy)
+        check_unheld(self.model, plan)
         first_form.check(self._policy, self.model)
         return plan
 
@@ -146,6 +148,12 @@ class ModelSharder:
                 rule="The kwargs of a replacement are arguments that its from_native_module takes",
                 remedy="Correct the name in the policy",
             ) from error
+        if not isinstance(new, nn.Module):
+            raise PolicyError(
+                f"{name_of(sub.target_module)}.from_native_module gave {new!r:.80} for {path!r}",
+                rule="It returns the module that takes the native one's place",
+                remedy="Return it",
+            )
         return new
 
     def _rebind(self, shared: dict[int, nn.Parameter]) -> None:
@@ -186,6 +194,7 @@ class ModelSharder:
             region = next((r for prefix, r in regions.items() if target.path.startswith(prefix)), None)
             for description in target.description.blocks or []:
                 self._open_block(target, description, Block(axis, region, random))
+        self._record.edges += regions.values()  # behind the blocks: what was entered last is left first
 
     def _open_block(self, target: Target, description: BlockDescription, block: Block) -> None:
         for name in [*description.columns, *description.others]:
@@ -208,8 +217,24 @@ class ModelSharder:
             )
         row.block = block
         entry = target.module.get_submodule(description.entry)
-        register_entry(entry, block)
+        holds_exit = f"{description.row}.".startswith(f"{description.entry}." if description.entry else "")
+        register_entry(entry, block, holds_exit=holds_exit)
+        self._record.edges.append(block)
         self._blocks.append((entry, block))
+
+
+def _is_policy(thing: Any) -> bool:
+    return issubclass(thing, Policy) if isinstance(thing, type) else isinstance(thing, Policy)
+
+
+def _checked(config: Any) -> ShardConfig:
+    if config is not None and not isinstance(config, ShardConfig):
+        raise ConfigError(
+            f"The config is {config!r:.80}",
+            rule="What is asked of the sharder is a ShardConfig",
+            remedy="Write ShardConfig(enable_sequence_parallelism=True) and the like, or leave it out",
+        )
+    return config or ShardConfig()
 
 
 class Optimized(tuple[nn.Module, list[dict[int, Tensor]]]):
@@ -228,7 +253,7 @@ class ShardFormer:
     """
 
     def __init__(self, shard_config: ShardConfig | None = None) -> None:
-        self.shard_config = shard_config or ShardConfig()
+        self.shard_config = _checked(shard_config)
 
     def optimize(self, model: nn.Module, policy: Policy | type[Policy] | None = None) -> Optimized:
         """Shards ``model`` in place, by ``policy`` or by the one registered for its family.
@@ -260,6 +285,12 @@ def shard_model(
     Returns the same model, sharded. Raises ShardFormerError on every rank, before any training, when something cannot
     be; LaunchError when no launcher started this process.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"The model is {model!r:.80}",
+            rule="A model that is built, a torch.nn.Module, is sharded in place",
+            remedy="Build it first, for example with transformers' from_pretrained",
+        )
     if config is not None and (options or context is not None):
         raise ConfigError(
             "Both config and single options were given",

@@ -26,11 +26,11 @@ def _all_reduce(shape: tuple[int, ...], dtype: torch.dtype, op: str) -> Tensor:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", ["sum", "max", "min"])
+@pytest.mark.parametrize("op", ["sum", "max"])
 def test_all_reduce(pools: Pools, ranks: int, dtype: torch.dtype, op: str) -> None:
     shape = (5, 3)
     every = torch.stack([_values(r, shape, dtype) for r in range(ranks)])
-    want = {"sum": every.sum(0).to(dtype), "max": every.amax(0), "min": every.amin(0)}[op]
+    want = {"sum": every.sum(0).to(dtype), "max": every.amax(0)}[op]
     for got in pools(ranks).run(_all_reduce, shape, dtype, op):
         assert torch.equal(got, want)
 

@@ -33,8 +33,6 @@ CASES: dict[str, Case] = {
     # (function, input is a stretch, output is a stretch, input replicated, output replicated)
     "enter_block": (conjugates.enter_block, False, False, True, False),
     "leave_block": (conjugates.leave_block, False, False, False, True),
-    "gather_sequence": (lambda x, a: conjugates.gather_sequence(x, a, 1, S), True, False, False, False),
-    "scatter_sequence": (lambda x, a: conjugates.scatter_sequence(x, a, 1), False, True, False, False),
     "split_sequence": (lambda x, a: conjugates.split_sequence(x, a, 1), False, True, True, False),
     "join_sequence": (lambda x, a: conjugates.join_sequence(x, a, 1, S), True, False, False, True),
 }

@@ -37,7 +37,6 @@ def test_collectives(size: int) -> None:
         return [
             all_reduce(mine.clone(), axis),
             all_reduce(mine.clone(), axis, op="max"),
-            all_reduce(mine.clone(), axis, op="min"),
             all_gather(mine[None], axis, 0),
             broadcast(mine.clone(), axis, 1),
             gather_objects(axis.rank, axis),
@@ -46,7 +45,7 @@ def test_collectives(size: int) -> None:
         ]
 
     found = Rehearsal(size).run(collect)
-    whole = [rows.sum(0), rows.amax(0), rows.amin(0), rows, rows[1], list(range(size)), 1]
+    whole = [rows.sum(0), rows.amax(0), rows, rows[1], list(range(size)), 1]
     for *alike, _ in found:
         for value, expected in zip(alike, whole, strict=True):
             assert torch.equal(value, expected) if isinstance(expected, Tensor) else value == expected

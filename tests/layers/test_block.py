@@ -17,8 +17,9 @@ from shardformer.comm.params import gather_param, param_specs
 from shardformer.comm.recorder import Recorder
 from shardformer.context import Axis, ParallelContext
 from shardformer.errors import ConfigError
-from shardformer.layers.block import Block, SequenceRegion, register_entry
+from shardformer.layers.block import Block, register_entry
 from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
+from shardformer.layers.sequence import SequenceRegion
 from shardformer.pool import Pools, WorkerPool
 
 B, S, H, F = 2, 7, 6, 9

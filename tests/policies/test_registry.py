@@ -98,9 +98,10 @@ class FourHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o = nn.Linear(30, 32), nn.Linear(30, 32), nn.Linear(30, 32), nn.Linear(32, 30)
+        self.num_heads = 4
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (-1, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (f(x).unflatten(-1, (self.num_heads, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
         out: Tensor = self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return out
 

@@ -1,0 +1,75 @@
+"""Paths in a table of roles: joined, followed, and what is said where they lead nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from shardformer.errors import PolicyError, nearest
+from shardformer.layers.linear import is_linear, is_transposed
+
+
+def join(*parts: str) -> str:
+    return ".".join(p for p in parts if p)
+
+
+def relative(at: str, name: str) -> str:
+    return name[1:] if name.startswith(".") else join(at, name)
+
+
+def find(module: nn.Module, path: str) -> nn.Module | None:
+    for part in path.split(".") if path else []:
+        child = module._modules.get(part)
+        if child is None:
+            return None
+        module = child
+    return module
+
+
+def module_at(module: nn.Module, path: str) -> nn.Module:
+    found = find(module, path)
+    if found is None:
+        raise no_match("", path, module)
+    return found
+
+
+def existing(names: Sequence[str], at: str, layer: nn.Module, path: str) -> list[str]:
+    out = []
+    for name in names:
+        full = relative(at, name.rstrip("?"))
+        if find(layer, full) is not None:
+            out.append(full)
+        elif not name.endswith("?"):
+            raise no_match(f"{path}.*", full, layer)
+    if not out:
+        raise no_match(f"{path}.*", relative(at, names[0].rstrip("?")), layer)
+    return out
+
+
+def linear_at(layer: nn.Module, name: str, path: str) -> nn.Module:
+    found = find(layer, name)
+    if found is None:
+        raise no_match(f"{path}.*", name, layer)
+    if not is_linear(found):
+        raise PolicyError(
+            f"{path}.*.{name} is a {type(found).__name__}",
+            rule="Columns and rows are nn.Linear or transformers' Conv1D",
+            remedy="Name the linear itself",
+        )
+    return found
+
+
+def features_of(module: nn.Module, *, out: bool) -> int:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return int(weight.shape[int(out == is_transposed(module))])
+
+
+def no_match(where: str, name: str, inside: nn.Module) -> PolicyError:
+    return PolicyError(
+        f"There is no module {join(where, name)!r}",
+        rule="Every rule of a policy matches a module",
+        remedy=nearest(name, [n for n, _ in inside.named_modules() if n])
+        + " Where some models lack it, end the path with a ?, or give the block or stack optional=True",
+    )

@@ -1,0 +1,380 @@
+"""What users do at the edges of sharding: done right, or refused by a word that helps; never trained wrongly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardformer
+from shardformer.comm.collectives import checksum, gather_objects
+from shardformer.comm.rehearsal import Rehearsal
+from shardformer.context import ParallelContext, launch_from_torch
+from shardformer.errors import ConfigError, InputError, PolicyError, ShardFormerError
+from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
+from shardformer.policies import registry
+from shardformer.policies.config import ShardConfig
+from shardformer.policies.first_form import ColumnOrEmbedding
+from shardformer.policies.policy import Argument, Col_Layer, Policy, Row_Layer
+from shardformer.policies.policy import Layer as ShardedLayer
+from shardformer.policies.roles import Attention, RolePolicy
+from shardformer.policies.sharder import ModelSharder, ShardFormer, shard_model
+from shardformer.pool import WorkerPool
+from shardformer.samples import Batches, Sample, sample_loss
+from tests.policies.toy import HEADS, HIDDEN, VOCAB, Layer, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
+
+
+def sharded(make: Callable[[], nn.Module], policy: Any = ToyPolicy, **options: Any) -> list[nn.Module]:
+    """The model on each of two ranks."""
+    return Rehearsal(2).run(lambda context: shard_model(make(), policy, context=context, **options))
+
+
+def refused(kind: type[ShardFormerError], make: Callable[[], nn.Module], *words: str, policy: Any = ToyPolicy) -> None:
+    with pytest.raises(kind) as caught:
+        sharded(make, policy)
+    for word in words:
+        assert word in str(caught.value)
+
+
+# --------------------------------------------------------------------------------------- modules that do something else
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return 7 * super().forward(ids)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def with_scaled_embedding() -> nn.Module:
+    model = ToyLM()
+    model.embed = Scaled(VOCAB, HIDDEN)
+    return model
+
+
+def with_doubled_linear() -> nn.Module:
+    model = ToyLM()
+    model.layers[0].mlp.fc1.__class__ = Doubled
+    return model
+
+
+def with_patched_linear() -> nn.Module:
+    model = ToyLM()
+    linear = model.layers[0].mlp.fc1
+    linear.forward = lambda x: 2 * F.linear(x, linear.weight, linear.bias)
+    return model
+
+
+def with_hook() -> nn.Module:
+    model = ToyLM()
+    model.layers[0].attn.q.register_forward_hook(lambda module, args, out: 2 * out)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (with_scaled_embedding, "Scaled has a forward of its own"),
+        (with_doubled_linear, "Doubled has a forward of its own"),
+        (with_patched_linear, "a forward of its own"),
+        (with_hook, "has hooks"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_layer_that_is_more_than_its_class_is_not_replaced(make: Callable[[], nn.Module], what: str) -> None:
+    refused(ConfigError, make, what)
+
+
+def test_a_weight_that_is_computed_is_not_cut() -> None:
+    with pytest.raises(ConfigError, match="a weight that is computed"):
+        Linear1D_Col.from_native_module(nn.utils.parametrizations.weight_norm(nn.Linear(4, 6)))
+
+
+def test_hooks_of_an_embedding_stay() -> None:
+    def make() -> nn.Module:
+        model = Sample("llama")()
+        model.enable_input_require_grads()  # type: ignore[operator]
+        return model.requires_grad_(False)
+
+    def requires(context: ParallelContext) -> tuple[bool, bool]:
+        model: Any = shard_model(make(), context=context)
+        ids = torch.arange(6).view(1, 6)
+        with_hooks = model.model.embed_tokens(ids).requires_grad
+        model.disable_input_require_grads()
+        return with_hooks, model.model.embed_tokens(ids).requires_grad
+
+    assert Rehearsal(2).run(requires) == [(True, False)] * 2
+
+
+class ResidualInside(SelfAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def test_a_residual_around_the_exit_is_refused_at_the_first_forward() -> None:
+    def train(context: ParallelContext) -> None:
+        model = ToyLM()
+        model.layers[0].attn.__class__ = ResidualInside
+        toy_loss(shard_model(model, ToyPolicy, context=context), toy_batch(0)).backward()
+
+    with pytest.raises(PolicyError, match="hands on what entered a block beside"):
+        Rehearsal(2).run(train)
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    def penalize(context: ParallelContext) -> None:
+        model = shard_model(ToyLM(), ToyPolicy, context=context)
+        loss = toy_loss(model, toy_batch(0))
+        grads = torch.autograd.grad(loss, [model.layers[0].norm1.weight], create_graph=True)
+        (loss + grads[0].square().sum()).backward()
+
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        Rehearsal(2).run(penalize)
+
+
+# ------------------------------------------------------------------------------------------------------- random numbers
+
+
+def draws_alike(name: str) -> bool:
+    context = launch_from_torch()
+    torch.manual_seed(context.tensor.rank)
+    model = shard_model(Sample(name)(), context=context)
+    numbers = torch.rand(3)
+    assert model is not None
+    return all(torch.equal(numbers, other) for other in gather_objects(numbers, context.tensor))
+
+
+def test_ranks_draw_the_same_numbers_outside_of_blocks_even_without_dropout(pool2: WorkerPool) -> None:
+    assert pool2.run(draws_alike, "llama") == [True, True]
+
+
+class FunctionalDropout(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.dropout(self.attn(self.norm1(x)), 0.5, self.training)
+        return x + self.mlp(self.norm2(x))
+
+
+def drops_alike() -> bool:
+    context = launch_from_torch()
+    torch.manual_seed(context.tensor.rank)
+    model = ToyLM()
+    for layer in model.layers:
+        layer.__class__ = FunctionalDropout
+    shard_model(model, ToyPolicy, context=context).train()
+    seen: list[Tensor] = []
+    model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    for step in range(2):
+        toy_loss(model, toy_batch(step)).backward()
+    return all(all(map(torch.equal, seen, other)) for other in gather_objects(seen, context.tensor))
+
+
+def test_dropout_that_is_no_module(pool2: WorkerPool) -> None:
+    assert pool2.run(drops_alike) == [True, True]
+
+
+def after_a_broken_forward() -> bool:
+    context = launch_from_torch()
+    torch.manual_seed(0)
+    dropouts = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+    model = shard_model(Sample("gpt2", changes=dropouts)(), context=context, enable_sequence_parallelism=True).train()
+    batch = Batches("GPT2LMHeadModel")(0)
+
+    def fail(module: nn.Module, args: Any) -> None:
+        raise torch.OutOfMemoryError("pretended")
+
+    broken = model.get_submodule("transformer.h.1.mlp.act")
+    hook = broken.register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        sample_loss(model, batch)
+    hook.remove()
+    seen: list[Tensor] = []
+    model.get_submodule("transformer.drop").register_forward_hook(lambda module, args, out: seen.append(out.detach()))
+    sample_loss(model, batch).backward()
+    return all(torch.equal(seen[0], other) for other in gather_objects(seen[0], context.tensor))
+
+
+def test_a_forward_that_broke_off_inside_of_a_block_leaves_no_trace(pool2: WorkerPool) -> None:
+    assert pool2.run(after_a_broken_forward) == [True, True]
+
+
+# ----------------------------------------------------------------------------------------- before and afterwards
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (3,), (129, 1030)])
+def test_a_checksum_sees_every_element(kind: torch.dtype, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x = (10 * torch.randn(shape)).to(kind)
+    assert checksum(x) == checksum(x.clone())
+    for place in (0, x.numel() // 2, x.numel() - 1):
+        other = x.clone()
+        other.view(-1)[place] = 1 - other.view(-1)[place].to(torch.int64)
+        assert checksum(other) != checksum(x)
+
+
+def test_a_checksum_sees_the_order_of_its_stretches() -> None:
+    x = torch.randn(3, 1024)
+    assert checksum(x) != checksum(x[[1, 0, 2]])
+
+
+def test_an_optimizer_that_was_made_before_is_refused() -> None:
+    def shard(context: ParallelContext) -> None:
+        model = ToyLM()
+        optimizer = torch.optim.AdamW(model.parameters())
+        shard_model(model, ToyPolicy, context=context)
+        assert optimizer
+
+    with pytest.raises(ConfigError, match=r"AdamW, holds '.*make the optimizer of model.parameters"):
+        Rehearsal(2).run(shard)
+
+
+def test_parameters_that_come_afterwards_are_refused() -> None:
+    def use(context: ParallelContext) -> None:
+        model: Any = shard_model(ToyLM(), ToyPolicy, context=context)
+        model.score = nn.Linear(HIDDEN, 2)
+        toy_loss(model, toy_batch(0))
+
+    with pytest.raises(ConfigError, match=r"parameters, and had .* when it was sharded"):
+        Rehearsal(2).run(use)
+
+
+def test_what_the_first_rank_cannot_write_all_say(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+
+    def save(context: ParallelContext) -> str:
+        model: Any = shard_model(Sample("llama")(), context=context)
+        try:
+            model.save_pretrained(tmp_path / "file" / "model")
+        except (OSError, InputError) as error:
+            return type(error).__name__
+        return "nothing"
+
+    assert Rehearsal(2).run(save) == ["NotADirectoryError", "InputError"]
+
+
+def saved_by_one(folder: str) -> str:
+    from shardformer.policies import agree
+
+    agree.COME_S = 1.0
+    context = launch_from_torch()
+    model: Any = shard_model(Sample("llama")(), context=context)
+    if context.tensor.rank == 0:
+        try:
+            model.save_pretrained(folder)
+        except InputError as error:
+            return str(error)
+    return ""
+
+
+def test_a_model_that_only_one_rank_saves(pool2: WorkerPool, tmp_path: Path) -> None:
+    said = pool2.run(saved_by_one, str(tmp_path))[0]
+    assert "within 1 s process 1 did not" in said and "outside of `if rank == 0:`" in said
+
+
+def test_outputs_of_a_model_that_is_not_cut() -> None:
+    def run(context: ParallelContext) -> int:
+        changes = {"attn_implementation": "eager"}
+        model = shard_model(Sample("llama", changes=changes)(), context=context, enable_tensor_parallelism=False)
+        return len(model(input_ids=torch.arange(6).view(1, 6), output_attentions=True).attentions)
+
+    assert Rehearsal(2).run(run) == [2, 2]
+
+
+# ------------------------------------------------------------------------------------------ words that are wrong
+
+
+class UnevenFirstForm(Policy):
+    @staticmethod
+    def argument_policy(model_config: Any, shard_config: int) -> dict[Any, Argument]:
+        attributes = {"num_heads": HEADS // shard_config}
+        return {SelfAttention: Argument(attributes, [UnevenFirstForm.attn_in, UnevenFirstForm.attn_out])}
+
+    @staticmethod
+    def attn_in() -> list[ShardedLayer]:
+        return [Col_Layer(f"{n}.weight", f"{n}.bias") for n in "qkv"]
+
+    @staticmethod
+    def attn_out() -> list[ShardedLayer]:
+        return [Row_Layer("o.weight", "o.bias")]
+
+
+def test_heads_that_a_rule_would_tear() -> None:
+    refused(ConfigError, ToyLM, "num_heads 2, which was 5", "Use a tensor size of 1, 5", policy=UnevenFirstForm)
+
+
+@pytest.mark.parametrize("make", [ShardFormer, lambda config: ModelSharder(ToyLM(), config, ToyPolicy)])
+def test_a_config_that_is_none(make: Callable[[Any], Any]) -> None:
+    with pytest.raises(ConfigError, match="is a ShardConfig"):
+        make({"enable_sequence_parallelism": True})
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"enable_sequence_parallelism": "false"}, "enable_sequence_parallelism='false'"),
+        ({"extra_kwargs": {"check_inputs": "no"}}, "check_inputs='no'"),
+        ({"extra_kwargs": {"bucket_bytes": "25MB"}}, "bucket_bytes='25MB'"),
+        ({"extra_kwargs": {"bucket_bytes": -1}}, "bucket_bytes=-1"),
+        ({"extra_kwargs": [1]}, r"extra_kwargs=\[1\]"),
+    ],
+)
+def test_values_of_another_kind(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ShardConfig(**fields)
+
+
+def test_what_is_no_model() -> None:
+    with pytest.raises(ConfigError, match="The model is 'bert'"):
+        shard_model("bert")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"without .parameters\(\)"):
+        shardformer.clip_grad_norm_(ToyLM().parameters(), 1.0)  # type: ignore[arg-type]
+
+
+def test_what_is_no_policy() -> None:
+    refused(PolicyError, ToyLM, "Write config=...", policy=ShardConfig())
+    with pytest.raises(PolicyError, match=r"says 'embedings'.*Did you mean 'embeddings'"):
+        type("Misspelt", (RolePolicy,), {"embedings": "embed"})
+    with pytest.raises(PolicyError, match=r"'num_heads': 'head'.*'heads'"):
+        Attention("attn", "o", attributes={"num_heads": "head"})
+    with pytest.raises(PolicyError, match="A family's policy is a subclass"):
+        shardformer.register("toy", ToyPolicy())  # type: ignore[arg-type]
+
+
+class NoMaker(ColumnOrEmbedding):
+    from_native_module = classmethod(lambda cls, module, process_group=None, **kwargs: None)  # type: ignore[assignment]
+
+
+class BadTarget(ToyPolicy):
+    def module_policy(self) -> Any:
+        said = copy.deepcopy(dict(super().module_policy()))
+        for description in said.values():
+            for sub in description.sub_module_replacement or []:
+                if sub.target_module in (Linear1D_Col, Linear1D_Row):
+                    sub.target_module = NoMaker
+        return said
+
+
+def test_a_target_that_makes_nothing() -> None:
+    refused(PolicyError, ToyLM, "from_native_module gave None", policy=BadTarget)
+
+
+def test_a_registered_policy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+
+    class Mine(ToyPolicy):
+        pass
+
+    shardformer.register("toy", Mine)
+    model = ToyLM()
+    model.config = type("Config", (), {"model_type": "toy"})()  # type: ignore[assignment]
+    policy, source = registry.resolve_policy(model, None)
+    assert isinstance(policy, Mine) and "registered by the user for 'toy'" in source
