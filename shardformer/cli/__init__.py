@@ -6,7 +6,6 @@ It may say ``CONTEXT_SETTINGS = {...}`` to take its arguments unparsed. A name w
 
 from __future__ import annotations
 
-import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -16,9 +15,8 @@ from typing import Annotated
 
 import typer
 
+from shardformer.cli._message import message, wants_traceback
 from shardformer.errors import ShardFormerError
-
-TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
 
 
 def verbs() -> list[str]:
@@ -67,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         build_app()(None if arguments is None else list(arguments), prog_name="shardformer")
     except ShardFormerError as error:
-        if os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
+        if wants_traceback():
             raise
         sys.stdout.flush()
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(message(error), file=sys.stderr)
         sys.exit(2)

@@ -10,24 +10,55 @@ import json
 import os
 import runpy
 import sys
+import sysconfig
 import time
 import traceback
 import types
 
 
 def record_failure(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """``sys.excepthook``: print the traceback without the frames of this file, then leave a note to the launcher."""
+    """``sys.excepthook``: print the traceback without the frames of this file, and leave a note to the launcher.
+
+    An error of ours is not printed, as the launcher says it once for all ranks; SHARDFORMER_TRACEBACK=1 prints it too.
+    """
+    now = time.time()
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         trace = trace.tb_next
-    sys.__excepthook__(kind, error.with_traceback(trace), trace)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    ours = _parts(error)
+    if not ours or not path or _wants_traceback():
+        sys.__excepthook__(kind, error.with_traceback(trace), trace)
     if path and not issubclass(kind, KeyboardInterrupt):
-        now = time.time()
         text = "".join(traceback.format_exception(kind, error, trace))
-        # The form that torch's ProcessFailure reads; `time_s` is ours.
+        # The form that torch's ProcessFailure reads; what follows `timestamp` is ours.
         extra = {"py_callstack": text, "timestamp": str(int(now)), "time_s": now}
+        if ours:
+            extra |= {"parts": ours, "frame": _own_frame(trace), "world_size": int(os.environ.get("WORLD_SIZE", "0"))}
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": f"{kind.__name__}: {error}", "extraInfo": extra}}, file)
+
+
+def _parts(error: BaseException) -> list[str] | None:
+    """The kind of a ``ShardFormerError``, and what, rule and remedy of it; None for what is none."""
+    errors = sys.modules.get("shardformer.errors")
+    if errors is None or not isinstance(error, errors.ShardFormerError):
+        return None
+    return [type(error).__name__, error.what, error.rule, error.remedy]
+
+
+def _wants_traceback() -> bool:
+    from shardformer.cli._message import wants_traceback
+
+    return wants_traceback()
+
+
+def _own_frame(trace: types.TracebackType | None) -> str:
+    """The innermost frame of the user's own code, as a traceback shows it; empty where there is none."""
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    others = tuple(f"{folder}{os.sep}" for folder in (*libraries, package))
+    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith((*others, "<"))]
+    return "".join(traceback.format_list(frames[-1:])).rstrip()
 
 
 def run_script(path: str) -> None:

@@ -223,7 +223,7 @@ def _print_table(findings: list[Finding], ready: bool) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    marks = {"ok": "[green]ok[/]", "missing": "[yellow]missing[/]", "failed": "[red]failed[/]"}
+    marks = {"ok": "[green]ok[/]", "missing": "[yellow]not here (optional)[/]", "failed": "[red]failed[/]"}
     table = Table(title="shardformer check")
     for column in ("", "what", "", "value"):
         table.add_column(column, overflow="fold")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from shardformer.cli._fields import takes
+from shardformer.cli._folder import check_folder
 from shardformer.demo.settings import Settings
 
 if TYPE_CHECKING:
@@ -38,12 +39,17 @@ def demo(settings: Settings) -> None:
 
     from shardformer.demo.comparison import compare
     from shardformer.demo.models import choose
+    from shardformer.verify.ahead import check_split
 
     for name, level in QUIET.items():
         os.environ.setdefault(name, level)
     start = time.perf_counter()
     console = Console(highlight=False)
+    if settings.model is not None:
+        check_folder(settings.model)
     chosen = choose(settings)
+    # before a minute of the plain run, not behind it
+    check_split(chosen.model_fn, settings.tensor, options={"enable_sequence_parallelism": settings.sequence_parallel})
     _print_plan(console, settings, chosen)
     with _watch(console, settings.steps) as watch:
         outcome = compare(settings, chosen, watch)
@@ -65,12 +71,14 @@ def _print_plan(console: Console, settings: Settings, chosen: Chosen) -> None:
     rows = [
         ("model", f"{chosen.title} (HuggingFace transformers, unmodified)"),
         ("text", f"{chosen.text.num_bytes:,} bytes, {chosen.text.title}"),
-        ("task", f"{TASK_IN_WORDS[TASK[chosen.family]]}: {settings.steps} steps of {tokens}"),
+        ("task", f"{TASK_IN_WORDS[TASK[chosen.family]]}: {_count(settings.steps, 'step')} of {tokens}"),
         ("runs", f"one process, then {settings.tensor} that hold a part of every layer each; one core a process"),
         ("same", "the first weights, the batches, AdamW; no dropout"),
     ]
     if num_cores < settings.tensor:
-        rows.append(("note", f"{settings.tensor} processes share {num_cores} core(s) here, so they cannot be faster"))
+        rows.append(
+            ("note", f"{settings.tensor} processes share {_count(num_cores, 'core')} here, so they cannot be faster")
+        )
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
     grid.add_column(overflow="fold")
@@ -141,7 +149,8 @@ def _table(settings: Settings, outcome: Outcome) -> Table:
     table.add_section()
     largest = max(outcome.differences)
     at = outcome.differences.index(largest) + 1
-    table.add_row(f"largest of all {settings.steps} steps", "", f"at step {at}", f"{largest:.1e}", style="bold")
+    of_all = "largest" if settings.steps == 1 else f"largest of all {settings.steps} steps"
+    table.add_row(of_all, "", f"at step {at}", f"{largest:.1e}", style="bold")
     table.add_section()
     rows = [
         ("parameters per process", plain.num_parameters, max(run.num_parameters for run in split), "{:,}"),
@@ -171,7 +180,7 @@ def _print_notes(console: Console, seconds: float) -> None:
 
 
 def _verdict(settings: Settings, outcome: Outcome) -> str:
-    differences = f"losses differ by {max(outcome.differences):.1e} at most in {settings.steps} steps"
+    differences = f"losses differ by {max(outcome.differences):.1e} at most in {_count(settings.steps, 'step')}"
     bound = f"(bound {outcome.allowed:.0e})"
     if outcome.drift is not None:
         by_itself = f"one process differs from itself by {outcome.drift:.0e} when the samples of a batch change places"
@@ -179,3 +188,7 @@ def _verdict(settings: Settings, outcome: Outcome) -> str:
     if outcome.passed:
         return f"[bold green]Nobody can tell:[/] {differences} {bound}."
     return f"[bold red]SOMEBODY CAN TELL:[/] {differences} {bound}."
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -6,21 +6,18 @@ import argparse
 import os
 import re
 import shutil
-import signal
 import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
+from shardformer.cli._failures import describe_failures
 from shardformer.errors import LaunchError, nearest
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 # Everything goes to the launcher's own parser, and everything after the script to the script.
 CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -33,7 +30,6 @@ command on each of them (nothing is started over ssh): --hostfile then says how 
 which of them this one is.
 """
 _HOST_LINE = re.compile(r"(?P<name>[^\s=]+)(?:\s+slots\s*=\s*(?P<slots>\d+))?")
-_FATAL = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL}
 
 
 def run(arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] SCRIPT [ARGS]...")] = None) -> None:
@@ -169,6 +165,15 @@ class _Parser(argparse.ArgumentParser):
                 "The command names no script",
                 rule=f"The form is: {USAGE}",
                 remedy="Add the script, or -m and a module, after the options",
+            )
+        short, could, names = message.removeprefix("ambiguous option: ").partition(" could match ")
+        if could:
+            # torch spells each option twice, with - and with _
+            wanted = sorted({name.replace("_", "-") for name in names.split(", ")})
+            raise LaunchError(
+                f"There is no option {short.partition('=')[0]!r}",
+                rule="An option may be shortened as long as only one begins so",
+                remedy=f"Did you mean {' or '.join(wanted)}?",
             )
         raise LaunchError(
             message[:1].upper() + message[1:], rule=f"The form is: {USAGE}", remedy=f"See {self.prog} --help"
@@ -329,7 +334,7 @@ def _launch(options: argparse.Namespace) -> int:
         start(options)
     except ChildFailedError as error:
         sys.stdout.flush()
-        print(describe_failures(error), file=sys.stderr, flush=True)
+        print(describe_failures(error.failures, _ranks_here(options)), file=sys.stderr, flush=True)
         return 1
     except SignalException as error:
         print(f"shardformer run: ended by {error.sigval.name}", file=sys.stderr, flush=True)
@@ -343,33 +348,8 @@ def _launch(options: argparse.Namespace) -> int:
     return 0
 
 
-def describe_failures(error: ChildFailedError) -> str:
-    """A line for each rank that failed, the one that failed first in the last line."""
+def _ranks_here(options: argparse.Namespace) -> range:
+    """The ranks that this launcher started, where it is the only one; else none, as other machines have the rest."""
+    from torch.distributed.run import determine_local_world_size
 
-    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, float]:
-        # A rank that was killed leaves no note, and what the others then raise is its consequence.
-        return -item[1].exitcode not in _FATAL, _failure_time_s(item[1])
-
-    # Those that the launcher ended itself, once another had failed, are no news.
-    own_fault = {rank: failure for rank, failure in error.failures.items() if failure.exitcode != -signal.SIGTERM}
-    first, *later = sorted((own_fault or error.failures).items(), key=order)
-    lines = [f"shardformer run: rank {rank} failed as well, {_cause(failure)}" for rank, failure in reversed(later)]
-    return "\n".join([*lines, f"shardformer run: rank {first[0]} failed first, {_cause(first[1])}"])
-
-
-def _failure_time_s(failure: ProcessFailure) -> float:
-    message = failure.error_file_data.get("message")
-    note = message.get("extraInfo", {}) if isinstance(message, dict) else {}
-    return float(note.get("time_s", failure.timestamp))
-
-
-def _cause(failure: ProcessFailure) -> str:
-    if failure.exitcode < 0:
-        how = f"killed by {failure.signal_name()}"
-        if -failure.exitcode == signal.SIGKILL:
-            return f"{how} (often: the machine ran out of memory)"
-    else:
-        how = f"exit code {failure.exitcode}"
-    message = failure.error_file_data.get("message")
-    text = " ".join(str(message.get("message", "")).split()) if isinstance(message, dict) else ""
-    return f"{how}: {text[:600]}{'...' if len(text) > 600 else ''}" if text else how
+    return range(determine_local_world_size(options.nproc_per_node) if options.nnodes in ("1", "1:1") else 0)

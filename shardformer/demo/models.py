@@ -111,8 +111,9 @@ def choose(settings: Settings) -> Chosen:
     else:
         family = settings.family or "gpt2"
         layers, hidden = settings.layers or 4, settings.hidden or 256
+        depth = "1 layer" if layers == 1 else f"{layers} layers"
         chosen = Chosen(
-            f"{LANGUAGE_MODEL[family]}, {layers} layers, hidden size {hidden}, random weights",
+            f"{LANGUAGE_MODEL[family]}, {depth}, hidden size {hidden}, random weights",
             family,
             SmallModel(family, layers, hidden, settings.sequence),
             Text(title, len(raw), bytes_as_tokens(raw)),

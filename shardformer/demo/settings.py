@@ -56,8 +56,9 @@ class Settings:
             )
         taken = [name for name in ("family", "layers", "hidden") if getattr(self, name) is not None]
         if self.model is not None and taken:
+            small = " ".join(f"--{name} {getattr(self, name)}" for name in taken)
             raise ConfigError(
-                f"--model beside {', '.join(f'--{name}' for name in taken)}",
-                rule="These describe a small random model, and a model that is given has its own sizes",
-                remedy=f"Leave out --model, or {' and '.join(f'--{name}' for name in taken)}",
+                f"--model {self.model} beside {small}",
+                rule="A model that is given has its own sizes; --family, --layers and --hidden make a small random one",
+                remedy=f"Keep --model {self.model} alone to train that model, or {small} alone for a small random one",
             )

@@ -6,21 +6,28 @@ each batch where there is a data axis. Gradients and weights are gathered throug
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from shardformer.errors import ConfigError, nearest
+from shardformer._pool_worker import Call
+from shardformer.errors import ConfigError, ShardFormerError, WorkerError, nearest
 from shardformer.policies.config import ShardConfig
 from shardformer.policies.policy import Policy
 from shardformer.pool import WorkerPool
+from shardformer.verify.ahead import check_split
 from shardformer.verify.compare import compare
+from shardformer.verify.guard import refuse_import, watch_workers
 from shardformer.verify.report import Bounds, Difference, Report, bounds_for
-from shardformer.verify.run import BatchFn, Job, LossFn, ModelFn, run_job
+from shardformer.verify.run import BatchFn, Job, LossFn, ModelFn, check_batch, run_job
 
 __all__ = ["Bounds", "Difference", "Report", "verify"]
+
+TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
+"""As on the command line: with 1, an error that all ranks raised alike brings what each of them said."""
 
 
 def verify(
@@ -53,8 +60,10 @@ def verify(
     With data ranks the plain loss is the mean of the losses of the ranks' parts of the batch: the loss of the whole
     batch when the parts count equally many labels.
 
-    Returns the report. Raises ShardFormerError when the model cannot be sharded, or compared, as asked.
+    Returns the report. Raises ShardFormerError when the model cannot be sharded, or compared, as asked; where the plan
+    or the first batch shows it, before any process starts, from a model that is built here once for that.
     """
+    refuse_import()
     for name, count in (("tensor", tensor), ("data", data), ("steps", steps)):
         if count < 1:
             rule = "Each axis has one rank or more, and a comparison one step or more"
@@ -62,13 +71,29 @@ def verify(
     bounds_for(dtype)
     job = Job(model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, _options_of(config))
     start = time.perf_counter()
+    Call.of(_verify_here, (job,), {})  # refuses what cannot be sent
+    check_split(model_fn, tensor, policy, job.config)
+    check_batch(job)
     if pool is not None:
-        report = pool.run(_verify_here, job)[0]
+        report = _run_in(pool, job)
     else:
         with WorkerPool(tensor * data, timeout_s=3600.0) as own:
-            report = own.run(_verify_here, job)[0]
-    assert report is not None
+            report = _run_in(own, job)
     report.seconds = time.perf_counter() - start
+    return report
+
+
+def _run_in(pool: WorkerPool, job: Job) -> Report:
+    try:
+        with watch_workers():
+            report = pool.run(_verify_here, job)[0]
+    except WorkerError:
+        raise
+    except ShardFormerError as error:
+        if os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
+            raise
+        raise error.with_traceback(None) from None  # what all ranks raised alike, without each rank's own words
+    assert report is not None
     return report
 
 

@@ -35,7 +35,10 @@ class Difference:
 
 @dataclass
 class Report:
-    """What ``verify`` found. ``print`` it, or read ``passed`` and the worst differences."""
+    """What ``verify`` found. ``print`` it, or read ``passed`` and the worst differences.
+
+    ``collectives`` of one step: name -> (calls of rank 0, bytes that all members of its groups send together).
+    """
 
     model: str
     layout: str
@@ -55,38 +58,24 @@ class Report:
     def passed(self) -> bool:
         return not self.missing and all(d.used <= 1 for d in (self.loss, self.gradient, self.weight, self.norm))
 
+    @property
+    def kinds(self) -> list[tuple[str, Difference, float]]:
+        """What is compared: its name, the worst difference and the bound."""
+        return [
+            ("losses", self.loss, self.bounds.loss),
+            ("gradients", self.gradient, self.bounds.gradient),
+            ("gradient norms", self.norm, self.bounds.gradient),
+            ("weights", self.weight, self.bounds.gradient),
+        ]
+
     def to_json(self) -> str:
-        return json.dumps({"passed": self.passed, **asdict(self)}, indent=2)
+        calls = {name: {"calls": n, "wire_bytes": sent} for name, (n, sent) in self.collectives.items()}
+        return json.dumps({"passed": self.passed, **asdict(self), "collectives": calls}, indent=2)
 
     def __str__(self) -> str:
-        rows = [("", "worst difference", "bound", "used", "where")]
-        kinds = (
-            ("loss", self.loss),
-            ("gradients", self.gradient),
-            ("gradient norm", self.norm),
-            ("weights", self.weight),
-        )
-        for name, d in kinds:
-            bound = self.bounds.loss if name == "loss" else self.bounds.gradient
-            rows.append((name, f"{d.relative:.1e}", f"{bound:.0e}", f"{d.used:.0%}", d.where))
-        widths = [max(len(r[i]) for r in rows) for i in range(5)]
-        table = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
-        calls = [
-            f"  {name}: {count}, {sent / 1e6:.3f} MB on the wire" for name, (count, sent) in self.collectives.items()
-        ]
-        verdict = "Nobody can tell." if self.passed else "SOMEBODY CAN TELL."
-        gone = [f"Only one of the two has: {', '.join(self.missing)}"] if self.missing else []
-        return "\n".join(
-            [
-                f"{self.model} over {self.layout}, {self.steps} steps in {self.dtype}, {self.seconds:.1f} s",
-                f"Bounds: {self.bounds.why}. Dropout is off in both.",
-                *table,
-                *gone,
-                "Collectives of one step on rank 0:",
-                *(calls or ["  none"]),
-                verdict,
-            ]
-        )
+        from shardformer.verify.table import as_text
+
+        return as_text(self)
 
 
 def bounds_for(dtype: torch.dtype, casts: str = "") -> Bounds:

@@ -20,6 +20,7 @@ from shardformer.optim.grad_norm import clip_grad_norm_
 from shardformer.policies.config import ShardConfig
 from shardformer.policies.policy import Policy
 from shardformer.policies.sharder import shard_model
+from shardformer.samples import sample_loss
 
 ModelFn = Callable[[], nn.Module]
 BatchFn = Callable[[int], Mapping[str, Any]]
@@ -103,15 +104,29 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def _loss(job: Job, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     if job.loss_fn is not None:
-        return job.loss_fn(model, batch)
-    loss = model(**batch).loss
+        try:
+            return job.loss_fn(model, batch)
+        except AttributeError as error:
+            if job.loss_fn is not sample_loss or error.name != "last_hidden_state":
+                raise
+            raise _no_loss(model, error.obj) from None
+    output = model(**batch)
+    loss = getattr(output, "loss", None)
     if loss is None:
-        raise ConfigError(
-            f"{type(model).__name__} gave no loss",
-            rule="verify trains: the batch has labels, or loss_fn makes a loss of the outputs",
-            remedy="Add labels to the batch, or give loss_fn(model, batch)",
-        )
+        raise _no_loss(model, output)
     return loss  # type: ignore[no-any-return]
+
+
+def _no_loss(model: nn.Module, output: Any) -> ConfigError:
+    labels = hasattr(output, "loss")  # such an output has a loss where the batch has labels
+    return ConfigError(
+        f"{type(model).__name__} gave no loss"
+        + ("" if labels else f": its output, a {type(output).__name__}, has none"),
+        rule="verify trains, by default on model(**batch).loss",
+        remedy="Add labels to the batch, or give loss_fn="
+        if labels
+        else "Give loss_fn=, a function (model, batch) -> loss",
+    )
 
 
 def _run_plain(job: Job) -> Trace:
@@ -180,6 +195,15 @@ def _run_sharded(job: Job, context: ParallelContext) -> tuple[Trace, str]:
     trace.after = {n: gather_param(p, specs[n], context.tensor) for n, p in model.named_parameters()}
     trace.collectives = {f"{op} over {axis} ({why})": v for (op, axis, why), v in recorder.table().items()}
     return trace, name
+
+
+def check_batch(job: Job) -> None:
+    """Raises ConfigError for a first batch that the data ranks cannot share. One that fails is left to the workers."""
+    try:
+        batch = job.batch_fn(0)
+    except Exception:
+        return
+    _part(job, batch, 0)
 
 
 def _part(job: Job, batch: Mapping[str, Any], rank: int) -> dict[str, Any]:

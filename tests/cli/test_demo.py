@@ -85,7 +85,7 @@ def test_somebody_who_can_tell_is_status_1(run: Run, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot be read: No such file or directory. --data names a text file."),
+        (None, "cannot be read: No such file or directory.\n  --data names a text file."),
         ("", "The text has 0 tokens"),
         ("too short", "The text has 9 tokens"),
     ],
@@ -98,3 +98,26 @@ def test_a_text_that_cannot_be_trained_on_is_an_error(
         path.write_text(content)
     status, out, err = run("--data", path)
     assert status == 2 and out == "" and err.startswith("InputError: ") and message in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tensor", "99"], "A tensor size of 99 is more than the 8 attention heads"),
+        (["--model", os.path.dirname(__file__)], "There is no config.json in the folder"),
+        (["--family", "t5", "--model", "x"], "Keep --model x alone to train that model, or --family t5 alone"),
+    ],
+)
+def test_what_cannot_be_is_an_error_before_any_process_starts(
+    monkeypatch: pytest.MonkeyPatch, run: Run, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr("shardformer.demo.comparison.WorkerPool", lambda *_, **__: pytest.fail("a process was started"))
+    status, out, err = run(*arguments)
+    assert status == 2 and out == "" and err.startswith("ConfigError: ") and message in err
+
+
+def test_one_is_not_counted_in_the_plural(run: Run) -> None:
+    status, out, _ = run(*SMALL[:-1], "1")
+    assert status == 0
+    words = " ".join(out.split())
+    assert "1 layer, hidden" in words and "token: 1 step of 2 x 32 tokens" in words and "at most in 1 step (" in words

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from shardformer.cli import run as cli_run
-from shardformer.cli.run import Host, describe_failures, find_this_host, parse, read_hostfile, select_hosts
+from shardformer.cli._failures import describe_failures
+from shardformer.cli.run import Host, find_this_host, parse, read_hostfile, select_hosts
 from shardformer.errors import LaunchError, ShardFormerError
 
 SHARDFORMER = [sys.executable, "-c", "from shardformer.cli import main; main()"]
@@ -90,8 +91,11 @@ def test_the_rank_that_failed_first_is_named_last(tmp_path: Path) -> None:
     bad.write_text(
         "import os, time\n"
         "if os.environ['RANK'] == '0':\n"
-        "    time.sleep(0.02)\n"
+        "    while not os.path.exists(__file__ + '.failing'):\n"
+        "        time.sleep(0.01)\n"
+        "    time.sleep(0.05)\n"
         "    raise RuntimeError('connection closed')\n"
+        "open(__file__ + '.failing', 'w').close()\n"
         "raise ValueError('label 7 is out of\\nthe vocabulary')\n"
     )
     status, _, err = finish(start("--nproc_per_node", "2", bad))
@@ -132,10 +136,44 @@ def test_an_error_is_a_message_and_status_2_without_a_traceback(tmp_path: Path) 
     assert "Traceback" in finish(start("--nproc_per_node", "2", missing, SHARDFORMER_TRACEBACK="1"))[2]
 
 
-def failure(exitcode: int, message: str = "", time_s: float = 0.0) -> SimpleNamespace:
-    note = {"message": message, "extraInfo": {"time_s": time_s}} if message else "<NONE>"
+def test_an_error_of_ours_is_said_once_for_all_ranks(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text(
+        "from shardformer.policies.config import ShardConfig\n"
+        "def configure():\n"
+        "    return ShardConfig(enable_sequence_overlap=True)\n"
+        "configure()\n"
+    )
+    status, _, err = finish(start("--nproc_per_node", "2", bad))
+    assert status == 1 and "Traceback" not in err and "__post_init__" not in err
+    assert err.count("enable_sequence_overlap=True with") == 1
+    assert err.count(f'File "{bad}", line 3, in configure') == 1
+    last = err.strip().splitlines()[-1]
+    assert "all 2 ranks: exit code 1, ConfigError" in last and "SHARDFORMER_TRACEBACK=1" in last
+    _, _, err = finish(start("--nproc_per_node", "2", bad, SHARDFORMER_TRACEBACK="1"))
+    assert err.count("Traceback") == 2 and "__post_init__" in err
+
+
+def test_a_rank_that_ended_early_is_named_and_not_the_one_that_missed_it(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text(
+        "import os, sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "if dist.get_rank() == 1:\n"
+        "    os._exit(0)\n"
+        "dist.all_reduce(torch.ones(1))\n"
+    )
+    status, _, err = finish(start("--nproc_per_node", "2", bad, GLOO_SOCKET_IFNAME="lo"))
+    last = err.strip().splitlines()[-1]
+    assert status == 1
+    assert "rank 1 had ended before rank 0 was done" in last and "failed first" not in last and "peer" not in last
+
+
+def failure(exitcode: int, message: str = "", time_s: float = 0.0, **note: object) -> SimpleNamespace:
+    found = {"message": message, "extraInfo": {"time_s": time_s, **note}} if message else "<NONE>"
     return SimpleNamespace(
-        exitcode=exitcode, timestamp=int(time_s), error_file_data={"message": note}, signal_name=lambda: "SIGX"
+        exitcode=exitcode, timestamp=int(time_s), error_file_data={"message": found}, signal_name=lambda: "SIGX"
     )
 
 
@@ -144,13 +182,35 @@ def failure(exitcode: int, message: str = "", time_s: float = 0.0) -> SimpleName
     [
         ({0: failure(1, "b", 5.2), 1: failure(1, "a", 5.1)}, 1),
         ({0: failure(1, "connection closed", 5.2), 1: failure(-9, time_s=6)}, 1),
+        ({0: failure(1, "Connection reset by peer", 5.1), 1: failure(1, "a", 5.2)}, 1),
         ({0: failure(-15, time_s=4), 1: failure(1, "a", 5.1)}, 1),
         ({0: failure(-15), 1: failure(-15)}, 0),
     ],
 )
 def test_the_cause_is_told_from_its_consequences(failures: dict[int, SimpleNamespace], first: int) -> None:
-    error = SimpleNamespace(failures=failures)
-    assert f"rank {first} failed first" in describe_failures(error).splitlines()[-1]  # type: ignore[arg-type]
+    assert f"rank {first} failed first" in describe_failures(failures).splitlines()[-1]  # type: ignore[arg-type]
+
+
+OURS = ["ConfigError", "x=3", "It is even", "Use 2"]
+
+
+@pytest.mark.parametrize(
+    ("failures", "ranks", "words"),
+    [
+        # on another machine: the launcher does not know which
+        ({0: failure(1, "Connection closed by peer")}, range(0), "a process of its group had ended before rank 0"),
+        ({2: failure(1, "Connection closed by peer")}, range(3), "ranks 0, 1 had ended before rank 2"),
+        # the launcher ended rank 1 while it was about to end by itself
+        (
+            {r: failure(c, "x=3", r, parts=OURS, world_size=2) for r, c in ((0, 1), (1, -15))},
+            range(2),
+            "all 2 ranks: exit code 1, ConfigError",
+        ),
+        ({1: failure(1, "x=3", 1, parts=OURS, world_size=4), 0: failure(-15)}, range(2), "run: rank 1 of 4: exit"),
+    ],
+)
+def test_the_last_line_says_who(failures: dict[int, SimpleNamespace], ranks: range, words: str) -> None:
+    assert words in describe_failures(failures, ranks).splitlines()[-1]  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------------------------------- hosts
@@ -244,6 +304,7 @@ def test_without_hosts_the_options_are_torchruns_own() -> None:
         ([], "names no script"),
         (["--nproc_per_node", "2"], "names no script"),
         (["--frobnicate=2", "a.py"], "--frobnicate"),
+        (["--nproc", "2", "a.py"], "no option '--nproc'"),
         (["--nproc_per_node", "many", "a.py"], "'many'"),
         (["--nproc_per_node", "0", "a.py"], "0 processes"),
         (["--nnodes", "none", "a.py"], "'none'"),
@@ -257,6 +318,13 @@ def test_options_that_cannot_be_are_refused(arguments: list[str], value: str) ->
     with pytest.raises(LaunchError) as caught:
         parse(arguments)
     assert_four_parts(caught.value, value)
+
+
+def test_a_shortened_option_names_each_that_it_could_be_once() -> None:
+    for short, remedy in (("--nproc", "--nproc-per-node?"), ("--node", "--node-rank?")):
+        with pytest.raises(LaunchError) as caught:
+            parse([short, "2", "a.py"])
+        assert caught.value.remedy == f"Did you mean {remedy}"
 
 
 def test_hosts_that_differ_in_slots_need_a_number_of_processes(tmp_path: Path) -> None:

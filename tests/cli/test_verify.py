@@ -86,7 +86,7 @@ def test_json_is_all_that_stands_on_standard_output() -> None:
     report = json.loads(done.stdout)
     assert report["passed"] is True and report["model"] == "GPT2LMHeadModel" and report["layout"] == "tensor=2"
     assert len(report["losses"]) == report["steps"] == 2
-    assert report["collectives"]["all_reduce over tensor (block)"][0] == 10
+    assert report["collectives"]["all_reduce over tensor (block)"] == {"calls": 10, "wire_bytes": 399360}
     assert done.stderr == ""
 
 
@@ -94,6 +94,7 @@ def test_a_folder_is_verified_in_a_table_of_80_columns(run: Run, bert: Path) -> 
     status, out, _ = run("verify", bert, "--dtype", "fp32", "--sequence-parallel", "--overlap")
     assert status == 0, out
     assert out.rstrip().endswith("Nobody can tell.")
+    assert "rank 0's groups send together" in " ".join(out.split())
     assert "BertForTokenClassification" in out and "sequence_overlap" in out and "float32" in out
     for word in ("losses", "gradients", "gradient norms", "weights", "reduce-scatter over tensor", "1e-05"):
         assert word in out
@@ -143,10 +144,15 @@ def test_what_is_not_a_number_is_null_in_json(run: Run, user_module: Path) -> No
         (["bert", "--overlap"], "enable_sequence_overlap=True with enable_sequence_parallelism=False"),
         (["bert", "--head", "BertForNothing"], "bert has no head 'BertForNothing'"),
         (["bert", "--head", "BertModel", "--all-heads"], "Leave one of the two out"),
-        (["bert", "--tensor", "0"], "tensor=0. An axis has one rank or more"),
+        (["bert", "--tensor", "0"], "tensor=0.\n  An axis has one rank or more.\n  Use --tensor 1 or more.\n"),
+        (["llama", "--tensor", "7"], "more than the 6 attention heads"),
+        (["llama", "--tensor", "64", "--head", "LlamaModel"], "more than the 6 attention heads"),
+        (["gpt2", "--batch", "4", "--data", "3"], "A batch of 4 samples over data=3"),
+        ([os.path.dirname(__file__)], "There is no config.json in the folder"),
         (["bert", "--sequence", "99"], "64 positions"),
         (["nowhere:model"], "There is no module 'nowhere'"),
         (["bret"], "There is no model 'bret'"),
+        (["bret"], ".\n  Did you mean 'bert'?\n  MODEL is a family"),
     ],
 )
 def test_what_cannot_be_is_an_error_before_any_process_starts(

@@ -33,7 +33,7 @@ TOKENS = bytes_as_tokens(bytes(range(256)) * 4)
         ({"steps": 0}, r"--steps 1 or more"),
         ({"hidden": 100}, r"--hidden 96 or --hidden 128"),
         ({"family": "bret"}, r"Did you mean 'bert'"),
-        ({"model": "bert", "layers": 2, "family": "bert"}, r"--model beside --family, --layers"),
+        ({"model": "bert", "layers": 2, "family": "bert"}, r"--model bert beside --family bert --layers 2"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused(changes: dict[str, object], message: str) -> None:

@@ -18,20 +18,19 @@ from torch import Tensor, nn
 from shardformer.comm import conjugates
 from shardformer.comm.collectives import Pending, take_stretch
 from shardformer.context import Axis
-from shardformer.errors import ConfigError
 from shardformer.layers import block, embedding, linear, loss
 from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
 from shardformer.layout import ShardSpec, Split, even_bounds
 from shardformer.optim import grad_norm
 from shardformer.policies import regions, sharder
 from shardformer.policies.config import ShardConfig
-from shardformer.policies.roles import MLP, RolePolicy, Stack
 from shardformer.policies.sharder import ModelSharder
 from shardformer.pool import Pools, WorkerPool
 from shardformer.samples import LANGUAGE_MODEL, Batches, Sample
 from shardformer.verify import Report, verify
 from shardformer.verify.compare import compare
 from shardformer.verify.run import Job, run_job
+from tests.verify.tower import ForgetfulPolicy, Tower, TowerPolicy, distance, numbers
 
 SEQUENCE = {"enable_sequence_parallelism": True}
 OVERLAP = {**SEQUENCE, "enable_sequence_overlap": True}
@@ -324,13 +323,16 @@ def test_a_report_reads_as_a_table_and_as_json(pool2: WorkerPool) -> None:
         "all_reduce over tensor (gradients)": 1,
         "reduce_scatter over tensor (block)": 4 + 4,
     }
-    text = str(report)
-    for part in ("GPT2LMHeadModel over tensor=2, sequence_parallelism, 2 steps in float32", "Nobody can tell.", "fp32"):
-        assert part in text
-    assert [line.split("  ")[0] for line in text.splitlines()[3:7]] == ["loss", "gradients", "gradient norm", "weights"]
+    lines = str(report).splitlines()
+    assert lines[0] == "GPT2LMHeadModel: plain, and over tensor=2, sequence_parallelism."
+    assert lines[1].startswith("2 steps in float32, dropout off in both, ") and lines[-1] == "Nobody can tell."
+    assert lines[3].split() == ["largest", "difference", "relative", "bound", "where"]
+    assert [line[:16].strip() for line in lines[5:9]] == ["losses", "gradients", "gradient norms", "weights"]
+    assert max(map(len, lines)) <= 120 and "\x1b" not in str(report)
     data = json.loads(report.to_json())
     assert data["passed"] is True
     assert data["gradient"] == {k: getattr(report.gradient, k) for k in ("relative", "where", "used")}
+    assert data["collectives"]["all_gather over tensor (loss)"].keys() == {"calls", "wire_bytes"}
     assert data["bounds"] == {"loss": 1e-5, "gradient": 1e-4, "eps": 1.2e-7, "why": "fp32"}
 
 
@@ -362,66 +364,6 @@ def test_the_loss_upcast_is_named_too(pool2: WorkerPool) -> None:
 # ------------------------------------------------------------------------------------------------- models of one's own
 
 
-class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.mlp = Mlp(width)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        out: Tensor = hidden_states + self.mlp(self.norm(hidden_states))
-        return out
-
-
-class Mlp(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down, self.dropout = nn.Linear(width, 35), nn.Linear(35, width), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.dropout(torch.tanh(self.up(x))))
-        return out
-
-
-class Tower(nn.Module):
-    """No config, no family, a dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(10) for _ in range(3))
-        self.out = nn.Linear(10, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        out: Tensor = self.out(x)
-        return out
-
-
-class TowerPolicy(RolePolicy):
-    stack = Stack("layers", [MLP("mlp", up="up", down="down")])
-    whole = ("out",)
-
-
-class ForgetfulPolicy(TowerPolicy):
-    """Loses a bias on the way: a mistake that a user can make."""
-
-    def postprocess(self) -> nn.Module:
-        model: nn.Module = super().postprocess()
-        for layer in model.layers:  # type: ignore[union-attr]
-            layer.mlp.up.bias = None
-        return model
-
-
-def numbers(step: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return {"x": torch.randn(6, 5, 10, generator=generator), "y": torch.randn(6, 5, 1, generator=generator)}
-
-
-def distance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    return (model(batch["x"]) - batch["y"]).square().mean()
-
-
 @pytest.mark.parametrize("config", [{}, SEQUENCE, OVERLAP, ShardConfig(enable_sequence_parallelism=True)])
 def test_a_model_of_ones_own_with_a_policy_and_a_loss(pool2: WorkerPool, config: Any) -> None:
     report = verify(Tower, numbers, tensor=2, loss_fn=distance, policy=TowerPolicy, config=config, pool=pool2)
@@ -439,55 +381,3 @@ def test_a_wrong_policy_of_ones_own_is_seen(pool2: WorkerPool) -> None:
 def test_own_workers_are_started_and_ended() -> None:
     report = verify(Tower, numbers, tensor=1, data=1, loss_fn=distance, policy=TowerPolicy, steps=1)
     assert report.passed, str(report)
-
-
-# ------------------------------------------------------------------------------------------------------ what is refused
-
-
-def without_labels(step: int) -> dict[str, Tensor]:
-    batch = Batches("GPT2LMHeadModel")(step)
-    del batch["labels"]
-    return batch
-
-
-def without_tensors(step: int) -> dict[str, int]:
-    return {"labels": 1}
-
-
-def by_chance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    loss: Tensor = model(**batch).loss * torch.rand(())
-    return loss
-
-
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"batch_fn": Batches("GPT2LMHeadModel", batch=3), "tensor": 1, "data": 2}, "3 samples over data=2"),
-        ({"batch_fn": without_labels}, "GPT2LMHeadModel gave no loss"),
-        ({"batch_fn": without_tensors}, "no tensor"),
-        ({"loss_fn": by_chance}, "change places"),
-        ({"dtype": torch.bfloat16}, "fp64 or fp32"),
-        ({"tensor": 0}, "tensor=0"),
-        ({"data": -1}, "data=-1"),
-        ({"steps": 0}, "steps=0"),
-        ({"tensor": 4}, "tensor=4 times data=1 is not the number of processes, 2"),
-        ({"config": {"enable_sequence_overlap": True}}, "enable_sequence_parallelism=False"),
-        ({"config": {"enable_sequence_paralelism": True}}, "Did you mean 'enable_sequence_parallelism'"),
-        ({"model_fn": lambda: Tower()}, "cannot be sent"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused_alike_on_all_ranks(
-    pool2: WorkerPool, asked: dict[str, Any], words: str
-) -> None:
-    pool2.run(torch.add, 1, 1)
-    pids = pool2.pids
-    call = {"model_fn": Sample("gpt2"), "batch_fn": Batches("GPT2LMHeadModel"), "tensor": 2, **asked}
-    with pytest.raises(ConfigError, match=words):
-        verify(**call, pool=pool2)
-    assert pool2.pids == pids, "no worker was killed"
-
-
-def test_a_config_that_names_a_group_is_refused(pool2: WorkerPool) -> None:
-    config = ShardConfig(context=object())  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="lays its own grid"):
-        verify(Sample("gpt2"), Batches("GPT2LMHeadModel"), config=config, pool=pool2)

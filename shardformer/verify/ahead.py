@@ -1,0 +1,51 @@
+"""What can be told before any process starts: that a model cannot be split, or a batch be cut, as asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardformer.comm.rehearsal import Rehearsal
+from shardformer.errors import ShardFormerError
+from shardformer.policies import first_form
+from shardformer.policies.config import ShardConfig
+from shardformer.policies.intact import check_plain
+from shardformer.policies.optimize import check_optimizations
+from shardformer.policies.plan import make_plan
+from shardformer.policies.policy import Policy
+from shardformer.policies.registry import resolve_policy
+
+
+def check_split(
+    model_fn: Callable[[], nn.Module],
+    tensor: int,
+    policy: Policy | type[Policy] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> None:
+    """Makes the plan of the first of ``tensor`` ranks for a model that is built here once and thrown away.
+
+    Raises what sharding raises in every process, in the seconds that the model takes to build. A ``model_fn`` that
+    itself fails here is left to the processes: it may need one.
+    """
+    with torch.random.fork_rng(devices=[]):
+        try:
+            model = model_fn()
+        except ShardFormerError:
+            raise
+        except Exception:  # told by the workers, with the rank that it happened on
+            return
+    check_plain(model)
+    # a copy: the one that was given is sent to the workers, without this model in it
+    chosen, _ = resolve_policy(model, policy if isinstance(policy, type) else deepcopy(policy))
+    config = ShardConfig(context=Rehearsal(tensor).context(0), **(options or {}))
+    chosen.set_model(model)
+    chosen.set_shard_config(config)
+    check_optimizations(model, config, chosen)
+    model = chosen.preprocess() or model
+    chosen.set_model(model)
+    make_plan(model, chosen)
+    first_form.check(chosen, model)

@@ -1,0 +1,115 @@
+"""What ``verify`` refuses: ahead of any process where it can be, in one sentence."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardformer.cli._message import TRACEBACK_VARIABLE as cli_variable
+from shardformer.errors import ConfigError, PolicyError
+from shardformer.policies.config import ShardConfig
+from shardformer.pool import WorkerPool
+from shardformer.samples import Batches, Sample, sample_loss
+from shardformer.verify import TRACEBACK_VARIABLE as verify_variable
+from shardformer.verify import verify
+from shardformer.verify.ahead import check_split
+from tests.verify.tower import Tower, TowerPolicy, numbers
+
+
+def without_labels(step: int) -> dict[str, Tensor]:
+    batch = Batches("GPT2LMHeadModel")(step)
+    del batch["labels"]
+    return batch
+
+
+def only_x(step: int) -> dict[str, Tensor]:
+    return {"x": numbers(step)["x"]}
+
+
+def without_tensors(step: int) -> dict[str, int]:
+    return {"labels": 1}
+
+
+def by_chance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    loss: Tensor = model(**batch).loss * torch.rand(())
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"batch_fn": Batches("GPT2LMHeadModel", batch=3), "tensor": 1, "data": 2}, "3 samples over data=2"),
+        ({"batch_fn": Batches("GPT2LMHeadModel", batch=4), "tensor": 1, "data": 3}, "4 samples over data=3"),
+        ({"batch_fn": without_labels}, "GPT2LMHeadModel gave no loss.*Add labels"),
+        ({"model_fn": Sample("gpt2", "GPT2Model"), "batch_fn": without_labels}, "has none.*Give loss_fn="),
+        ({"model_fn": Tower, "batch_fn": only_x, "policy": TowerPolicy}, "its output, a Tensor, has none"),
+        (
+            {"model_fn": Tower, "batch_fn": only_x, "policy": TowerPolicy, "loss_fn": sample_loss},
+            "its output, a Tensor, has none",
+        ),
+        ({"tensor": 7}, "more than the 6 attention heads"),
+        ({"batch_fn": without_tensors}, "no tensor"),
+        ({"loss_fn": by_chance}, "change places"),
+        ({"dtype": torch.bfloat16}, "fp64 or fp32"),
+        ({"tensor": 0}, "tensor=0"),
+        ({"data": -1}, "data=-1"),
+        ({"steps": 0}, "steps=0"),
+        ({"tensor": 4}, "tensor=4 times data=1 is not the number of processes, 2"),
+        ({"config": {"enable_sequence_overlap": True}}, "enable_sequence_parallelism=False"),
+        ({"config": {"enable_sequence_paralelism": True}}, "Did you mean 'enable_sequence_parallelism'"),
+        ({"model_fn": lambda: Tower()}, "cannot be sent"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_alike_on_all_ranks(
+    pool2: WorkerPool, asked: dict[str, Any], words: str
+) -> None:
+    pool2.run(torch.add, 1, 1)
+    pids = pool2.pids
+    call = {"model_fn": Sample("gpt2"), "batch_fn": Batches("GPT2LMHeadModel"), "tensor": 2, **asked}
+    with pytest.raises(ConfigError, match=words) as caught:
+        verify(**call, pool=pool2)
+    assert "".join(traceback.format_exception(caught.value)).count(str(caught.value)) == 1, "it is said once"
+    assert pool2.pids == pids, "no worker was killed"
+
+
+def test_a_config_that_names_a_group_is_refused(pool2: WorkerPool) -> None:
+    config = ShardConfig(context=object())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="lays its own grid"):
+        verify(Sample("gpt2"), Batches("GPT2LMHeadModel"), config=config, pool=pool2)
+
+
+def test_a_call_without_a_guard_is_one_sentence_that_says_where(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from shardformer.samples import Batches, Sample\n"
+        "from shardformer.verify import verify\n"
+        "verify(Sample('gpt2'), Batches('GPT2LMHeadModel'), steps=1)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, env=os.environ)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert f"ConfigError: verify() is called without a guard, at line 3 of {script}." in last
+    assert last.endswith('if __name__ == "__main__":') and done.stderr.count("Traceback") == 1
+    assert "freeze_support" not in done.stderr and "WorkerError" not in done.stderr
+
+
+def test_the_plan_is_made_ahead_without_a_trace() -> None:
+    policy = TowerPolicy()
+    before = torch.random.get_rng_state()
+    check_split(Tower, 2, policy)
+    assert policy.model is None and torch.equal(before, torch.random.get_rng_state())
+    with pytest.raises(PolicyError, match="No policy for Tower"):
+        check_split(Tower, 2)
+
+
+def test_one_variable_asks_for_more_everywhere() -> None:
+    assert verify_variable == cli_variable

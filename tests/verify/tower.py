@@ -1,0 +1,70 @@
+"""A model of one's own, with a policy, batches and a loss: no config, no family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.policies.roles import MLP, RolePolicy, Stack
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = Mlp(width)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        out: Tensor = hidden_states + self.mlp(self.norm(hidden_states))
+        return out
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(width, 35), nn.Linear(35, width), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.dropout(torch.tanh(self.up(x))))
+        return out
+
+
+class Tower(nn.Module):
+    """No config, no family, a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(10) for _ in range(3))
+        self.out = nn.Linear(10, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.out(x)
+        return out
+
+
+class TowerPolicy(RolePolicy):
+    stack = Stack("layers", [MLP("mlp", up="up", down="down")])
+    whole = ("out",)
+
+
+class ForgetfulPolicy(TowerPolicy):
+    """Loses a bias on the way: a mistake that a user can make."""
+
+    def postprocess(self) -> nn.Module:
+        model: nn.Module = super().postprocess()
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.mlp.up.bias = None
+        return model
+
+
+def numbers(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(6, 5, 10, generator=generator), "y": torch.randn(6, 5, 1, generator=generator)}
+
+
+def distance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    return (model(batch["x"]) - batch["y"]).square().mean()
