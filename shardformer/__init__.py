@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardformer.optim.grad_norm import grad_norm as grad_norm
     from shardformer.policies.config import ShardConfig as ShardConfig
     from shardformer.policies.guards import full_state_dict as full_state_dict
+    from shardformer.policies.infer.infer import infer as infer
     from shardformer.policies.policy import Argument as Argument
     from shardformer.policies.policy import BlockDescription as BlockDescription
     from shardformer.policies.policy import Col_Layer as Col_Layer
@@ -52,6 +53,7 @@ _HOME = {
     "optim.grad_norm": ["clip_grad_norm_", "grad_norm"],
     "policies.config": ["ShardConfig"],
     "policies.guards": ["full_state_dict"],
+    "policies.infer.infer": ["infer"],
     "policies.policy": [
         "Argument",
         "BlockDescription",

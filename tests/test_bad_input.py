@@ -133,10 +133,10 @@ def meta() -> nn.Module:
 def unknown() -> nn.Module:
     import transformers
 
-    config = transformers.OPTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=16, vocab_size=31
+    # no attention and no MLP: there is nothing to infer either
+    return transformers.MambaModel(
+        transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, state_size=4, vocab_size=31)
     )
-    return transformers.OPTModel(config)
 
 
 def embedding_with_max_norm() -> nn.Module:
@@ -165,7 +165,7 @@ CASES: dict[str, Case] = {
         unknown,
         {},
         PolicyError,
-        ("OPTModel", "'opt'", "bert, gpt2, llama, t5", "class MyPolicy(RolePolicy)", "shard_model(model, policy="),
+        ("MambaModel", "'mamba'", "found by inference", "bert, gpt2, llama, t5", "class MyPolicy(RolePolicy)", "shard_model(model, policy="),
     ),
     "no family at all": Case(ToyLM, {}, PolicyError, ("ToyLM", "no config with a model type", "class MyPolicy")),
     "a rule without a match": Case(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.context import Axis
@@ -62,13 +64,11 @@ def check_native(module: nn.Module, *kinds: type[nn.Module]) -> None:
 
     Raises ConfigError for a forward of its own, a weight that is computed (weight norm), and hooks.
     """
-    forwards = {getattr(kind, "forward", None) for kind in kinds}
-    of_transformers = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
     what = None
-    if (type(module).forward not in forwards and not of_transformers) or "forward" in vars(module):
-        what = "a forward of its own"
-    elif module._parameters.get("weight") is None:
+    if module._parameters.get("weight") is None:
         what = "a weight that is computed of others"
+    elif type(module).forward not in {kind.forward for kind in kinds} or "forward" in vars(module):
+        what = None if _is_plain(module) else "a forward of its own"
     elif isinstance(module, nn.Linear) and any(getattr(module, table) for table in HOOKS):
         what = "hooks"
     if what is not None:
@@ -79,6 +79,29 @@ def check_native(module: nn.Module, *kinds: type[nn.Module]) -> None:
             if what == "hooks"
             else "Leave this module whole, or name a class of your own whose from_native_module does what it does",
         )
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a forward of its own gives what the plain class does (FalconLinear, Conv1D), tried on a few numbers."""
+    weight: Any = module.weight
+    bias: Any = getattr(module, "bias", None)
+    with torch.no_grad():
+        if isinstance(module, nn.Embedding):
+            ids = torch.arange(min(4, len(weight)), device=weight.device)
+            return _are_close(module, ids, F.embedding(ids, weight))
+        turned = weight.t() if type(module).__name__ == "Conv1D" else weight
+        x = torch.linspace(-1, 1, 2 * turned.shape[1], dtype=weight.dtype, device=weight.device).view(2, -1)
+        return _are_close(module, x, F.linear(x, turned, bias))
+
+
+def _are_close(module: nn.Module, x: Tensor, expected: Tensor) -> bool:
+    try:
+        out = module(x)
+    except Exception:  # it takes something else
+        return False
+    return (
+        isinstance(out, Tensor) and out.shape == expected.shape and torch.allclose(out, expected, rtol=1e-2, atol=1e-5)
+    )
 
 
 def check_divides(what: str, size: int, axis: Axis) -> None:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.layers.parallel_module import ParallelModule
@@ -37,16 +36,18 @@ def check_plain(model: nn.Module) -> None:
 def check_unheld(model: nn.Module, plan: Plan) -> None:
     """Raises ConfigError when an optimizer holds a parameter that is to be cut: it would go on with the whole one."""
     cut = {id(p): f"{path}.{n}" for path, m, _ in plan.replacements() for n, p in m.named_parameters(recurse=False)}
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), Optimizer):
-            continue
-        held = [cut[id(p)] for group in thing.param_groups for p in group["params"] if id(p) in cut]
-        if held:
-            raise ConfigError(
-                f"An optimizer, {type(thing).__name__}, holds {held[0]!r} of this {type(model).__name__}",
-                rule="Sharding puts parts in the place of parameters, and an optimizer trains what it was given",
-                remedy="Shard the model first, then make the optimizer of model.parameters()",
-            )
+    mine = [p for p in model.parameters() if id(p) in cut]
+    # not gc.get_objects(): it shows tuples to this thread that others are still making, which makes those fail
+    lists = [x for x in gc.get_referrers(*mine) if type(x) is list and x is not mine]
+    for group in gc.get_referrers(*lists):
+        if type(group) is dict and "lr" in group and isinstance(group.get("params"), list):
+            held = next((cut[id(p)] for p in group["params"] if id(p) in cut), None)
+            if held is not None:
+                raise ConfigError(
+                    f"An optimizer holds {held!r} of this {type(model).__name__}",
+                    rule="Sharding puts parts in the place of parameters, and an optimizer trains what it was given",
+                    remedy="Shard the model first, then make the optimizer of model.parameters()",
+                )
 
 
 def check_layouts(model: nn.Module, rank: int) -> None:

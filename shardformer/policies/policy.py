@@ -137,6 +137,8 @@ class Policy:
     """How a model is sharded. Overwrite what your model needs; see the module's docstring for the three forms."""
 
     name: str | None = None
+    notes: Sequence[str] = ()
+    """What ``describe`` says of it."""
 
     def __init__(self) -> None:
         self.model: Any = None

@@ -97,9 +97,16 @@ def resolve_policy(model: nn.Module, policy: Policy | type[Policy] | None) -> tu
         return _REGISTERED[family](), f"the policy registered by the user for {family!r}"
     if isinstance(family, str) and family in FAMILIES:
         return FAMILIES[family].load()(), f"the registered family {family!r}"
+    from shardformer.policies.infer.infer import infer  # it shards small models itself
+
+    try:
+        return infer(model), "a policy that was inferred and proven"
+    except PolicyError as error:
+        not_inferred = error.what
     tried = f"its config names the model type {family!r}" if family else "it has no config with a model type"
     raise PolicyError(
-        f"No policy for {type(model).__name__}: {tried}, and no policy was given",
+        f"No policy for {type(model).__name__}: {tried}, no policy was given, "
+        f"and none was found by inference: {not_inferred}",
         rule=f"The registered families are {', '.join(FAMILIES)}",
         remedy=(f"{nearest(family, FAMILIES)} " if family else "")
         + f"Say what the model is made of (docs/policies.md):\n{EXAMPLE}",

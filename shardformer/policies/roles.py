@@ -45,6 +45,7 @@ class Attention:
         attributes: attribute of the module -> what it counts: "heads", "kv_heads", "groups" (query heads a KV head)
             or "width" (heads times head dim). Only those that the forward reads.
         tables: embeddings with one column a head (relative position bias).
+        num_heads, num_kv_heads: these numbers, or the config's fields that hold them, where not the policy's.
         optional: whether some models lack this attention.
     """
 
@@ -59,6 +60,8 @@ class Attention:
     reads_context: bool = False
     attributes: Mapping[str, str] = field(default_factory=dict)
     tables: Sequence[str] = ()
+    num_heads: int | str | None = None
+    num_kv_heads: int | str | None = None
     optional: bool = False
 
     def __post_init__(self) -> None:
@@ -165,7 +168,7 @@ class RolePolicy(Policy):
             for s in self._present_stacks()
         ]
 
-    def replicated(self) -> list[str]:
+    def replicated(self) -> list[str] | None:
         base = module_at(self.model, self.base)
         known = {name for name, _ in [*base.named_modules(), *base.named_parameters()]}
         for path in self.whole:
@@ -287,18 +290,18 @@ class RolePolicy(Policy):
         return Split.stack(splits, sizes)
 
     def _head_layout(self, attention: Attention, layer: nn.Module, path: str) -> HeadLayout:
-        num_heads = self._count("num_heads")
+        num_heads = self._count(said := attention.num_heads or self.num_heads)
         if num_heads is None:
             config = getattr(self.model, "config", None)
             name = f"{type(self).__name__}.num_heads"
             raise PolicyError(
-                f"{name} is {self.num_heads!r}, and "
+                f"{name} is {said!r}, and "
                 + ("the config has no such field" if config is not None else "the model has no config"),
                 rule="Attention is cut by whole heads, so a policy says how many there are",
                 remedy="Set it to the number, such as num_heads = 12, or to the name of the config's field. "
-                + (nearest(str(self.num_heads), [n for n in vars(config) if "head" in n]) if config else ""),
+                + (nearest(str(said), [n for n in vars(config) if "head" in n]) if config else ""),
             )
-        num_kv_heads = self._count("num_kv_heads") or num_heads
+        num_kv_heads = self._count(attention.num_kv_heads or self.num_kv_heads) or num_heads
         where, at = f"{path}.*.{attention.at}", attention.at
         width = features_of(linear_at(layer, relative(at, attention.out), path), out=False)
         _check_heads(where, attention.out, width, num_heads, 1)
@@ -312,8 +315,7 @@ class RolePolicy(Policy):
                     _check_heads(where, given, features, count, head_dim)
         return HeadLayout(num_heads, num_kv_heads, head_dim, self.axis.size)
 
-    def _count(self, name: str) -> int | None:
-        said = getattr(self, name)
+    def _count(self, said: int | str) -> int | None:
         count = getattr(getattr(self.model, "config", None), said, None) if isinstance(said, str) else said
         return count if isinstance(count, int) and count > 0 else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch.distributed as dist
@@ -76,7 +77,7 @@ class ModelSharder:
         config, model = self.shard_config, self.model
         check_plain(model)
         self._policy, source = resolve_policy(model, self._given)
-        self._record = ShardRecord(self._context, source, config.options())
+        self._record = ShardRecord(self._context, source, config.options(), notes=list(self._policy.notes))
         self._policy.set_model(model)
         self._policy.set_shard_config(config)
         check_optimizations(model, config, self._policy)
@@ -167,7 +168,7 @@ class ModelSharder:
         description, prefix = target.description, f"{target.path}." if target.path else ""
         for name, value in (description.attribute_replacement or {}).items():
             owner_path, _, attribute = name.rpartition(".")
-            owner: Any = target.owner(owner_path)
+            owner = _own(target, owner_path)
             before = getattr(owner, attribute)
             setattr(owner, attribute, value)
             if before != value:
@@ -235,6 +236,16 @@ def _checked(config: Any) -> ShardConfig:
             remedy="Write ShardConfig(enable_sequence_parallelism=True) and the like, or leave it out",
         )
     return config or ShardConfig()
+
+
+def _own(target: Target, path: str) -> Any:
+    """What stands at ``path``. A module's config, which others read too, becomes a copy of its own first."""
+    owner: Any = target.owner(path)
+    if not isinstance(owner, nn.Module):
+        holder_path, _, name = path.rpartition(".")
+        owner = copy.copy(owner)
+        setattr(target.owner(holder_path), name, owner)
+    return owner
 
 
 class Optimized(tuple[nn.Module, list[dict[int, Tensor]]]):

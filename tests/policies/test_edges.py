@@ -233,7 +233,7 @@ def test_an_optimizer_that_was_made_before_is_refused() -> None:
         shard_model(model, ToyPolicy, context=context)
         assert optimizer
 
-    with pytest.raises(ConfigError, match=r"AdamW, holds '.*make the optimizer of model.parameters"):
+    with pytest.raises(ConfigError, match=r"An optimizer holds '.*make the optimizer of model.parameters"):
         Rehearsal(2).run(shard)
 
 

@@ -1,0 +1,35 @@
+"""``shardformer infer``: how a model that nobody has described is cut, as Python to save and edit."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shardformer.cli._folder import check_folder
+
+
+def infer(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A folder that save_pretrained wrote, a config.json, a name on the Hugging Face hub, a family (bert, "
+            "gpt2, llama, t5), or module:function, whose function gives a model.",
+        ),
+    ],
+    name: Annotated[str, typer.Option(help="What to call the policy.")] = "MyPolicy",
+) -> None:
+    """Find a policy for MODEL, prove it on a small twin, and print it as a table of roles."""
+    from shardformer.model_source import find_model
+    from shardformer.policies.infer.infer import infer as infer_policy
+    from shardformer.policies.infer.write import source_of
+
+    check_folder(model)
+    source = find_model(model, dropout=False)
+    if source.config is None:
+        policy = infer_policy(source.model_fn())
+    else:  # the weights are of no account
+        source.config.architectures = [source.head]
+        policy = infer_policy(source.config)
+    print("".join(f"# {note}\n" for note in policy.notes) + "\n" + source_of(policy, name), end="")

@@ -1,0 +1,207 @@
+"""What one forward of a model shows: which linears give to which, where that starts, and what is read on the way.
+
+Every linear's output is marked with the linear's name, and every tensor computed of a marked one carries its marks. A
+linear that reads an unmarked input could be cut by columns; the first linear that reads marked ones would be the row
+behind them, and with its output, which is whole again, the marks end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardformer.layers.linear import is_linear
+
+MEETINGS = ("bmm", "baddbmm", "scaled_dot_product")
+"""Operations in which queries meet keys, or scores meet values."""
+
+
+@dataclass
+class Group:
+    """Linears that give to one linear.
+
+    Args:
+        row: path of the linear that reads.
+        columns: paths of those that give, in the order of their calls.
+        entry: path of the module whose first tensor argument is what the first columns read.
+        apart: those columns that read something else (cross-attention's states).
+        attends: whether they meet as queries and keys do.
+    """
+
+    row: str
+    columns: list[str]
+    entry: str = ""
+    apart: list[str] = field(default_factory=list)
+    attends: bool = False
+
+
+@dataclass
+class Flow:
+    """What was seen in one forward.
+
+    Args:
+        groups: in the order in which their rows were reached.
+        called: path of each linear that was called -> how often.
+        inputs: path of each module that was called -> the tensors it was given, by argument.
+        outputs: path of each module that was called -> the first tensor of what it gave.
+        numbers: path of a module -> its whole-numbered attributes that were read meanwhile.
+    """
+
+    groups: list[Group] = field(default_factory=list)
+    called: dict[str, int] = field(default_factory=dict)
+    inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    numbers: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+def observe(model: nn.Module, run: Callable[[nn.Module], Any], whole: Iterable[str] = ()) -> Flow:
+    """Runs the model once, without gradients, and returns what flowed. Linears in ``whole`` only pass marks on."""
+    observer = _Observer(model, frozenset(whole))
+    with ExitStack() as stack:
+        for path, module in model.named_modules():
+            for hook in (
+                module.register_forward_pre_hook(observer.before(path), with_kwargs=True),
+                module.register_forward_hook(observer.after(path)),
+            ):
+                stack.callback(hook.remove)
+            stack.callback(_watch_numbers(module, observer.flow.numbers.setdefault(path, {})))
+        with torch.no_grad(), observer.marks:
+            run(model)
+    return observer.finish()
+
+
+class _Marks(TorchDispatchMode):
+    """Tensor -> the names of the linears that it was computed of."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no types
+        self._marks: dict[int, frozenset[str]] = {}
+        self._kept: list[Tensor] = []  # so that no identity is used twice
+        self.met: set[frozenset[str]] = set()
+
+    def of(self, x: Any) -> frozenset[str]:
+        return self._marks.get(id(x), frozenset())
+
+    def put(self, x: Tensor, marks: frozenset[str]) -> None:
+        self._marks[id(x)] = marks
+        self._kept.append(x)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        given = [self.of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        marked = [marks for marks in given if marks]
+        if not marked:
+            return out
+        marks = frozenset().union(*marked)
+        if len(marked) > 1 and any(name in str(func) for name in MEETINGS):
+            self.met.add(marks)
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor):
+                self.put(x, marks)
+        if func._schema.is_mutable and isinstance(args[0], Tensor):
+            self.put(args[0], self.of(args[0]) | marks)
+        return out
+
+
+class _Observer:
+    def __init__(self, model: nn.Module, whole: frozenset[str]) -> None:
+        self.flow, self.marks = Flow(), _Marks()
+        self._whole = whole
+        self._linears = {path for path, module in model.named_modules() if is_linear(module)}
+        self._reads: dict[str, Tensor] = {}
+        self._giving: dict[str, frozenset[str]] = {}
+        self._groups: dict[str, Group] = {}
+        self._order: list[str] = []
+        self._parents = {path: path.rpartition(".")[0] for path, _ in model.named_modules()}
+
+    def before(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = {str(i): x for i, x in enumerate(args) if isinstance(x, Tensor)}
+            given |= {name: x for name, x in kwargs.items() if isinstance(x, Tensor)}
+            self.flow.inputs.setdefault(path, given)
+            if path in self._linears and given:
+                x = next(iter(given.values()))
+                self._reads[path] = x
+                self._giving[path] = self.marks.of(x)
+
+        return hook
+
+    def after(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+            first = next((x for x in tree_leaves(out) if isinstance(x, Tensor)), None)
+            if first is None:
+                return
+            self.flow.outputs[path] = first
+            if path in self._linears and path in self._giving:
+                self._pass(path, first)
+
+        return hook
+
+    def _pass(self, path: str, out: Tensor) -> None:
+        giving = self._giving.pop(path)
+        self.flow.called[path] = self.flow.called.get(path, 0) + 1
+        if path in self._whole:
+            self.marks.put(out, giving)
+        elif giving:
+            self.marks.put(out, frozenset())
+            group = self._groups.setdefault(path, Group(path, []))
+            group.columns += [c for c in self._order if c in giving and c not in group.columns]
+            group.attends |= any(met <= giving for met in self.marks.met)
+        else:
+            self.marks.put(out, frozenset({path}))
+            if path not in self._order:
+                self._order.append(path)
+
+    def finish(self) -> Flow:
+        for group in self._groups.values():
+            group.entry, group.apart = self._entry(group)
+        self.flow.groups = list(self._groups.values())
+        return self.flow
+
+    def _entry(self, group: Group) -> tuple[str, list[str]]:
+        """The deepest module around the first columns that was called with what they read; else the column itself."""
+        source = self._reads[group.columns[0]]
+        beside = [c for c in group.columns if self._reads[c] is source]
+        apart = [c for c in group.columns if self._reads[c] is not source]
+        path = common_parent(beside) if len(beside) > 1 else self._parents[beside[0]]
+        first = next(iter(self.flow.inputs.get(path, {}).values()), None)
+        return (path if first is source else beside[0]), apart
+
+
+def common_parent(paths: Sequence[str]) -> str:
+    """The longest path that leads to a module around all of them."""
+    split = [path.split(".")[:-1] for path in paths]
+    shared = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+def _watch_numbers(module: nn.Module, seen: dict[str, int]) -> Callable[[], None]:
+    """Notes in ``seen`` which of the module's own whole numbers are read. Returns what ends it."""
+    native: Any = type(module)
+    numbers: Mapping[str, int] = {
+        name: value for name, value in vars(module).items() if type(value) is int and not name.startswith("_")
+    }
+
+    def read(self: nn.Module, name: str) -> Any:
+        if name in numbers:
+            seen[name] = numbers[name]
+        return native.__getattribute__(self, name)
+
+    module.__class__ = type(native.__name__, (native,), {"__getattribute__": read, "__module__": native.__module__})
+
+    def end() -> None:
+        module.__class__ = native
+
+    return end

@@ -1,0 +1,32 @@
+"""``shardformer infer``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from shardformer.cli import main
+from shardformer.policies.infer.twin import shrunk
+from shardformer.policies.roles import RolePolicy
+
+
+def test_it_prints_a_policy_that_can_be_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = shrunk(transformers.AutoConfig.for_model("mistral", architectures=["MistralForCausalLM"]))
+    config.save_pretrained(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["infer", str(tmp_path), "--name", "MistralPolicy"])
+    assert not ended.value.code
+    said = capsys.readouterr().out
+    assert said.startswith("# The policy was inferred, and proven on a small twin over 2 and 4 tensor ranks.\n")
+    names: dict[str, Any] = {}
+    exec(said, names)
+    assert issubclass(names["MistralPolicy"], RolePolicy) and names["MistralPolicy"].embeddings == ("embed_tokens",)
+
+
+def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["infer", str(tmp_path)])
+    assert "There is no config.json" in capsys.readouterr().err

@@ -1,0 +1,155 @@
+"""Policies that the program finds by itself: as the written ones, right wherever they cut, whole where they cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import shardformer
+from shardformer.comm.rehearsal import Rehearsal
+from shardformer.context import ParallelContext
+from shardformer.errors import ConfigError, PolicyError
+from shardformer.policies.config import ShardConfig
+from shardformer.policies.infer.infer import InferredPolicy, infer
+from shardformer.policies.infer.prove import Truth, fault
+from shardformer.policies.infer.twin import batch_for, runner, shrunk
+from shardformer.policies.infer.write import source_of
+from shardformer.policies.models.gpt2 import GPT2Policy
+from shardformer.policies.plan import make_plan
+from shardformer.policies.policy import Policy
+from shardformer.policies.registry import FAMILIES
+from shardformer.policies.roles import MLP, Attention, Stack
+from shardformer.policies.sharder import shard_model
+from shardformer.samples import Sample
+from tests.policies.toy import ToyLM
+
+# family -> its class, and what share of the linear weights of its layers the policy cuts
+UNDESCRIBED = {
+    "opt": ("OPTForCausalLM", 1.0),
+    "gptj": ("GPTJForCausalLM", 1.0),
+    "gpt_neo": ("GPTNeoForCausalLM", 1.0),
+    "gpt_neox": ("GPTNeoXForCausalLM", 1.0),
+    "falcon": ("FalconForCausalLM", 1.0),
+    "mistral": ("MistralForCausalLM", 1.0),
+    "qwen2": ("Qwen2ForCausalLM", 1.0),
+    "qwen3": ("Qwen3ForCausalLM", 1.0),
+    "phi3": ("Phi3ForCausalLM", 1.0),
+    "roberta": ("RobertaForMaskedLM", 1.0),
+    "ernie": ("ErnieForMaskedLM", 1.0),
+    "vit": ("ViTForImageClassification", 1.0),
+    "beit": ("BeitForImageClassification", 1.0),
+    "bart": ("BartForConditionalGeneration", 1.0),
+    "bloom": ("BloomForCausalLM", 2 / 3),  # its alibi slopes are not cut, so its attention stays whole
+}
+
+
+def small(family: str) -> nn.Module:
+    config = shrunk(transformers.AutoConfig.for_model(family))
+    torch.manual_seed(0)
+    model: nn.Module = getattr(transformers, UNDESCRIBED[family][0])(config)
+    return model
+
+
+def cut_lines(model: nn.Module, policy: Policy) -> list[str]:
+    """What the policy replaces by what, and the stacks."""
+    policy.set_model(model)
+    policy.set_shard_config(ShardConfig(context=Rehearsal(2).context(1)))
+    plan = make_plan(model, policy)
+    replaced = [line for line in plan.lines() if " -> " in line]
+    blocks = sorted(str(block) for target in plan.targets for block in target.description.blocks or [])
+    return [*sorted(replaced), *blocks, *map(str, plan.stacks)]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_registered_families_are_found_as_they_are_written(family: str) -> None:
+    model = Sample(family)()
+    assert _without_hints(cut_lines(model, infer(model))) == _without_hints(cut_lines(model, FAMILIES[family].load()()))
+
+
+def _without_hints(lines: list[str]) -> list[str]:
+    """Without what only says that the bias may be fused with the activation, and what only a cross-attention needs."""
+    return [line.replace("activated=True", "activated=False").split(", context=")[0] for line in lines]
+
+
+@pytest.mark.parametrize("family", sorted(UNDESCRIBED))
+def test_a_family_that_nobody_described(family: str) -> None:
+    model = small(family)
+    policy = infer(model)
+    truth = Truth.of(model.double().eval(), runner(model, batch_for(model)))
+    for ranks in (2, 3):
+        assert fault(truth, type(policy), ranks) is None
+    sequence = fault(truth, type(policy), 2, enable_sequence_parallelism=True, enable_sequence_overlap=True)
+    # OPT's layers flatten what they are given; BLOOM's whole attention would see a stretch only
+    assert (sequence is not None) == (policy.against_sequence is not None) == (family in ("opt", "bloom"))
+    policy.set_model(model)
+    replaced = {id(module) for _, module, _ in make_plan(model, policy).replacements()}
+    layers = tuple(stack.layers for stack in policy.stacks())
+    linears = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith(layers)]
+    share = sum(m.weight.numel() for m in linears if id(m) in replaced) / sum(m.weight.numel() for m in linears)
+    assert share == pytest.approx(UNDESCRIBED[family][1], abs=0.02)
+
+
+def test_it_is_the_last_link_of_the_chain_and_said_so() -> None:
+    def shard(context: ParallelContext) -> str:
+        return str(shardformer.describe(shard_model(small("bloom"), context=context)))
+
+    said = Rehearsal(2).run(shard)[0]
+    assert "by a policy that was inferred and proven" in said
+    assert "proven on a small twin over 2 and 4 tensor ranks" in said
+    assert "self_attention.query_key_value" in said and "Whole, since" in said
+
+
+@pytest.mark.parametrize("family", ["opt", "phi3", "bart"])
+def test_what_is_printed_is_the_policy(family: str) -> None:
+    model = small(family)
+    policy = infer(model)
+    names: dict[str, Any] = {}
+    exec(source_of(policy, "Written"), names)
+    assert cut_lines(model, names["Written"]()) == cut_lines(model, policy)
+
+
+def test_of_a_config() -> None:
+    config = transformers.AutoConfig.for_model("opt", architectures=["OPTForCausalLM"])
+    assert "decoder.layers" in str(infer(config).stack)
+
+
+class Interleaved(GPT2Policy):
+    stack = Stack(
+        "h", [Attention("attn", qkv="c_attn", out="c_proj", interleaved=True, attributes={"split_size": "width"})]
+    )
+
+
+class RowTwice(GPT2Policy):
+    stack = Stack("h", [MLP("attn", up="c_attn", down="c_proj", fused=3)])
+
+
+class NoAttribute(GPT2Policy):
+    stack = Stack("h", [Attention("attn", qkv="c_attn", out="c_proj")])
+
+
+@pytest.mark.parametrize("policy", [Interleaved, RowTwice, NoAttribute])
+def test_a_wrong_table_is_not_proven(policy: type[GPT2Policy]) -> None:
+    model = Sample("gpt2")().double().eval()
+    truth = Truth.of(model, runner(model, batch_for(model)))
+    assert fault(truth, GPT2Policy, 2) is None
+    assert fault(truth, policy, 2) is not None
+
+
+def test_what_cannot_be_inferred_says_why() -> None:
+    with pytest.raises(PolicyError, match=r"What to feed ToyLM is not known.*batch="):
+        infer(ToyLM())
+    with pytest.raises(PolicyError, match="a config of transformers"):
+        infer("opt")
+    with pytest.raises(PolicyError, match="could be inferred: it stands outside of the layers"):
+        infer(nn.Sequential(nn.Linear(3, 4)), batch={"input": torch.ones(2, 3, dtype=torch.float64)})
+
+
+def test_sequence_parallelism_that_was_not_proven_is_refused() -> None:
+    policy = InferredPolicy()
+    policy.against_sequence = "the output differs"
+    with pytest.raises(ConfigError, match="on a small twin of this model the output differs"):
+        policy.set_shard_config(ShardConfig(enable_sequence_parallelism=True, context=Rehearsal(2).context(0)))
