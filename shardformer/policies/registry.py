@@ -102,7 +102,7 @@ def resolve_policy(model: nn.Module, policy: Policy | type[Policy] | None) -> tu
     try:
         return infer(model), "a policy that was inferred and proven"
     except PolicyError as error:
-        not_inferred = error.what
+        not_inferred = error.what.partition(" could be inferred: ")[2] or error.what
     tried = f"its config names the model type {family!r}" if family else "it has no config with a model type"
     raise PolicyError(
         f"No policy for {type(model).__name__}: {tried}, no policy was given, "
