@@ -165,7 +165,7 @@ CASES: dict[str, Case] = {
         unknown,
         {},
         PolicyError,
-        ("MambaModel", "'mamba'", "found by inference", "bert, gpt2, llama, t5", "(RolePolicy)", "shard_model(model, policy="),
+        ("MambaModel", "'mamba'", "found by inference", "bert, gpt2, llama, t5", "(RolePolicy)", "policy="),
     ),
     "no family at all": Case(ToyLM, {}, PolicyError, ("ToyLM", "no config with a model type", "class MyPolicy")),
     "a rule without a match": Case(
