@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,17 +27,33 @@ RANKS = (2, 4)
 OUTSIDE, UNKNOWN = "it stands outside of the layers", "no role describes it"
 
 Role = Attention | MLP
+Made = frozenset[tuple[str, str]]
+"""The paths and classes of the modules in a layer."""
 
 
 class InferredPolicy(RolePolicy):
-    """A table that was inferred and proven; ``against_sequence`` says why it cannot run sequence parallelism, if so."""
+    """A table that was inferred and proven.
+
+    Class attributes:
+        against_sequence: why it cannot run sequence parallelism, if so.
+        layers: path of each stack -> what the layers of the twin are made of. Others were not proven.
+    """
 
     against_sequence: str | None = None
+    layers: Mapping[str, frozenset[Made]] = MappingProxyType({})
 
     def replicated(self) -> None:
         """What no rule names stays whole: it could not be described."""
 
     def config_sanity_check(self) -> None:
+        for stack in self.stacks():
+            for i, layer in enumerate(self.model.get_submodule(stack.layers).children()):
+                if _made_of(layer) not in self.layers[stack.layers]:
+                    raise PolicyError(
+                        f"{stack.layers}.{i} is made of other modules than any layer of the small twin",
+                        rule="An inferred policy cuts what it was proven on",
+                        remedy="Write the roles down (docs/policies.md)",
+                    )
         if self.shard_config.enable_sequence_parallelism and self.against_sequence:
             raise ConfigError(
                 f"enable_sequence_parallelism, and on a small twin of this model {self.against_sequence}",
@@ -99,6 +116,10 @@ def infer_on(model: nn.Module, run: Run) -> type[InferredPolicy]:
     policy.against_sequence = fault(truth, policy, RANKS[0], enable_sequence_parallelism=True)
     policy.notes = _notes(whole)
     return policy
+
+
+def _made_of(layer: nn.Module) -> Made:
+    return frozenset((path, type(module).__name__) for path, module in layer.named_modules())
 
 
 def _notes(whole: Mapping[str, str]) -> list[str]:
@@ -175,6 +196,7 @@ def _policy(
         "stack": table[0] if len(table) == 1 else table,
         "embeddings": tuple(own(path) for path in outside.get("embeddings", ())),
         "head": outside.get("head", ()),
+        "layers": {s.layers: frozenset(map(_made_of, model.get_submodule(s.layers).children())) for s in stacks},
     }
     if not inside:
         fields["base"] = ""

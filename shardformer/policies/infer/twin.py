@@ -94,7 +94,7 @@ def shrunk(config: Any) -> Any:
         elif type(value) is int and value > 0:
             new = _kv_heads(value, heads) if re.fullmatch(KV_FIELDS, name) else _size_of(name)
             if new is not None:
-                setattr(small, name, new if "layers" in name or name == "n_layer" else min(new, max(value, new)))
+                setattr(small, name, new)
         elif isinstance(value, list) and name.endswith(("layer_types", "attention_layers")):
             setattr(small, name, value[:LAYERS])
         if name.endswith("token_id") and type(value) is int and value >= VOCAB:

@@ -148,8 +148,18 @@ def test_what_cannot_be_inferred_says_why() -> None:
         infer(nn.Sequential(nn.Linear(3, 4)), batch={"input": torch.ones(2, 3, dtype=torch.float64)})
 
 
+def test_a_layer_that_the_twin_does_not_have_is_refused() -> None:
+    config = shrunk(transformers.MistralConfig())
+    config.num_hidden_layers = 3
+    model: Any = transformers.MistralForCausalLM(config)
+    model.model.layers[2].mlp.gate_proj = nn.Sequential(nn.Linear(48, 70))
+    with pytest.raises(PolicyError, match=r"model.layers.2 is made of other modules"):
+        Rehearsal(2).run(lambda context: shard_model(model, context=context))
+
+
 def test_sequence_parallelism_that_was_not_proven_is_refused() -> None:
     policy = InferredPolicy()
+    policy.set_model(ToyLM())
     policy.against_sequence = "the output differs"
     with pytest.raises(ConfigError, match="on a small twin of this model the output differs"):
         policy.set_shard_config(ShardConfig(enable_sequence_parallelism=True, context=Rehearsal(2).context(0)))
