@@ -7,8 +7,9 @@ the sequence and the exit scatters it; between blocks each rank holds a stretch 
 
     x --> entry --> q, k, v (columns) --> attention of the local heads --> o (row) --> exit
 
-The unmodified forward calls its linears one by one with what the entry handed it. The first of them that sees that
-very tensor computes all, and the others take their result; one that is given anything else computes by itself.
+The unmodified forward calls its linears one by one with what the entry handed it, or with what it was given itself. The
+first of them that sees one of those very tensors computes all, and the others take their result; one that is given
+anything else computes by itself.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -108,7 +109,7 @@ class Block:
 
     def project(self, column: Linear1D_Col, x: Tensor) -> Tensor:
         """The output (B, S, f) of one of the block's columns for what it was called with."""
-        if x is not self._entered or self._source is None:
+        if self._source is None or (x is not self._entered and x is not self._source):
             return column.multiply(x)
         if id(column) not in self._outputs:
             joined = x.detach() if self._gathers else None
@@ -144,7 +145,7 @@ class Block:
                 raise PolicyError(
                     f"The {type(module).__name__} hands on what entered a block beside the block's exit",
                     rule="All that enters a block leaves by its row-parallel linear; a residual is added outside of it",
-                    remedy="Name a module inside of this one as `at`, such as the first of its columns",
+                    remedy="Say where it enters instead: Attention(..., entry=<its first projection>)",
                 )
             seen.add(node)
             reached += [following for following, _ in node.next_functions]

@@ -45,6 +45,8 @@ class Attention:
         attributes: attribute of the module -> what it counts: "heads", "kv_heads", "groups" (query heads a KV head)
             or "width" (heads times head dim). Only those that the forward reads.
         tables: embeddings with one column a head (relative position bias).
+        entry: the module whose first tensor argument enters, where that is not the one at ``at``: the first of the
+            projections, for an attention that adds its residual itself.
         num_heads, num_kv_heads: these numbers, or the config's fields that hold them, where not the policy's.
         optional: whether some models lack this attention.
     """
@@ -60,6 +62,7 @@ class Attention:
     reads_context: bool = False
     attributes: Mapping[str, str] = field(default_factory=dict)
     tables: Sequence[str] = ()
+    entry: str | None = None
     num_heads: int | str | None = None
     num_kv_heads: int | str | None = None
     optional: bool = False
@@ -255,7 +258,8 @@ class RolePolicy(Policy):
         context = {full(n) or "" for n in (attention.k, attention.v, attention.kv) if n and attention.reads_context}
         entering = {name: kwargs for name, kwargs in columns.items() if name not in context}
         others = {name: kwargs for name, kwargs in columns.items() if name in context}
-        description = _block_description(attention.at, entering, others, full(attention.out) or "", layout.query_split)
+        entry = full(attention.entry) or attention.at
+        description = _block_description(entry, entering, others, full(attention.out) or "", layout.query_split)
         values = layout.values(rank)
         description.attribute_replacement = {
             f"{attention.at}.{name}": values[kind] for name, kind in attention.attributes.items()

@@ -23,7 +23,7 @@ from shardformer.policies.config import ShardConfig
 from shardformer.policies.first_form import ColumnOrEmbedding
 from shardformer.policies.policy import Argument, Col_Layer, Policy, Row_Layer
 from shardformer.policies.policy import Layer as ShardedLayer
-from shardformer.policies.roles import Attention, RolePolicy
+from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
 from shardformer.policies.sharder import ModelSharder, ShardFormer, shard_model
 from shardformer.pool import WorkerPool
 from shardformer.samples import Batches, Sample, sample_loss
@@ -128,6 +128,37 @@ def test_a_residual_around_the_exit_is_refused_at_the_first_forward() -> None:
 
     with pytest.raises(PolicyError, match="hands on what entered a block beside"):
         Rehearsal(2).run(train)
+
+
+class EntersAtQ(ToyPolicy):
+    stack = Stack(
+        "layers",
+        [
+            Attention("attn", q="q", k="k", v="v", out="o", entry="q", attributes={"num_heads": "heads"}),
+            MLP("mlp", up="fc1", down="fc2"),
+        ],
+        final_norm="norm",
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_sequence_parallelism": True}], ids=["plain", "sequence"])
+def test_an_attention_may_enter_at_its_first_projection(options: dict[str, bool]) -> None:
+    torch.manual_seed(0)
+    plain = ToyLM().double()
+    if not options:  # between the blocks of sequence parallelism a rank has its stretch only: nothing to add inside
+        for layer in plain.layers:
+            layer.attn.__class__ = ResidualInside
+    toy_loss(plain, toy_batch(0)).backward()
+
+    def train(context: ParallelContext) -> None:
+        model = copy.deepcopy(plain)
+        model.zero_grad()
+        shard_model(model, EntersAtQ, context=context, **options)
+        toy_loss(model, toy_batch(0)).backward()
+        expected = [layer.norm1.weight.grad for layer in plain.layers]
+        torch.testing.assert_close([layer.norm1.weight.grad for layer in model.layers], expected)
+
+    Rehearsal(2).run(train)
 
 
 def test_a_second_derivative_is_an_error() -> None:

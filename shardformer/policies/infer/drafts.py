@@ -118,9 +118,10 @@ def _attentions(
         if hasattr(model.get_submodule(group.entry), "config"):
             ways.append(numbers | {f"config.{n}": kind for n, kind in _config_counts(model, group, heads, kv_heads)})
         fused = len(features) == 1 or (len(features) == 2 and "kv" in projections)
-        for interleaved, attributes in product((False, True) if fused else (False,), _distinct(ways)):
+        entries = [None] * group.enters + [names[group.columns[0]]] * (len(group.columns) > len(group.apart) + 1)
+        for entry, interleaved, attributes in product(entries, (False, True)[: 1 + fused], _distinct(ways)):
             yield Attention(
-                at, out, **projections, interleaved=interleaved, attributes=attributes, tables=tables,
+                at, out, **projections, interleaved=interleaved, attributes=attributes, tables=tables, entry=entry,
                 reads_context=bool(group.apart), **said,
             )  # fmt: skip
 

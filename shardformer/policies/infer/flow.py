@@ -30,7 +30,8 @@ class Group:
     Args:
         row: path of the linear that reads.
         columns: paths of those that give, in the order of their calls.
-        entry: path of the module whose first tensor argument is what the first columns read.
+        entry: path of the module around the first columns, or of a column that stands alone.
+        enters: whether the first tensor argument of that module is what they read.
         apart: those columns that read something else (cross-attention's states).
         attends: whether they meet as queries and keys do.
     """
@@ -38,6 +39,7 @@ class Group:
     row: str
     columns: list[str]
     entry: str = ""
+    enters: bool = True
     apart: list[str] = field(default_factory=list)
     attends: bool = False
 
@@ -129,7 +131,7 @@ class _Observer:
             self.flow.inputs.setdefault(path, given)
             if path in self._linears and given:
                 x = next(iter(given.values()))
-                self._reads[path] = x
+                self._reads.setdefault(path, x)  # as the inputs of all modules: those of the first call
                 self._giving[path] = self.marks.of(x)
 
         return hook
@@ -162,18 +164,19 @@ class _Observer:
 
     def finish(self) -> Flow:
         for group in self._groups.values():
-            group.entry, group.apart = self._entry(group)
+            self._place(group)
         self.flow.groups = list(self._groups.values())
         return self.flow
 
-    def _entry(self, group: Group) -> tuple[str, list[str]]:
-        """The deepest module around the first columns that was called with what they read; else the column itself."""
+    def _place(self, group: Group) -> None:
+        """Finds out where what the first columns read comes in."""
         source = self._reads[group.columns[0]]
         beside = [c for c in group.columns if self._reads[c] is source]
-        apart = [c for c in group.columns if self._reads[c] is not source]
+        group.apart = [c for c in group.columns if self._reads[c] is not source]
         path = common_parent(beside) if len(beside) > 1 else self._parents[beside[0]]
-        first = next(iter(self.flow.inputs.get(path, {}).values()), None)
-        return (path if first is source else beside[0]), apart
+        group.enters = next(iter(self.flow.inputs.get(path, {}).values()), None) is source
+        group.entry = path if group.enters or len(beside) > 1 else beside[0]
+        group.enters = group.enters or len(beside) == 1
 
 
 def common_parent(paths: Sequence[str]) -> str:

@@ -43,6 +43,7 @@ UNDESCRIBED = {
     "vit": ("ViTForImageClassification", 1.0),
     "beit": ("BeitForImageClassification", 1.0),
     "bart": ("BartForConditionalGeneration", 1.0),
+    "albert": ("AlbertForMaskedLM", 1.0),
     "bloom": ("BloomForCausalLM", 2 / 3),  # its alibi slopes are not cut, so its attention stays whole
 }
 
@@ -83,8 +84,8 @@ def test_a_family_that_nobody_described(family: str) -> None:
     for ranks in (2, 3):
         assert fault(truth, type(policy), ranks) is None
     sequence = fault(truth, type(policy), 2, enable_sequence_parallelism=True, enable_sequence_overlap=True)
-    # OPT's layers flatten what they are given; BLOOM's whole attention would see a stretch only
-    assert (sequence is not None) == (policy.against_sequence is not None) == (family in ("opt", "bloom"))
+    # OPT's layers flatten what they are given; ALBERT's attention views it; BLOOM's whole one would see a stretch only
+    assert (sequence is not None) == (policy.against_sequence is not None) == (family in ("opt", "albert", "bloom"))
     policy.set_model(model)
     replaced = {id(module) for _, module, _ in make_plan(model, policy).replacements()}
     layers = tuple(stack.layers for stack in policy.stacks())
