@@ -5,8 +5,16 @@ Every error has four parts: what went wrong, the value that came, the rule it br
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from difflib import get_close_matches
+
+TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
+
+
+def wants_traceback() -> bool:
+    """Whether the user asks for everything that was said of an error, with ``SHARDFORMER_TRACEBACK=1``."""
+    return os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0")
 
 
 class ShardFormerError(Exception):

@@ -15,8 +15,8 @@ from typing import Annotated
 
 import typer
 
-from shardformer.cli._message import message, wants_traceback
-from shardformer.errors import ShardFormerError
+from shardformer.cli._message import message
+from shardformer.errors import ShardFormerError, wants_traceback
 
 
 def verbs() -> list[str]:

@@ -10,7 +10,8 @@ import signal
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardformer.cli._message import TRACEBACK_VARIABLE, in_lines, wants_traceback
+from shardformer.cli._message import in_lines
+from shardformer.errors import TRACEBACK_VARIABLE, wants_traceback
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

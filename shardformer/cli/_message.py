@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from textwrap import indent
 
 from shardformer.errors import ShardFormerError
 
-TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
 _HINT = re.compile(r"Did you mean [^?]*\?\s*")
-
-
-def wants_traceback() -> bool:
-    """Whether the user asks for everything, with ``SHARDFORMER_TRACEBACK=1``."""
-    return os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0")
 
 
 def message(error: ShardFormerError) -> str:

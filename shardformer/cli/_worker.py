@@ -47,7 +47,7 @@ def _parts(error: BaseException) -> list[str] | None:
 
 
 def _wants_traceback() -> bool:
-    from shardformer.cli._message import wants_traceback
+    from shardformer.errors import wants_traceback
 
     return wants_traceback()
 

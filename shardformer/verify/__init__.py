@@ -6,7 +6,6 @@ each batch where there is a data axis. Gradients and weights are gathered throug
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from shardformer._pool_worker import Call
-from shardformer.errors import ConfigError, ShardFormerError, WorkerError, nearest
+from shardformer.errors import ConfigError, ShardFormerError, WorkerError, nearest, wants_traceback
 from shardformer.policies.config import ShardConfig
 from shardformer.policies.policy import Policy
 from shardformer.pool import WorkerPool
@@ -25,9 +24,6 @@ from shardformer.verify.report import Bounds, Difference, Report, bounds_for
 from shardformer.verify.run import BatchFn, Job, LossFn, ModelFn, check_batch, run_job
 
 __all__ = ["Bounds", "Difference", "Report", "verify"]
-
-TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
-"""As on the command line: with 1, an error that all ranks raised alike brings what each of them said."""
 
 
 def verify(
@@ -90,7 +86,7 @@ def _run_in(pool: WorkerPool, job: Job) -> Report:
     except WorkerError:
         raise
     except ShardFormerError as error:
-        if os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
+        if wants_traceback():  # as on the command line
             raise
         raise error.with_traceback(None) from None  # what all ranks raised alike, without each rank's own words
     assert report is not None

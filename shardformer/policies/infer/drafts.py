@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.layers.linear import is_transposed
 from shardformer.policies.infer.flow import Flow, Group
+from shardformer.policies.paths import features_of
 from shardformer.policies.roles import MLP, Attention
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -225,6 +225,4 @@ def _final_norm(model: nn.Module, flow: Flow, layers: str) -> str | None:
 
 
 def _features(model: nn.Module, path: str, *, out: bool) -> int:
-    module = model.get_submodule(path)
-    weight: Any = module.weight
-    return int(weight.shape[int(out == is_transposed(module))])
+    return features_of(model.get_submodule(path), out=out)

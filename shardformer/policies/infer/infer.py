@@ -18,8 +18,8 @@ from shardformer.errors import ConfigError, PolicyError
 from shardformer.layers.linear import is_linear
 from shardformer.policies.infer.drafts import Draft, DraftedStack, draft
 from shardformer.policies.infer.flow import observe
-from shardformer.policies.infer.prove import Truth, fault
-from shardformer.policies.infer.twin import Run, batch_for, model_of, runner, twin_of
+from shardformer.policies.infer.prove import Run, Truth, fault
+from shardformer.policies.infer.twin import batch_for, model_of, runner, twin_of
 from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
 
 RANKS = (2, 4)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardformer.errors import PolicyError
+from shardformer.policies.infer.prove import Run
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, LAYERS, VOCAB, POSITIONS = 6, 2, 8, 70, 2, 127, 64
 SMALL_NUMEL = 20_000_000
@@ -27,8 +28,6 @@ FIELDS: Mapping[str, int] = {
     r"(max_position_embeddings|n_positions|max_target_positions|n_ctx|seq_length)": POSITIONS,
 }
 KV_FIELDS = r"(num_key_value_heads|num_kv_heads|n_head_kv|n_kv_heads|num_attention_kv_heads|multi_query_group_num)"
-
-Run = Callable[[nn.Module], Any]
 
 
 def twin_of(model: nn.Module) -> nn.Module:
