@@ -1,23 +1,33 @@
 # make demo    install into .venv and train a small model in one process and in two, side by side
 # make test    install with the test tools and run every check
 # make lint    ruff and mypy only            make format   let ruff rewrite the files
+# make features  run the tests of the families and write docs/features.md from what they say
+# make test-oldest  the tests of the families with the oldest transformers that is supported, in .venv-oldest
 # make bench   every script of benchmarks/   make clean    remove .venv and what the tools left
 
 PYTHON ?= python3
 ARGS ?=
 VENV := .venv
+OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test test-oldest features lint format bench clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
 	$(BIN)/shardformer demo $(ARGS)
 
-test: lint
+test: lint $(VENV)/.installed-timm
 	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+
+test-oldest: $(OLDEST)/.installed-test $(VENV)/.installed-timm
+	$(TEST_ENV) TIMM_FOLDER=$(CURDIR)/$(VENV)/timm $(OLDEST)/bin/python -m pytest -m feature $(ARGS)
+	$(TEST_ENV) $(OLDEST)/bin/python -m pytest tests/policies $(ARGS)
+
+features: $(VENV)/.installed-test $(VENV)/.installed-timm
+	$(TEST_ENV) $(BIN)/python -m pytest -m feature --write-features $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -32,7 +42,7 @@ bench: $(VENV)/.installed-test
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("ShardFormer needs Python 3.11 or newer, and $(PYTHON) is %d.%d. \
@@ -49,3 +59,22 @@ $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing into $(VENV) with the test tools; the first time this takes a minute or more."
 	$(PIP) --editable ".[test,plot]"
 	@touch $@ $(VENV)/.installed
+
+# timm for its tests, in a folder of its own: torchvision, which it imports, is not always built for the torch that is
+# here (a CPU build), and transformers does not start beside one that is not. Its Python files are enough; what they find
+# compiled elsewhere is declared in tests/timm/process.py.
+$(VENV)/.installed-timm: constraints.txt | $(BIN)/python
+	@echo "Installing timm into $(VENV)/timm for its tests."
+	rm -rf $(VENV)/timm
+	$(PIP) --no-deps --target $(VENV)/timm timm torchvision
+	@touch $@
+
+# constraints.txt, but for the lines that constraints-oldest.txt has as well.
+$(OLDEST)/.installed-test: pyproject.toml constraints.txt constraints-oldest.txt | $(BIN)/python
+	@echo "Installing into $(OLDEST) with the oldest transformers; the first time this takes a minute or more."
+	$(BIN)/python -m venv $(OLDEST)
+	grep -v -E "^($$(sed -n 's/==.*//p' constraints-oldest.txt | paste -sd '|' -))==" constraints.txt \
+	    | cat - constraints-oldest.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet \
+	    --constraint $(OLDEST)/constraints.txt --editable ".[test,plot]"
+	@touch $@

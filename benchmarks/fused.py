@@ -23,7 +23,7 @@ from common import Timing
 import shardformer
 from shardformer.context import ParallelContext
 from shardformer.errors import ConfigError
-from shardformer.samples import SMALL, Batches, Sample
+from shardformer.samples import LANGUAGE_MODEL, Batches, Sample
 
 PLAIN, EAGER = "as it comes", "eager attention"
 OPTIONS: Mapping[str, tuple[str, ...]] = {
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = common.arguments(__doc__, seconds=45.0)
-    parser.add_argument("--families", nargs="+", choices=list(SMALL), default=list(SMALL))
+    parser.add_argument("--families", nargs="+", choices=list(LANGUAGE_MODEL), default=list(LANGUAGE_MODEL))
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--layers", type=int, default=4)

@@ -20,29 +20,33 @@ if TYPE_CHECKING:
     from shardformer.layers.parallel_module import ParallelModule as ParallelModule
     from shardformer.layout import ShardSpec as ShardSpec
     from shardformer.layout import Split as Split
+    from shardformer.lazy.materialize import materialize as materialize
+    from shardformer.lazy.pretrained import from_pretrained as from_pretrained
+    from shardformer.lazy.recorder import LazyInit as LazyInit
     from shardformer.optim.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from shardformer.optim.grad_norm import grad_norm as grad_norm
-    from shardformer.policies.config import ShardConfig as ShardConfig
-    from shardformer.policies.guards import full_state_dict as full_state_dict
     from shardformer.policies.infer.infer import infer as infer
-    from shardformer.policies.policy import Argument as Argument
-    from shardformer.policies.policy import BlockDescription as BlockDescription
-    from shardformer.policies.policy import Col_Layer as Col_Layer
-    from shardformer.policies.policy import Layer as Layer
-    from shardformer.policies.policy import ModulePolicyDescription as ModulePolicyDescription
-    from shardformer.policies.policy import Policy as Policy
-    from shardformer.policies.policy import Row_Layer as Row_Layer
-    from shardformer.policies.policy import SubModuleReplacementDescription as SubModuleReplacementDescription
-    from shardformer.policies.record import describe as describe
-    from shardformer.policies.record import no_sync as no_sync
     from shardformer.policies.registry import register as register
     from shardformer.policies.roles import MLP as MLP
     from shardformer.policies.roles import Attention as Attention
+    from shardformer.policies.roles import Experts as Experts
     from shardformer.policies.roles import RolePolicy as RolePolicy
     from shardformer.policies.roles import Stack as Stack
-    from shardformer.policies.sharder import ModelSharder as ModelSharder
-    from shardformer.policies.sharder import ShardFormer as ShardFormer
-    from shardformer.policies.sharder import shard_model as shard_model
+    from shardformer.sharder import ModelSharder as ModelSharder
+    from shardformer.sharder import ShardFormer as ShardFormer
+    from shardformer.sharder import shard_model as shard_model
+    from shardformer.sharding.config import ShardConfig as ShardConfig
+    from shardformer.sharding.guards import full_state_dict as full_state_dict
+    from shardformer.sharding.policy import Argument as Argument
+    from shardformer.sharding.policy import BlockDescription as BlockDescription
+    from shardformer.sharding.policy import Col_Layer as Col_Layer
+    from shardformer.sharding.policy import Layer as Layer
+    from shardformer.sharding.policy import ModulePolicyDescription as ModulePolicyDescription
+    from shardformer.sharding.policy import Policy as Policy
+    from shardformer.sharding.policy import Row_Layer as Row_Layer
+    from shardformer.sharding.policy import SubModuleReplacementDescription as SubModuleReplacementDescription
+    from shardformer.sharding.record import describe as describe
+    from shardformer.sharding.record import no_sync as no_sync
 
 _HOME = {
     "comm.recorder": ["Recorder"],
@@ -50,11 +54,14 @@ _HOME = {
     "errors": ["ConfigError", "InputError", "LaunchError", "PolicyError", "ShardFormerError", "WorkerError"],
     "layers.parallel_module": ["ParallelModule"],
     "layout": ["ShardSpec", "Split"],
+    "lazy.materialize": ["materialize"],
+    "lazy.pretrained": ["from_pretrained"],
+    "lazy.recorder": ["LazyInit"],
     "optim.grad_norm": ["clip_grad_norm_", "grad_norm"],
-    "policies.config": ["ShardConfig"],
-    "policies.guards": ["full_state_dict"],
+    "sharding.config": ["ShardConfig"],
+    "sharding.guards": ["full_state_dict"],
     "policies.infer.infer": ["infer"],
-    "policies.policy": [
+    "sharding.policy": [
         "Argument",
         "BlockDescription",
         "Col_Layer",
@@ -64,10 +71,10 @@ _HOME = {
         "Row_Layer",
         "SubModuleReplacementDescription",
     ],
-    "policies.record": ["describe", "no_sync"],
+    "sharding.record": ["describe", "no_sync"],
     "policies.registry": ["register"],
-    "policies.roles": ["MLP", "Attention", "RolePolicy", "Stack"],
-    "policies.sharder": ["ModelSharder", "ShardFormer", "shard_model"],
+    "policies.roles": ["MLP", "Attention", "Experts", "RolePolicy", "Stack"],
+    "sharder": ["ModelSharder", "ShardFormer", "shard_model"],
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
 __all__ = sorted([*_WHERE, "__version__"])

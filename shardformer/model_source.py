@@ -25,7 +25,8 @@ from urllib.request import Request, urlopen
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, nearest
-from shardformer.samples import HEADS, LANGUAGE_MODEL, SMALL, Batches, Sample, sample_loss
+from shardformer.samples import FAMILY_OF, HEADS, MAIN, NEEDS, SMALL, Batches, Sample, sample_loss, sees_alone
+from shardformer.sharding.policy import Policy
 
 FORMS = "MODEL is a family, a folder, a config.json, a name on the Hugging Face hub, or module:function"
 HUB_TIMEOUT_S = 5.0
@@ -60,7 +61,7 @@ class Pretrained:
             config.pad_token_id = first_token(config.eos_token_id, 0)  # the head looks for the last token by it
         if self.head.endswith("ForQuestionAnswering"):
             config.num_labels = 2  # a start and an end
-        if self.head == "BertLMHeadModel":
+        if NEEDS.get(self.head, {}).get("is_decoder"):
             config.is_decoder = True
         return config
 
@@ -139,13 +140,17 @@ class Source:
     def batches(self, batch: int = 4, sequence: int = 13) -> Callable[[int], Mapping[str, Any]]:
         """step -> a global batch: the function's own, or random tokens of the model's vocabulary with labels.
 
-        Raises ConfigError for a model that does not take tokens, or takes fewer in a row.
+        For the families of ``shardformer.samples`` also images and sounds of the sizes that the config says.
+        Raises ConfigError for any other model that does not take tokens, or takes fewer in a row.
         """
         if "batch_fn" in self.own:
             batch_fn: Callable[[int], Mapping[str, Any]] = self.own["batch_fn"]
             return batch_fn
-        vocab_size = getattr(self.config, "vocab_size", None)
-        if not isinstance(vocab_size, int):
+        sizes = self.config.to_dict() if self.head in FAMILY_OF and hasattr(self.config, "to_dict") else {}
+        if sizes and sees_alone(self.head):
+            return Batches(self.head, batch=batch, num_labels=self.config.num_labels, changes=sizes)
+        vocab_size = _vocab_size(self.config)
+        if vocab_size is None:
             raise ConfigError(
                 f"What {self.title} is fed cannot be guessed: its config has no vocab_size",
                 rule="Random batches are made for models that take tokens",
@@ -158,8 +163,8 @@ class Source:
                 rule=f"Its config allows {longest} positions",
                 remedy=f"Use a sequence of {longest} or less",
             )
-        eos = first_token(self.config.eos_token_id, 2)
-        return Batches(self.head, vocab_size, batch, sequence, self.config.num_labels, eos)
+        eos = first_token(getattr(self.config, "eos_token_id", None), 2)
+        return Batches(self.head, vocab_size, batch, sequence, self.config.num_labels, eos, sizes)
 
     @property
     def loss_fn(self) -> Callable[[nn.Module, Mapping[str, Any]], Tensor] | None:
@@ -191,6 +196,25 @@ def find_model(name: str, *, dropout: bool = True) -> Source:
             f"There is no folder or file {name!r} in {str(Path.cwd())!r}", rule=FORMS, remedy="Correct the path"
         )
     return _from_pretrained(name, Pretrained(name, "", dropout=dropout, local=not _hub_answers()))
+
+
+def find_policy(name: str) -> type[Policy]:
+    """The policy that ``path/to/file.py``, ``path/to/file.py:Class`` or ``module:Class`` means. Raises ConfigError."""
+    where, _, class_name = (name, "", "") if name.endswith(".py") else name.rpartition(":")
+    module = _module_of(where or name)
+    kinds = {n: v for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Policy)}
+    own = [n for n, kind in kinds.items() if kind.__module__ == module.__name__]
+    if not class_name and len(own) == 1:
+        class_name = own[0]
+    if class_name not in kinds:
+        raise ConfigError(
+            f"{where or name!r} has no policy {class_name!r}"
+            if class_name
+            else f"{where or name!r} has {len(own) or 'no'} policies, and none is named",
+            rule="A policy is a subclass of shardformer.Policy, and FILE:CLASS names one of several",
+            remedy=nearest(class_name, own),
+        )
+    return kinds[class_name]
 
 
 def read_config(where: str, local: bool = True) -> Any:
@@ -225,10 +249,17 @@ def first_token(tokens: int | list[int] | None, default: int) -> int:
 
 def _from_pretrained(title: str, found: Pretrained) -> Source:
     config = read_config(found.where, found.local)
-    architectures = config.architectures or [LANGUAGE_MODEL.get(config.model_type, "")]
+    architectures = config.architectures or [MAIN.get(config.model_type, "")]
     head = str(architectures[0])
     _check_class(head, title)
     return Source(title, replace(found, head=head), head, config)
+
+
+def _vocab_size(config: Any) -> int | None:
+    """The smallest vocabulary of a model and its parts, None without any."""
+    parts = [config, getattr(config, "text_config", None), getattr(config, "qformer_config", None)]
+    sizes = [getattr(part, "vocab_size", None) for part in parts]
+    return min((size for size in sizes if isinstance(size, int)), default=None)
 
 
 def _hub() -> str:
@@ -277,7 +308,7 @@ def _first_line(error: BaseException) -> str:
 
 def _from_function(name: str) -> Source:
     where, _, function_name = name.rpartition(":")
-    module = _module_from_file(Path(where)) if where.endswith(".py") else _module(where)
+    module = _module_of(where)
     function = getattr(module, function_name, None)
     if not callable(function):
         known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
@@ -318,6 +349,10 @@ def _describe(given: Any) -> str:
     if isinstance(given, tuple | Mapping):
         return f"a {type(given).__name__} of {', '.join(map(str, given)) if isinstance(given, Mapping) else len(given)}"
     return f"a {type(given).__name__}"
+
+
+def _module_of(where: str) -> ModuleType:
+    return _module_from_file(Path(where)) if where.endswith(".py") else _module(where)
 
 
 def _module(name: str) -> ModuleType:

@@ -18,6 +18,9 @@ from shardformer.pool import Pools, WorkerPool
 
 torch.set_num_threads(1)
 
+# docs/features.md is made of what the tests say.
+pytest_plugins = ["tests.feature_table"]
+
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Pools]:

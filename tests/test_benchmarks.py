@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shardformer.pool import WorkerPool
+from shardformer.pool import Pools, WorkerPool
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 TINY = ["--repetitions", "1", "--layers", "1", "--vocabulary", "64", "--batch", "1"]
@@ -89,6 +89,30 @@ def test_wire_bytes_counts_what_the_recorder_and_the_kernel_see() -> None:
         assert results["loopback"][0] > recorded
 
 
+def test_lazy_init_compares_the_peaks_of_the_same_weights(
+    run: Run, pools: Pools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = importlib.import_module("lazy_init")
+    monkeypatch.setattr(script, "run_apart", lambda num, threads, fn, *args: pools(num).run(fn, *args))
+    size = [
+        "--hidden",
+        "64",
+        "--intermediate",
+        "128",
+        "--heads",
+        "8",
+        *TINY[2:6],
+        "--tensor",
+        "1",
+        "2",
+        "--allow",
+        "1e9",
+    ]
+    printed = run("lazy_init", *size)
+    assert "same weights in all variants: yes" in printed
+    assert all(f"{tensor}  {variant}" in printed for tensor in (1, 2) for variant in script.VARIANTS)
+
+
 def test_losses_that_differ_are_found(run: Run) -> None:
     common = importlib.import_module("common")
     timings = {
@@ -98,3 +122,14 @@ def test_losses_that_differ_are_found(run: Run) -> None:
     }
     name, difference = common.largest_difference(timings, "reference")
     assert (name, round(difference, 6)) == ("other", 0.025)
+
+
+def test_coverage_tells_what_is_cut_of_an_architecture_and_what_it_is_made_of(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "coverage.jsonl"
+    run("coverage", "--out", str(out), "--only", "olmo2|fnet|mpnet")
+    found = {line["type"]: line for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
+    assert found["olmo2"]["share"] == 1 and found["olmo2"]["proven"] and found["olmo2"]["kind"] == "attention and MLP"
+    assert found["fnet"]["kind"] == "no softmax attention"
+    coverage = importlib.import_module("coverage")
+    page = coverage.page([coverage.Record(**line) for line in found.values()], [])
+    assert "| attention and MLP | 2 | 2 | 2 (100%) |" in page

@@ -78,7 +78,10 @@ def test_the_command_with_a_config_file_runs(tmp_path: Path) -> None:
     "page", [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "CHANGELOG.md"], ids=lambda page: page.name
 )
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text(encoding="utf-8")):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    by_name = dict(re.findall(r"^\[([^\]^]+)\]: (?!https?:)(\S+)$", text, re.MULTILINE))
+    assert set(re.findall(r"\]\[([^\]^]+)\]", text)) <= by_name.keys()
+    for target in [*re.findall(r"\]\((?!https?:)([^)]+)\)", text), *by_name.values()]:
         path, _, part = target.partition("#")
         file = page.parent / path if path else page
         assert file.exists(), target

@@ -20,9 +20,11 @@ FLOORS = [
     {"process_group"},
     {"context", "layout"},
     {"comm"},
-    {"pool", "samples"},
+    {"pool", "samples", "lazy"},
     {"layers", "pipeline", "zero", "optim"},
+    {"sharding"},
     {"policies", "checkpoint", "model_source"},
+    {"sharder"},
     {"engine", "trainer", "verify", "plan", "demo"},
     {"cli"},
 ]
@@ -178,3 +180,10 @@ def test_importing_shardformer_leaves_slow_libraries_alone() -> None:
 def test_the_command_line_starts_without_torch() -> None:
     code = "import sys, shardformer.cli as cli; cli.build_app(); print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120).strip() == "False"
+
+
+def test_the_oldest_transformers_that_is_tested_is_the_oldest_that_is_allowed() -> None:
+    root = PACKAGE.parent
+    allowed = re.search(r'"transformers>=([\d.]+)"', (root / "pyproject.toml").read_text(encoding="utf-8"))
+    tested = re.search(r"^transformers==([\d.]+)$", (root / "constraints-oldest.txt").read_text(encoding="utf-8"), re.M)
+    assert allowed is not None and tested is not None and tested[1].startswith(f"{allowed[1]}.")

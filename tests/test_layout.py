@@ -58,7 +58,7 @@ def test_every_rank_holds_the_kv_heads_that_its_query_heads_read(kv: int, group:
         seen = [held[i] for i in layout.expand(rank) or range(len(held))]
         repeated = [h for h in seen for _ in range(layout.values(rank)["groups"])]
         assert repeated == wanted  # what the forward pairs with each local query head
-    assert layout.kv_split.full == kv * width and all(c >= 1 for c in layout.kv_split.multiplicity)
+    assert layout.kv_split().full == kv * width and all(c >= 1 for c in layout.kv_split().multiplicity)
 
 
 def test_a_slice_that_two_ranks_hold_is_counted_for_both() -> None:

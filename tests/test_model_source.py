@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from shardformer import model_source
 from shardformer.errors import ConfigError
 from shardformer.model_source import Pretrained, find_model
-from shardformer.samples import HEADS, Batches, Sample
+from shardformer.samples import HEADS, MAIN, Batches, Sample
 
 USER_MODULE = """
 from shardformer.samples import Batches, Sample
@@ -43,11 +44,33 @@ def bert(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", HEADS)
-def test_a_family_is_its_small_language_model(family: str) -> None:
+def test_a_family_is_its_small_model(family: str) -> None:
     source = find_model(family)
-    assert source.heads == HEADS[family]
+    assert source.heads == HEADS[family] and source.head == MAIN[family]
     batch = source.batches(batch=2, sequence=9)(0)
-    assert batch["input_ids"].shape == (2, 9) and torch.isfinite(source.model_fn()(**batch).loss)
+    assert {len(value) for value in batch.values()} == {2}
+    assert source.loss_fn is not None and torch.isfinite(source.loss_fn(source.model_fn(), batch))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "shapes"),
+    [
+        ("bert", {"vocab_size": 300}, {"input_ids": (2, 9)}),
+        ("vit", {"image_size": 12, "num_channels": 1}, {"pixel_values": (2, 1, 12, 12)}),
+        ("whisper", {"max_source_positions": 11}, {"input_features": (2, 8, 22), "labels": (2, 9)}),
+        ("blip-2", {"num_query_tokens": 3}, {"pixel_values": (2, 3, 20, 20), "input_ids": (2, 12)}),
+    ],
+)
+def test_what_a_config_says_is_what_it_is_fed(
+    tmp_path: Path, family: str, changes: dict[str, Any], shapes: dict[str, tuple[int, ...]]
+) -> None:
+    config = Sample(family, changes=changes).config()
+    config.architectures = [MAIN[family]]
+    config.save_pretrained(tmp_path)
+    source = find_model(str(tmp_path / "config.json"))
+    batch = source.batches(batch=2, sequence=9)(0)
+    assert {name: tuple(batch[name].shape) for name in shapes} == shapes
+    assert source.loss_fn is not None and torch.isfinite(source.loss_fn(source.model_fn(), batch))
 
 
 def test_a_folder_gives_its_weights_and_its_class(bert: Path) -> None:
@@ -132,7 +155,7 @@ def test_a_function_that_gives_no_model_is_refused(user_module: Path, name: str,
         ("a/b/c", r"There is no folder or file 'a/b/c'"),
         (
             "berd",
-            r"no family has that name.*cannot be reached.*families are bert.*Did you mean 'bert'\?.*hf download berd",
+            r"no family has that name.*cannot be reached.*families are bert.*Did you mean 'bert'.*hf download berd",
         ),
     ],
 )

@@ -24,12 +24,12 @@ from shardformer.comm.recorder import Recorder
 from shardformer.context import ParallelContext
 from shardformer.layers.logits import VocabParallelLogits
 from shardformer.optim.grad_norm import clip_grad_norm_
-from shardformer.policies.config import ShardConfig
-from shardformer.policies.guards import full_state_dict
-from shardformer.policies.record import ATTRIBUTE, no_sync, record_of
-from shardformer.policies.sharder import shard_model
 from shardformer.pool import Pools, WorkerPool
 from shardformer.samples import LANGUAGE_MODEL, Batches, Sample
+from shardformer.sharder import shard_model
+from shardformer.sharding.config import ShardConfig
+from shardformer.sharding.guards import full_state_dict
+from shardformer.sharding.record import ATTRIBUTE, no_sync, record_of
 
 SEQUENCE = {"enable_sequence_parallelism": True}
 OVERLAP = {**SEQUENCE, "enable_sequence_overlap": True}

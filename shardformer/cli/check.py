@@ -27,7 +27,7 @@ _OPTIONAL_PACKAGES = {
     "flash-attn": ("flash_attn", "flash attention kernels on CUDA", "pip install flash-attn --no-build-isolation"),
     "matplotlib": ("matplotlib", "pictures of memory and schedules", "pip install matplotlib"),
     "tensorboard": ("tensorboard", "training curves", "pip install tensorboard"),
-    "timm": ("timm", "vision models beside those of transformers", "pip install timm"),
+    "timm": ("timm", "vision models beside those of transformers", "pip install 'shardformer[timm]'"),
 }
 
 

@@ -15,7 +15,7 @@ def infer(
         typer.Argument(
             metavar="MODEL",
             help="A folder that save_pretrained wrote, a config.json, a name on the Hugging Face hub, a family (bert, "
-            "gpt2, llama, t5), or module:function, whose function gives a model.",
+            "gpt2, vit, ...), or module:function, whose function gives a model.",
         ),
     ],
     name: Annotated[str, typer.Option(help="What to call the policy.")] = "MyPolicy",

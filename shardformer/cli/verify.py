@@ -42,11 +42,14 @@ class VerifyOptions:
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A family (bert, gpt2, llama, t5: a small random model), a folder that save_pretrained wrote, a "
+            help="A family (bert, gpt2, vit, ...: a small random model), a folder that save_pretrained wrote, a "
             "config.json (random weights), a name on the Hugging Face hub, or module:function, whose function gives a "
             "model, (model_fn, batch_fn), or a dict of model_fn, batch_fn, loss_fn and policy.",
         ),
     ]
+    policy: Annotated[
+        str, "How the model is cut: my_policy.py, my_policy.py:MyPolicy or module:MyPolicy; by default the family's."
+    ] = ""
     tensor: Annotated[int, "Over how many processes the weights are split."] = 2
     data: Annotated[int, "Over how many groups of these the batch is split."] = 1
     sequence_parallel: Annotated[bool, "Split the sequence as well."] = False
@@ -85,18 +88,20 @@ def verify(options: VerifyOptions) -> None:
     """
     from rich.console import Console
 
+    from shardformer.model_source import find_policy
     from shardformer.pool import WorkerPool
     from shardformer.verify.table import print_report
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # every worker would say what one has said
     _check(options)
     sources = _sources(options)
+    policy = find_policy(options.policy) if options.policy else sources[0].own.get("policy")
     console, reports = Console(highlight=False), []
     num_processes = options.tensor * options.data
     with WorkerPool(num_processes, timeout_s=TIMEOUT_S, imports=("torch", "transformers")) as pool:
         for source in sources:
             with _waiting(f"{source.head or source.title}: whole in one process and over {num_processes}"):
-                reports.append(_verify_one(options, source, pool))
+                reports.append(_verify_one(options, source, policy, pool))
             if options.all_heads and not options.as_json:
                 _print_line(console, reports[-1])
     if options.as_json:
@@ -110,7 +115,7 @@ def verify(options: VerifyOptions) -> None:
 
 
 def _check(options: VerifyOptions) -> None:
-    from shardformer.policies.config import ShardConfig
+    from shardformer.sharding.config import ShardConfig
 
     for name in ("tensor", "data"):
         if getattr(options, name) < 1:
@@ -144,7 +149,7 @@ def _sources(options: VerifyOptions) -> list[Source]:
     return [source.with_head(options.head) if options.head else source]
 
 
-def _verify_one(options: VerifyOptions, source: Source, pool: WorkerPool) -> Report:
+def _verify_one(options: VerifyOptions, source: Source, policy: Any, pool: WorkerPool) -> Report:
     import torch
 
     from shardformer.verify import verify as run_verify
@@ -158,7 +163,7 @@ def _verify_one(options: VerifyOptions, source: Source, pool: WorkerPool) -> Rep
         options.steps,
         {Dtype.FP64: torch.float64, Dtype.FP32: torch.float32}[options.dtype],
         source.loss_fn,
-        source.own.get("policy"),
+        policy,
         options.config(),
         pool=pool,
     )

@@ -16,7 +16,7 @@ from shardformer.context import ParallelContext
 from shardformer.demo.journal import Note, write_note
 from shardformer.demo.memory import Peak, measure_peak
 from shardformer.optim.grad_norm import clip_grad_norm_
-from shardformer.policies.sharder import shard_model
+from shardformer.sharder import shard_model
 
 MAX_NORM = 1.0
 WARMUP_STEPS = 10

@@ -1,13 +1,17 @@
-"""Attention on fused kernels for every model on transformers' interface; the model's forwards stay as they are.
+"""Attention on fused kernels: for every model on transformers' interface, and for classes that are not on it.
 
-One attention function (``attention_kernels``) and one mask function are registered with transformers. Which model can
+One attention function (``attention_kernels``) and one mask function are registered with transformers; forwards stay as
+they are. Classes with attention of their own are named in ``own_attention``, and timm's have a switch. Which model can
 have them is decided here, before it is touched.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
+import threading
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -15,34 +19,55 @@ import torch
 from torch import nn
 
 from shardformer.errors import ConfigError
-from shardformer.layers.attention_kernels import REMEDY_OFF, attention, dropout_refused, flash_attn
+from shardformer.layers.attention_kernels import KERNELS, REMEDY_OFF, attention, dropout_refused, flash_attn
+from shardformer.layers.own_attention import OWN, SDPA, check_own, replace_own
 
 # No "flash" in the name: transformers' models take any such name for the flash-attn package, and pass packed sequences.
 ATTENTION_NAME = "shardformer_sdpa"
-DROPOUT_OF_CALL = re.compile(r"dropout=(?:0\.0 if not self\.training else )?self\.([\w.]+)")
+BIAS = re.compile(r"relative_(attention|position)_bias")
+_IMPORTING = threading.Lock()
+"""transformers loads its names where they are first used, which two ranks that are threads cannot do at once."""
+DROPOUT_OF_CALL = re.compile(r"dropout(?:_p)?=(?:0\.0 if not self\.training else )?self\.([\w.]+)")
+SWITCH = "fused_attn"
+"""What timm's attentions read: whether they call torch's own, or compute the scores."""
 
 
-def use_flash_attention(model: nn.Module, device: torch.device | None = None) -> str:
-    """Makes all attention of a transformers model run on fused kernels. Returns which, for a description.
+def use_flash_attention(
+    model: nn.Module, device: torch.device | None = None, replaced: Callable[[str, str, Any], None] | None = None
+) -> str:
+    """Makes all attention of a model run on fused kernels. Returns which, for a description.
 
     Communicates nothing. Values and gradients are those of the model's own attention.
 
     Args:
         device: where the model will train; by default CUDA where there is one, else the CPU.
+        replaced: is told of each method that is replaced: its path, its name, and the function that takes its place.
 
     Raises ConfigError, before the model is touched, when some of its attention cannot.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_flash_attention(model, device)
-    _register()
-    for config in _configs(model):
+    for module in model.modules():
+        if hasattr(module, SWITCH):
+            setattr(module, SWITCH, True)
+    configs = _configs(model)
+    if configs:
+        _register()
+    for config in configs:
         config._attn_implementation = ATTENTION_NAME
+    for module in model.modules():
+        if type(module).__name__ in SDPA:
+            module.config._attn_implementation = "sdpa"  # type: ignore[union-attr]
+    for path, name, function in replace_own(model):
+        if replaced is not None:
+            replaced(path, name, function)
     return _describe(model, device)
 
 
 def check_flash_attention(model: nn.Module, device: torch.device) -> None:
     """Raises ConfigError when some attention of ``model`` cannot run on the fused kernels of ``device``."""
     _check_interface(model)
+    check_own(model)
     for config in _configs(model):
         _check_config(config)
     if device.type == "cpu":
@@ -65,29 +90,34 @@ def _configs(model: nn.Module) -> list[Any]:
     return list({id(c): c for c in configs if hasattr(c, "_attn_implementation")}.values())
 
 
-def _source(cls: type[nn.Module]) -> str:
-    """The code of a class and of those it inherits from; empty where there is none to read."""
+@functools.cache
+def _source(cls: Any) -> str:
+    """The code of the methods of a class and of those it inherits from; empty where there is none to read."""
     parts = []
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        try:
-            parts.append(inspect.getsource(base))
-        except (OSError, TypeError):
-            continue
+        # not of the class at once: Python parses a file for that, which two threads cannot do at the same time
+        for method in filter(inspect.isfunction, vars(base).values()):
+            try:
+                parts.append(inspect.getsource(method))
+            except (OSError, TypeError):
+                continue
     return "\n".join(parts)
 
 
 def _attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
     """The classes called attention that compute one, with their code; wrappers around them do not count."""
     classes = {type(m) for m in model.modules() if "attention" in type(m).__name__.lower()}
-    sources = {cls: _source(cls) for cls in sorted(classes, key=lambda c: c.__name__)}
+    sources = {cls: _source(cls) for cls in sorted(classes, key=lambda c: c.__name__)}  # type: ignore[arg-type]
     computes = re.compile(r"get_interface\(|softmax\(|scaled_dot_product_attention\(")
     return {cls: source for cls, source in sources.items() if computes.search(source)}
 
 
 def _check_interface(model: nn.Module) -> None:
     classes = _attention_classes(model)
-    own = [cls.__name__ for cls, source in classes.items() if "get_interface(" not in source]
-    without = sorted({type(m).__name__ for m in model.modules() if getattr(m, "_supports_sdpa", True) is False})
+    switched = {type(module) for module in model.modules() if hasattr(module, SWITCH)}
+    own = [cls.__name__ for cls, source in classes.items() if not _is_on_interface(source) and cls not in switched]
+    own = [name for name in own if name not in OWN and name not in SDPA]
+    without = sorted({type(m).__name__ for m in model.modules() if _declines(m)})
     if own:
         what = f"has attention of its own in {', '.join(own)}"
     elif not classes:
@@ -98,9 +128,21 @@ def _check_interface(model: nn.Module) -> None:
         return
     raise ConfigError(
         f"enable_flash_attention for {type(model).__name__}, which {what}",
-        rule="A kernel is put in through transformers' AttentionInterface, as plain softmax attention",
+        rule="A kernel is put in through transformers' AttentionInterface, as plain softmax attention, or in the place "
+        f"of {', '.join([*OWN, *SDPA])}",
         remedy=f"{REMEDY_OFF} for this model",
     )
+
+
+def _is_on_interface(source: str) -> bool:
+    return "get_interface(" in source
+
+
+def _declines(module: nn.Module) -> bool:
+    """Whether a model says that torch's attention is not its own, of attention that is on the interface."""
+    if getattr(module, "_supports_sdpa", True) is not False:
+        return False
+    return any(_is_on_interface(source) for source in _attention_classes(module).values())
 
 
 def _check_config(config: Any) -> None:
@@ -117,36 +159,64 @@ def _check_no_dropout(model: nn.Module) -> None:
     """torch's flash attention for the CPU has no dropout; what a module will ask for stands in its own call."""
     sources = _attention_classes(model)
     for name, module in model.named_modules():
-        for attribute in DROPOUT_OF_CALL.findall(sources.get(type(module), "")):
+        for attribute in _dropouts(module, sources.get(type(module), "")):
             try:
                 rate = attrgetter(attribute)(module)
             except AttributeError:
                 continue  # the check at the call stands behind this one
             rate = getattr(rate, "p", rate)
             if isinstance(rate, float | int) and rate > 0:
-                raise dropout_refused(f"{name}.{attribute}={rate}", _dropout_settings(module, rate))
+                holder = getattr(module, "config", getattr(model, "config", module))
+                raise dropout_refused(f"{name}.{attribute}={rate}", _dropout_settings(holder, rate))
 
 
-def _dropout_settings(module: nn.Module, rate: float) -> str:
-    settings = vars(getattr(module, "config", module))
+def _dropouts(module: nn.Module, source: str) -> list[str]:
+    """The attributes that hold the rate of the dropout of attention weights."""
+    kind = type(module).__name__
+    if kind in SDPA:
+        return ["attention_dropout"] if module.config.alibi else []  # type: ignore[union-attr]
+    return [name for name in (OWN[kind].dropout,) if name] if kind in OWN else DROPOUT_OF_CALL.findall(source)
+
+
+def _dropout_settings(holder: Any, rate: float) -> str:
+    settings = vars(holder)
     names = [k for k, v in settings.items() if v == rate and ("drop" in k) and ("att" in k or k == "dropout_rate")]
     return " and ".join(f"{n}=0.0" for n in names) or "the attention dropout to 0"
 
 
 def _describe(model: nn.Module, device: torch.device) -> str:
-    if device.type == "cuda":
-        own = "torch flash / memory-efficient attention"
-        return own if flash_attn() is None else f"flash-attn, {own} where there is a mask"
-    bias = re.compile(r"relative_(attention|position)_bias")
-    trains = any(p.requires_grad and bias.search(name) for name, p in model.named_parameters())
-    how = ", gradients one sequence at a time for the position bias" if trains else ""
-    return f"torch flash attention for the CPU{how}"
+    """Each class of attention, and what it runs on; those that run on the same together."""
+    on: dict[str, list[str]] = {}
+    for cls in _attention_classes(model):
+        on.setdefault(_kernel_of(model, cls, device), []).append(cls.__name__)
+    return "; ".join(f"{', '.join(names)} on {kernel}" for kernel, names in on.items())
+
+
+def _kernel_of(model: nn.Module, cls: type[nn.Module], device: torch.device) -> str:
+    if device.type not in KERNELS:
+        return "torch's attention, which picks a kernel by itself"
+    own = OWN.get(cls.__name__)
+    biases = BIAS if own is None else re.compile(own.bias or "^$")
+    trains = any(p.requires_grad and biases.search(name) for name, p in model.named_parameters())
+    switched = any(type(m) is cls and hasattr(m, SWITCH) for m in model.modules())
+    if switched or cls.__name__ in SDPA:
+        kernel = "torch flash attention for the CPU" if device.type == "cpu" else "the kernel that torch picks"
+        plain = ", which is the plain one where a position bias trains" if switched else ""
+        return f"{kernel}, by its own call of torch's attention{plain}"
+    if device.type == "cpu":
+        how = ", gradients a few sequences at a time for the position bias" if trains else ""
+        return f"torch flash attention for the CPU{how}"
+    if trains:
+        return "torch memory-efficient attention, as the flash kernel takes no position bias"
+    fused = "torch flash attention, and its memory-efficient one where there is a mask"
+    return fused if flash_attn() is None else f"flash-attn, or {fused}"
 
 
 def _register() -> None:
     """Idempotent: the same two functions under the same name."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
+    with _IMPORTING:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(ATTENTION_NAME, attention)
     AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)

@@ -3,8 +3,8 @@
 on CUDA   flash-attn         where it is installed: 16 bit, no mask or a causal one
           torch's own        flash without a mask, memory-efficient with one; never the plain one (an error instead)
 on CPU    torch's own flash  every dtype and mask, grouped heads, no dropout
-          one by one         where a bias of the scores trains (T5's relative positions): the flash kernel gives it
-                             no gradient, so the backward computes the scores of one sequence of the batch at a time
+          a few at a time    where a bias of the scores trains (T5's relative positions): the flash kernel gives it
+                             no gradient, so the backward computes the scores of a few sequences of the batch at a time
 """
 
 # B batch, N query heads, K key heads, Q and S lengths of queries and keys, D head dim
@@ -12,6 +12,7 @@ on CPU    torch's own flash  every dtype and mask, grouped heads, no dropout
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,8 @@ KERNELS = {
     "cuda": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
     "cpu": [SDPBackend.FLASH_ATTENTION],
 }
+SCORES_AT_ONCE = 2**18
+"""How many scores a backward holds, where those of one sequence are fewer: 1 MB in fp32."""
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache", "output_attentions")
 REMEDY_OFF = "Leave enable_flash_attention off"
 
@@ -50,6 +53,10 @@ def dropout_refused(what: str, setting: str) -> ConfigError:
         rule="torch's flash attention for the CPU has no dropout",
         remedy=f"Build the model with {setting} in its config, leave enable_flash_attention off, or train on a GPU",
     )
+
+
+_SWITCHES = threading.RLock()
+"""Which kernels torch may use is said for all threads at once, and ranks may be threads."""
 
 
 def attention(
@@ -94,7 +101,7 @@ def attention(
     elif query.is_cuda:  # the memory-efficient kernel gives the bias its gradient
         out = _fused(query, key, value, _added(bias, attention_mask, query), dropout, scale, False)
     else:
-        out = _one_by_one(query, key, value, bias, attention_mask, scale)
+        out = _in_chunks(query, key, value, bias, attention_mask, scale)
     return out[..., :out_width].transpose(1, 2).contiguous(), None
 
 
@@ -168,7 +175,10 @@ def _fused(
     kernels = KERNELS.get(query.device.type)
     if kernels is None:
         return run()
-    with sdpa_kernel(kernels):
+    # on the CPU torch is asked what it takes: the switch would be turned for a rank that calls torch's attention itself
+    if query.device.type == "cpu" and _choice(query, key, value, mask, dropout, causal, scale, grouped) in kernels:
+        return run()
+    with _SWITCHES, sdpa_kernel(kernels):
         try:
             return run()
         except (RuntimeError, UserWarning) as error:  # a warning where the user made them errors
@@ -182,6 +192,15 @@ def _fused(
                 rule=f"The kernels for {query.device.type} say: {why}",
                 remedy=f"Change what they name. Or {REMEDY_OFF.lower()}",
             ) from error
+
+
+def _choice(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, *how: Any
+) -> SDPBackend:
+    """The kernel that torch picks by itself."""
+    scale, grouped = how
+    picked = torch._fused_sdp_choice(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
+    return SDPBackend(picked)
 
 
 def _why_no_kernel(run: Callable[[], Tensor]) -> str | None:
@@ -199,7 +218,7 @@ def _why_no_kernel(run: Callable[[], Tensor]) -> str | None:
 # -- a bias of the scores that trains, on the CPU ----------------------------------------------------------------------
 
 
-def _one_by_one(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _in_chunks(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -208,15 +227,16 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: T
     if not trains and bias.shape[0] == 1 and (mask is None or mask.shape[0] == 1):
         return _fused(query, key, value, _added(bias, mask, query), 0.0, scale, False)
     key, value = _repeated(key, groups), _repeated(value, groups)
-    out: Tensor = _OneByOne.apply(query, key, value, bias, mask, scale)  # type: ignore[no-untyped-call]
+    out: Tensor = _InChunks.apply(query, key, value, bias, mask, scale)  # type: ignore[no-untyped-call]
     return out
 
 
-class _OneByOne(Function):
+class _InChunks(Function):
     """Flash attention with a bias that gets a gradient.
 
-    Forward is the flash kernel, for one sequence of the batch at a time where they have different masks. Backward
-    computes the scores of one sequence again, and throws them away: of size N*Q*S at a time, as the bias itself.
+    Forward is the flash kernel, for a few sequences of the batch at a time where they have different masks. Backward
+    computes the scores of these again, and throws them away: N*Q*S of one sequence, of more where that is below
+    SCORES_AT_ONCE, as in the windows of an image.
     """
 
     @staticmethod
@@ -229,8 +249,8 @@ class _OneByOne(Function):
         if bias.shape[0] == 1 and (mask is None or mask.shape[0] == 1):
             return _fused(query, key, value, _added(bias, mask, query), 0.0, scale, False)
         outs = []
-        for b in range(query.shape[0]):
-            q, k, v, bias_b, mask_b = _sequence(b, query, key, value, bias, mask)
+        for chunk in _chunks(query, key):
+            q, k, v, bias_b, mask_b = _part(chunk, query, key, value, bias, mask)
             assert q is not None and k is not None and v is not None and bias_b is not None
             outs.append(_fused(q, k, v, _added(bias_b, mask_b, q), 0.0, scale, False))
         return torch.cat(outs)
@@ -243,22 +263,29 @@ class _OneByOne(Function):
         grads: list[Tensor | None] = [
             torch.zeros_like(t) if i in wanted else None for i, t in enumerate((query, key, value, bias))
         ]
-        for b in range(query.shape[0]):
-            parts = _sequence(b, query, key, value, bias, mask)
+        for chunk in _chunks(query, key):
+            parts = _part(chunk, query, key, value, bias, mask)
             inputs = [t.detach().requires_grad_() for t in parts[:4] if t is not None]
             with torch.enable_grad(), torch.autocast("cpu", enabled=False):
                 out = _plain(inputs[0], inputs[1], inputs[2], inputs[3], parts[4], ctx.scale)
-            found = torch.autograd.grad(out, [inputs[i] for i in wanted], grad[b : b + 1])
+            found = torch.autograd.grad(out, [inputs[i] for i in wanted], grad[chunk])
             for i, g in zip(wanted, found, strict=True):
                 into = grads[i]
                 assert into is not None
-                (into[b : b + 1] if into.shape[0] > 1 else into).add_(g)
+                (into[chunk] if into.shape[0] > 1 else into).add_(g)
         return (*grads, None, None)
 
 
-def _sequence(b: int, *tensors: Tensor | None) -> list[Tensor | None]:
-    """The part of sequence ``b`` of each tensor; those with a batch of 1 hold for all."""
-    return [t if t is None or t.shape[0] == 1 else t[b : b + 1] for t in tensors]
+def _chunks(query: Tensor, key: Tensor) -> list[slice]:
+    """The batch in parts of whose scores so many are held at once."""
+    batch, heads, length = query.shape[:3]
+    size = max(1, SCORES_AT_ONCE // max(heads * length * key.shape[2], 1))
+    return [slice(start, start + size) for start in range(0, batch, size)]
+
+
+def _part(chunk: slice, *tensors: Tensor | None) -> list[Tensor | None]:
+    """The part of each tensor for these sequences; those with a batch of 1 hold for all."""
+    return [t if t is None or t.shape[0] == 1 else t[chunk] for t in tensors]
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:

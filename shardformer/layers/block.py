@@ -34,6 +34,7 @@ from shardformer.comm.conjugates import enter_block
 from shardformer.comm.ring import ring_gather, ring_scatter
 from shardformer.context import Axis
 from shardformer.errors import PolicyError
+from shardformer.layers.entered import Entered
 from shardformer.layers.random_stream import RandomStream
 from shardformer.layers.sequence import SEQUENCE_DIM, SequenceRegion, with_first_tensor
 
@@ -43,11 +44,18 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Block:
-    """The two edges of one block, shared by its entry hook, its column-parallel linears and its row-parallel linear."""
+    """The two edges of one block, shared by its entry hook, its column-parallel linears and its row-parallel linear.
+
+    Args:
+        width: what the forward is to read as the last dim of what entered, where it takes the heads' width from there.
+        is_flat: whether what entered last had lost the dim of the sequence, which the exit takes away again.
+    """
 
     axis: Axis
     sequence: SequenceRegion | None = None
     random: bool = False
+    width: int | None = None
+    is_flat: bool = False
     columns: list[Linear1D_Col] = field(default_factory=list)
     _source: Tensor | None = None
     _node: Any = None
@@ -74,9 +82,13 @@ class Block:
         reduce-scatter of B*S*H.
         """
         self._outputs = {}
-        self._source = x
-        if self.sequence is not None:
+        if self.sequence is not None and x.dim() != 2:  # a layer's MLP that is given (B*s, H) follows its attention
             self.sequence.recall(x)
+        self.is_flat = self._gathers and x.dim() == 2
+        if self.is_flat:
+            assert self.sequence is not None
+            x = self.sequence.unflatten(x)
+        self._source = x
         if not self._gathers:
             self._entered = enter_block(x, self.axis)
             if self._entered is x:
@@ -84,6 +96,8 @@ class Block:
         else:
             assert self.sequence is not None
             self._entered = self._gather(x, self.sequence)
+        if self.width is not None:
+            self._entered = Entered.of(self._entered, self)
         self._node = None if self._is_closed else self._entered.grad_fn
         if training and self.random:
             self._stream.enter(x)
@@ -122,7 +136,7 @@ class Block:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Block:
         """Without what a forward left here: a recomputation under checkpointing stops before the exit."""
-        memo[id(self)] = twin = Block(self.axis, deepcopy(self.sequence, memo), self.random)
+        memo[id(self)] = twin = Block(self.axis, deepcopy(self.sequence, memo), self.random, self.width, self.is_flat)
         twin.columns = deepcopy(self.columns, memo)
         return twin
 

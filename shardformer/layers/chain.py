@@ -207,7 +207,8 @@ def _note(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor
     if func is F.dropout:
         return _note_dropout(*args, **kwargs)
     if func in BINARY and len(args) == 2 and not kwargs:
-        chain, other = args if isinstance(args[0], Chain) else args[::-1]
+        # of two chains the longer one goes on, and the other's values go into it
+        chain, other = sorted(args, key=lambda x: -len(_parts(x)[0]) if isinstance(x, Chain) else 1)
         return _note_binary(chain, other, Op(BINARY[func]))
     op = Op(ACTIVATIONS.get(func, ""))
     if func is F.gelu:

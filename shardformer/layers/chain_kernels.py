@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental import _config as symbolic_shapes_config
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from shardformer.errors import ConfigError
 
@@ -49,6 +49,8 @@ FORMULAS: dict[str, Formula] = {
     "relu": lambda x, _, __: F.relu(x),
     "relu_squared": lambda x, _, __: F.relu(x).square(),
     "silu": lambda x, _, __: F.silu(x),
+    "tanh": lambda x, _, __: torch.tanh(x),
+    "sigmoid": lambda x, _, __: torch.sigmoid(x),
     "gelu": lambda x, _, __: F.gelu(x),
     "gelu_tanh": lambda x, _, __: F.gelu(x, approximate="tanh"),
     "gelu_new": lambda x, _, __: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x))),
@@ -180,7 +182,7 @@ def execute(signature: Signature, backward: bool, inputs: Iterable[Tensor]) -> A
     # torch specialises on sizes of 0 and 1: not worth a kernel of their own
     compiles = tensors[0].dim() == 2 and min(tensors[0].shape) > 1 and fuses(signature.program, device)
     # torch.compile refuses to run under a mode that watches each operation: a FLOP counter, selective checkpointing
-    compiles = compiles and not is_in_torch_dispatch_mode()
+    compiles = compiles and _get_current_dispatch_mode() is None  # of this thread
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         outputs: Any = _kernel(signature, backward, compiles)(*tensors)
     if not backward:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardformer.comm.conjugates import join_slices, leave_block
 from shardformer.context import Axis
 from shardformer.errors import ConfigError, InputError
-from shardformer.layers.parallel_module import GroupLike, ParallelModule, check_divides, check_native
+from shardformer.layers.parallel_module import GroupLike, ParallelModule, check_divides, check_native, factor_of
 from shardformer.layout import ShardSpec, Split
 
 
@@ -47,6 +47,8 @@ class _ParallelEmbedding(ParallelModule):
         self.train(native.training)
 
     _dim: int
+    factor = 1.0
+    """What the native forward multiplies the vectors by."""
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
@@ -61,7 +63,9 @@ class _ParallelEmbedding(ParallelModule):
                 rule="It stands for an nn.Embedding",
                 remedy="Name the embedding itself in the policy",
             )
-        check_native(module, nn.Embedding)
+        factor = factor_of(module)
+        if factor == 1:
+            check_native(module, nn.Embedding)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
                 raise ConfigError(
@@ -70,10 +74,14 @@ class _ParallelEmbedding(ParallelModule):
                     remedy=f"Build the model without {option}, or leave this embedding whole",
                 )
         new = cls(module.num_embeddings, module.embedding_dim, process_group=process_group, native=module, **kwargs)
+        new.factor = factor
         for table, hooks in vars(module).items():  # what they see is as before: whole (enable_input_require_grads)
             if table.startswith(("_forward_", "_backward_")) and "hooks" in table:
                 setattr(new, table, hooks)
         return new
+
+    def _scaled(self, found: Tensor) -> Tensor:
+        return found if self.factor == 1 else found * self.factor
 
     def extra_repr(self) -> str:
         local = "x".join(str(n) for n in self.weight.shape)
@@ -92,13 +100,13 @@ class VocabParallelEmbedding1D(_ParallelEmbedding):
     def forward(self, ids: Tensor) -> Tensor:
         self._check(ids)
         if self.axis.size == 1:
-            return F.embedding(ids, self.weight, self.padding_idx)
+            return self._scaled(F.embedding(ids, self.weight, self.padding_idx))
         start, end = self.split.parts[self.axis.rank][0]
         mine = (ids >= start) & (ids < end)
         padding = self.padding_idx
         local_padding = padding - start if padding is not None and start <= padding < end else None
         found = F.embedding(torch.where(mine, ids - start, 0), self.weight, local_padding)
-        return leave_block(found.masked_fill(~mine.unsqueeze(-1), 0), self.axis)
+        return self._scaled(leave_block(found.masked_fill(~mine.unsqueeze(-1), 0), self.axis))
 
     def _check(self, ids: Tensor) -> None:
         if ids.device.type != "cpu":
@@ -132,7 +140,7 @@ class Embedding1D(_ParallelEmbedding):
         self.gather_output = gather_output
 
     def forward(self, ids: Tensor) -> Tensor:
-        found = F.embedding(ids, self.weight, self.padding_idx)
+        found = self._scaled(F.embedding(ids, self.weight, self.padding_idx))
         if not self.gather_output:
             return found
         return join_slices(found, self.axis, -1, tuple(self.split.length(r) for r in range(self.axis.size)))

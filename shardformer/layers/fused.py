@@ -10,6 +10,7 @@ The linear calls ``start_chain(y, bias)``; what the forward does next with the r
 from __future__ import annotations
 
 import importlib.util
+import threading
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ OPERATIONS = {
     "SiLUActivation": Op("silu"),
     "SiLU": Op("silu"),
     "ReLU": Op("relu"),
+    "Tanh": Op("tanh"),
+    "Sigmoid": Op("sigmoid"),
     "ReLUSquaredActivation": Op("relu_squared"),
 }
 
@@ -59,7 +62,7 @@ class JitActivation(nn.Module):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> JitActivation:
-        """The activation that computes what ``module`` does: one of torch's or transformers' GELUs, SiLU, ReLU.
+        """The activation that computes what ``module`` does: one of torch's or transformers' GELUs, SiLU, ReLU, tanh.
 
         Raises ConfigError for any other.
         """
@@ -99,6 +102,10 @@ class JitDropout(nn.Dropout):
         return cls(module.p).train(module.training)
 
 
+_IMPORTING = threading.Lock()
+"""Of torch's inductor: two ranks that are threads would load its settings half."""
+
+
 def jit_problem(device: torch.device | None = None) -> str | None:
     """Why torch.compile cannot make kernels for ``device`` (by default CUDA where there is one); None when it can.
 
@@ -115,13 +122,14 @@ def jit_problem(device: torch.device | None = None) -> str | None:
             if importlib.util.find_spec("triton")
             else "triton is missing; it comes with torch's CUDA builds for Linux"
         )
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
+    with _IMPORTING:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
 
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return "no C++ compiler was found; on Debian: apt install g++, or set the environment variable CXX"
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            return "no C++ compiler was found; on Debian: apt install g++, or set the environment variable CXX"
     return None
 
 

@@ -19,6 +19,7 @@ from shardformer.errors import ConfigError
 from shardformer.layers.block import Block, RowExit, matmul_in, project_alone
 from shardformer.layers.logits import shard_logits
 from shardformer.layers.parallel_module import GroupLike, ParallelModule, check_divides, check_native
+from shardformer.layers.sequence import SequenceRegion
 from shardformer.layout import ShardSpec, Split
 
 
@@ -211,6 +212,9 @@ class Linear1D_Row(_ParallelLinear):
         parallel_input: whether the input is this rank's part already; otherwise the part is taken from the full input
             (backward one all-gather of the input; one all-reduce of it where ``split`` is not the even one).
         skip_bias_add: returns (output, bias) without adding the bias.
+
+    Where a layer adds the outputs of two rows at once, the first's ``later`` holds the second: the first then gives its
+    bias alone and communicates nothing, and the second brings both products out in one.
     """
 
     def __init__(
@@ -226,6 +230,8 @@ class Linear1D_Row(_ParallelLinear):
         super().__init__(in_features, out_features, bias, **kwargs)
         self.parallel_input, self.skip_bias_add = parallel_input, skip_bias_add
         self.block: Block | None = None
+        self.later: tuple[Linear1D_Row, ...] = ()  # not as a module of this one
+        self.earlier: tuple[Tensor, Tensor] | None = None
         self.finish: Callable[[Tensor, Tensor | None], Tensor] | None = None
 
     def _default_split(self) -> Split:
@@ -249,15 +255,29 @@ class Linear1D_Row(_ParallelLinear):
         if sequence is not None and not sequence.active:
             sequence = None
         try:
-            y: Tensor = RowExit.apply(x, weight, self.transposed, self.axis, sequence)  # type: ignore[no-untyped-call]
+            y = self._leave(x, weight, sequence)
         finally:  # a recomputation under checkpointing stops in there, and may leave no activations behind
             if self.block is not None:
                 self.block.leave(self.training)
+        if self.block is not None and self.block.is_flat:
+            y = y.flatten(0, 1)
         if self.skip_bias_add:
             return y, bias
         if self.finish is not None:
             return self.finish(y, bias)
         return y if bias is None else y + bias
+
+    def _leave(self, x: Tensor, weight: Tensor, sequence: SequenceRegion | None) -> Tensor:
+        """The sum over the ranks: with what an earlier row left for this one, or zero where a later row takes it."""
+        if self.later:
+            self.later[0].earlier = x, weight
+            shape = x.shape[:-1] if sequence is None else sequence.stretch_of(x)
+            return x.new_zeros((*shape, self.out_features))
+        if self.earlier is not None:
+            (other, its_weight), self.earlier = self.earlier, None
+            x, weight = torch.cat((x, other), -1), torch.cat((weight, its_weight), 0 if self.transposed else 1)
+        y: Tensor = RowExit.apply(x, weight, self.transposed, self.axis, sequence)  # type: ignore[no-untyped-call]
+        return y
 
     def _part_of(self, x: Tensor) -> Tensor:
         if self.split == self._default_split():

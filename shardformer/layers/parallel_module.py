@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -82,16 +83,48 @@ def check_native(module: nn.Module, *kinds: type[nn.Module]) -> None:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a forward of its own gives what the plain class does (FalconLinear, Conv1D), tried on a few numbers."""
-    weight: Any = module.weight
-    bias: Any = getattr(module, "bias", None)
+    """Whether a forward of its own gives what the plain class does (FalconLinear, Conv1D), tried on a few numbers.
+
+    Its weights may have no values yet, so a copy with others of the same shapes is tried.
+    """
+    twin = copy.copy(module)
+    twin._parameters = {name: None if p is None else nn.Parameter(_waves(p)) for name, p in module._parameters.items()}
+    weight: Any = twin.weight
+    bias: Any = getattr(twin, "bias", None)
     with torch.no_grad():
-        if isinstance(module, nn.Embedding):
-            ids = torch.arange(min(4, len(weight)), device=weight.device)
-            return _are_close(module, ids, F.embedding(ids, weight))
-        turned = weight.t() if type(module).__name__ == "Conv1D" else weight
-        x = torch.linspace(-1, 1, 2 * turned.shape[1], dtype=weight.dtype, device=weight.device).view(2, -1)
-        return _are_close(module, x, F.linear(x, turned, bias))
+        if isinstance(twin, nn.Embedding):
+            ids = torch.arange(min(4, len(weight)))
+            return _are_close(twin, ids, F.embedding(ids, weight))
+        turned = weight.t() if type(twin).__name__ == "Conv1D" else weight
+        x = torch.linspace(-1, 1, 2 * turned.shape[1], dtype=weight.dtype).view(2, -1)
+        return _are_close(twin, x, F.linear(x, turned, bias))
+
+
+def factor_of(embedding: nn.Embedding) -> float:
+    """What the embedding multiplies its vectors by (Gemma's and BART's own classes do); 1 where it does something else.
+
+    It is read off two copies, one with weights of one and one with others, since there may be no values yet.
+    """
+    if type(embedding).forward is nn.Embedding.forward:
+        return 1.0
+    weight, ids = embedding.weight, torch.arange(min(4, len(embedding.weight)))
+    twin, ones = copy.copy(embedding), torch.ones((), dtype=weight.dtype)
+    try:
+        with torch.no_grad():
+            twin._parameters = {"weight": nn.Parameter(ones.expand(weight.shape))}
+            factor = float(twin(ids)[0, 0])
+            twin._parameters = {"weight": nn.Parameter(_waves(weight))}
+            expected = F.embedding(ids, twin.weight) * factor
+            return factor if _are_close(twin, ids, expected) else 1.0
+    except Exception:  # what it reads has no values, or it takes something else
+        return 1.0
+
+
+def _waves(like: Tensor) -> Tensor:
+    """Numbers in (-1, 1) that take next to no memory: each is that of its indices, the i-th of them i + 1 times."""
+    strides = [dim + 1 for dim in range(like.dim())]
+    num = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, strides, strict=True))
+    return torch.sin(torch.arange(1, num + 1) * 0.7).to(like.dtype).as_strided(like.shape, strides)
 
 
 def _are_close(module: nn.Module, x: Tensor, expected: Tensor) -> bool:

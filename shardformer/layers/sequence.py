@@ -29,7 +29,7 @@ class SequenceRegion:
 
     def __init__(self, axis: Axis, *, overlap: bool = False, random: bool = False) -> None:
         self.axis, self.overlap = axis, overlap
-        self.full = 0
+        self.samples, self.full = 0, 0
         self.active = False
         self._lengths: set[int] = set()
         self._are_alike = False
@@ -38,7 +38,7 @@ class SequenceRegion:
 
     def split(self, x_BSH: Tensor, training: bool) -> Tensor:
         """The stack's input (B, S, H) becomes this rank's stretch (B, s, H). Backward: one all-gather of B*S*H."""
-        self.full = x_BSH.shape[SEQUENCE_DIM]
+        self.samples, self.full = x_BSH.shape[0], x_BSH.shape[SEQUENCE_DIM]
         # A decoding step is shorter than the axis and has no gradient: there is nothing to split. A checkpoint that
         # will be recomputed has none either, but is in training.
         self.active = training or torch.is_grad_enabled() or self.full >= self.axis.size
@@ -98,6 +98,16 @@ class SequenceRegion:
                 remedy="Switch off what cuts the sequence itself (chunk_size_feed_forward), or sequence parallelism",
             )
 
+    def stretch_of(self, x: Tensor) -> tuple[int, ...]:
+        """The leading dims of this rank's stretch of x (B, S, h)."""
+        return (x.shape[0], self._stretch(self.full))
+
+    def unflatten(self, x: Tensor) -> Tensor:
+        """(B*s, H), as some layers hand it to their MLP, as (B, s, H)."""
+        length = self._stretch(self.full)
+        samples = x.shape[0] // length if length else self.samples
+        return x.view(samples, length, x.shape[-1]) if x.dim() == 2 and x.shape[0] == samples * length else x
+
     def join(self, x_BsH: Tensor) -> Tensor:
         """The stack's output becomes whole again. Forward: one all-gather of B*S*H."""
         if not self.active:
@@ -105,6 +115,52 @@ class SequenceRegion:
         if self._stream is not None and self._is_random:
             self._stream.leave()
         return join_sequence(x_BsH, self.axis, SEQUENCE_DIM, self.full)
+
+
+class WholeSequence:
+    """Around a module of a region whose forward needs the whole sequence, since it adds its residual itself.
+
+    Forward: one all-gather of B*S*H; backward the same. What is inside of the module and outside of a block is computed
+    by every rank.
+    """
+
+    def __init__(self, region: SequenceRegion, *, random: bool) -> None:
+        self._region = region
+        self._stream = RandomStream(region.axis, aligned=True) if random else None
+
+    def register(self, module: nn.Module) -> None:
+        """Gathers before the module's forward, and cuts behind it."""
+        module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        module.register_forward_hook(self._leave)
+
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def join(x: Tensor) -> Tensor:
+            region = self._region
+            region.recall(x)
+            if not region.active:
+                return x
+            region.check(x)
+            if self._stream is not None and module.training:
+                self._stream.enter(x)
+            return join_sequence(x, region.axis, SEQUENCE_DIM, region.full)
+
+        return with_first_tensor(args, kwargs, join)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self._region.active:
+            return output
+        if self._stream is not None:
+            self._stream.leave()
+        first = output[0] if isinstance(output, tuple) else output
+        cut = split_sequence(first, self._region.axis, SEQUENCE_DIM)
+        return (cut, *output[1:]) if isinstance(output, tuple) else cut
+
+    def abandon(self) -> None:
+        """After a forward that an error broke off: back to the random numbers outside."""
+        if self._stream is not None:
+            self._stream.leave()
 
 
 def with_first_tensor(

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
-from shardformer.errors import ConfigError
+from torch import nn
+
+from shardformer.errors import ConfigError, PolicyError, nearest
 from shardformer.layout import Split, even_bounds
 
 
@@ -56,7 +60,10 @@ class HeadLayout:
 
     def _read(self, rank: int) -> list[int]:
         """For each local query head, the KV head that it reads."""
-        return [h // self.group for h in range(self.query_bounds[rank], self.query_bounds[rank + 1])]
+        return [h // self.group for h in self._own(rank)]
+
+    def _own(self, rank: int) -> range:
+        return range(self.query_bounds[rank], self.query_bounds[rank + 1])
 
     def held(self, rank: int) -> list[int]:
         """The KV heads that this rank holds."""
@@ -73,23 +80,59 @@ class HeadLayout:
         """How many KV heads the forward sees."""
         return self.heads(rank) if self.expand(rank) is not None else len(self.held(rank))
 
-    @property
-    def query_split(self) -> Split:
-        d = self.head_dim
-        return Split(tuple(((a * d, b * d),) for a, b in zip(self.query_bounds, self.query_bounds[1:], strict=False)))
+    def query_split(self, unit: int | None = None) -> Split:
+        """Features of which each query head has ``unit``, by default the head dim."""
+        d = unit or self.head_dim
+        return Split(tuple(((a * d, b * d),) for a, b in pairwise(self.query_bounds)))
 
-    @property
-    def kv_split(self) -> Split:
-        d = self.head_dim
+    def kv_split(self, unit: int | None = None) -> Split:
+        """Features of which each KV head has ``unit``."""
+        d = unit or self.head_dim
         held = [self.held(r) for r in range(self.ranks)]
         return Split(tuple(((h[0] * d, (h[-1] + 1) * d),) for h in held))
 
-    @property
-    def table_split(self) -> Split:
-        """A table with one column a query head."""
-        return Split(tuple(((a, b),) for a, b in zip(self.query_bounds, self.query_bounds[1:], strict=False)))
+    def grouped_split(self, queries: bool, width: int) -> Split:
+        """Features that lie by KV head: its query heads' (where ``queries``), its k, its v; ``width`` in all."""
+        per_group = width // self.num_kv_heads
+        if not queries:
+            return self.kv_split(per_group)
+        d, parts = per_group // (self.group + 2), []
+        for rank in range(self.ranks):
+            own: list[tuple[int, int]] = []
+            for h in self.held(rank):
+                start, first = h * per_group, h * self.group
+                mine = [i - first for i, read in zip(self._own(rank), self._read(rank), strict=True) if read == h]
+                own += [(start + mine[0] * d, start + (mine[-1] + 1) * d)]
+                own += [(start + self.group * d, start + per_group)]
+            parts.append(tuple(own))
+        return Split(tuple(parts))
 
     def values(self, rank: int) -> dict[str, int]:
         """What an attribute of the attention module becomes, by what it counts."""
         heads, kv_heads = self.heads(rank), self.kv_heads(rank)
         return {"heads": heads, "kv_heads": kv_heads, "groups": heads // kv_heads, "width": heads * self.head_dim}
+
+
+def unit_of(where: str, name: str, features: int, count: int) -> int:
+    """How many of the features each of ``count`` heads has. Raises PolicyError where they do not divide."""
+    if features % count:
+        raise PolicyError(
+            f"{where}.{name.lstrip('.')} has {features} features, which are not {count} heads",
+            rule="All heads of a projection are of one size",
+            remedy="Correct num_heads, num_kv_heads or the paths in the policy",
+        )
+    return features // count
+
+
+def no_count(policy: str, said: int | str, attention: nn.Module, config: Any) -> PolicyError:
+    """What is said where ``said``, a policy's num_heads, leads to no number."""
+    owner = attention if str(said).startswith(".") else config
+    where = f"the {type(attention).__name__}" if owner is attention else "the config"
+    return PolicyError(
+        f"{policy}.num_heads is {said!r}, and "
+        + (f"{where} has no such field" if owner is not None else "the model has no config"),
+        rule="Attention is cut by whole heads, so a policy says how many there are",
+        remedy="Set it to the number, such as num_heads = 12, to the name of the config's field, or to that of the "
+        "attention module's own attribute behind a dot. "
+        + (nearest(str(said), [n for n in vars(owner) if "head" in n]) if owner is not None else ""),
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -27,6 +27,21 @@ def find(module: nn.Module, path: str) -> nn.Module | None:
     return module
 
 
+def matching(path: str, names: Iterable[str]) -> list[str]:
+    """Which of ``names`` a path stands for, in which ``*`` is an index.
+
+    >>> matching("layers.*.blocks", ["layers.0", "layers.0.blocks", "layers.1.blocks", "layers.0.down.blocks"])
+    ['layers.0.blocks', 'layers.1.blocks']
+    """
+    parts = path.split(".")
+    return [
+        name
+        for name in names
+        if len(split := name.split(".")) == len(parts)
+        and all(b.isdigit() if a == "*" else a == b for a, b in zip(parts, split, strict=True))
+    ]
+
+
 def module_at(module: nn.Module, path: str) -> nn.Module:
     found = find(module, path)
     if found is None:
@@ -41,19 +56,19 @@ def existing(names: Sequence[str], at: str, layer: nn.Module, path: str) -> list
         if find(layer, full) is not None:
             out.append(full)
         elif not name.endswith("?"):
-            raise no_match(f"{path}.*", full, layer)
+            raise no_match(path, full, layer)
     if not out:
-        raise no_match(f"{path}.*", relative(at, names[0].rstrip("?")), layer)
+        raise no_match(path, relative(at, names[0].rstrip("?")), layer)
     return out
 
 
 def linear_at(layer: nn.Module, name: str, path: str) -> nn.Module:
     found = find(layer, name)
     if found is None:
-        raise no_match(f"{path}.*", name, layer)
+        raise no_match(path, name, layer)
     if not is_linear(found):
         raise PolicyError(
-            f"{path}.*.{name} is a {type(found).__name__}",
+            f"{path}.{name} is a {type(found).__name__}",
             rule="Columns and rows are nn.Linear or transformers' Conv1D",
             remedy="Name the linear itself",
         )

@@ -1,7 +1,7 @@
 """Which policy a model gets: the user's own, else the registered one of its family, else an error that helps.
 
-The registry is data: model type, as a transformers config names it, to where the policy stands. A policy's module is
-imported when it is asked for.
+The registry is data: model type, as a transformers config names it, to where the policy stands; for a model of timm,
+which has no config, ``timm:`` and the name of its class. A policy's module is imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 from torch import nn
 
 from shardformer.errors import PolicyError, nearest
-from shardformer.policies.config import ShardConfig
-from shardformer.policies.policy import Policy
+from shardformer.policies.infer.infer import infer
+from shardformer.sharding.config import ShardConfig
+from shardformer.sharding.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,37 @@ class PolicyLocation:
 
 FAMILIES = MappingProxyType(
     {
+        "albert": PolicyLocation("albert", "AlbertPolicy"),
+        "beit": PolicyLocation("beit", "BeitPolicy"),
         "bert": PolicyLocation("bert", "BertPolicy"),
+        "blip-2": PolicyLocation("blip2", "Blip2Policy"),
+        "blip_2_qformer": PolicyLocation("blip2", "Blip2QFormerPolicy"),
+        "blip_2_vision_model": PolicyLocation("blip2", "Blip2VisionPolicy"),
+        "bloom": PolicyLocation("bloom", "BloomPolicy"),
+        "chatglm": PolicyLocation("chatglm2", "ChatGLMPolicy"),
+        "ernie": PolicyLocation("bert", "BertPolicy"),
+        "falcon": PolicyLocation("falcon", "FalconPolicy"),
         "gpt2": PolicyLocation("gpt2", "GPT2Policy"),
+        "gpt_neo": PolicyLocation("gpt_neo", "GPTNeoPolicy"),
+        "gptj": PolicyLocation("gptj", "GPTJPolicy"),
         "llama": PolicyLocation("llama", "LlamaPolicy"),
+        "mistral": PolicyLocation("llama", "LlamaPolicy"),
+        "opt": PolicyLocation("opt", "OPTPolicy"),
+        "qwen2": PolicyLocation("llama", "LlamaPolicy"),
+        "qwen3": PolicyLocation("llama", "LlamaPolicy"),
+        "roberta": PolicyLocation("bert", "BertPolicy"),
+        "sam": PolicyLocation("sam", "SamPolicy"),
+        "sam_vision_model": PolicyLocation("sam", "SamVisionPolicy"),
+        "swin": PolicyLocation("swin", "SwinPolicy"),
+        "swinv2": PolicyLocation("swin", "Swinv2Policy"),
         "t5": PolicyLocation("t5", "T5Policy"),
+        "timm:Beit": PolicyLocation("timm_beit", "TimmBeitPolicy"),
+        "timm:Eva": PolicyLocation("timm_beit", "TimmEvaPolicy"),
+        "timm:SwinTransformer": PolicyLocation("timm_swin", "TimmSwinPolicy"),
+        "timm:SwinTransformerV2": PolicyLocation("timm_swin", "TimmSwinV2Policy"),
+        "timm:VisionTransformer": PolicyLocation("timm_vit", "TimmViTPolicy"),
+        "vit": PolicyLocation("vit", "ViTPolicy"),
+        "whisper": PolicyLocation("whisper", "WhisperPolicy"),
     }
 )
 
@@ -63,7 +91,7 @@ def register(model_type: str, policy: type[Policy]) -> None:
     """Makes ``policy`` the one of a family for the rest of this process, before a registered one of ours.
 
     Args:
-        model_type: as the family's transformers config names it.
+        model_type: as the family's transformers config names it; ``timm:`` and the class's name for one of timm.
         policy: a subclass of Policy.
     """
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
@@ -91,19 +119,16 @@ def resolve_policy(model: nn.Module, policy: Policy | type[Policy] | None) -> tu
             )
         chosen = policy() if isinstance(policy, type) else policy
         return chosen, f"the user's policy {type(chosen).__name__}"
-    config: Any = getattr(model, "config", None)
-    family = getattr(config, "model_type", None)
+    family = _family(model)
     if isinstance(family, str) and family in _REGISTERED:
         return _REGISTERED[family](), f"the policy registered by the user for {family!r}"
     if isinstance(family, str) and family in FAMILIES:
         return FAMILIES[family].load()(), f"the registered family {family!r}"
-    from shardformer.policies.infer.infer import infer  # it shards small models itself
-
     try:
         return infer(model), "a policy that was inferred and proven"
     except PolicyError as error:
         not_inferred = error.what.partition(" could be inferred: ")[2] or error.what
-    tried = f"its config names the model type {family!r}" if family else "it has no config with a model type"
+    tried = f"it is of the model type {family!r}" if family else "it has no config with a model type"
     raise PolicyError(
         f"No policy for {type(model).__name__}: {tried}, no policy was given, "
         f"and none was found by inference: {not_inferred}",
@@ -111,3 +136,11 @@ def resolve_policy(model: nn.Module, policy: Policy | type[Policy] | None) -> tu
         remedy=(f"{nearest(family, FAMILIES)} " if family else "")
         + f"Say what the model is made of (docs/policies.md):\n{EXAMPLE}",
     )
+
+
+def _family(model: nn.Module) -> Any:
+    """The model type that the config names; of a timm model its class, or the base class that is registered."""
+    classes = [f"timm:{cls.__name__}" for cls in type(model).__mro__ if cls.__module__.partition(".")[0] == "timm"]
+    known = next((name for name in classes if name in _REGISTERED or name in FAMILIES), None)
+    named = getattr(getattr(model, "config", None), "model_type", None)
+    return known or named or next(iter(classes), None)

@@ -8,20 +8,21 @@ MLP's to one layer, and what it holds to that module; a leading dot makes such a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 
-from shardformer.errors import ConfigError, PolicyError, nearest
-from shardformer.layers.embedding import Embedding1D, VocabParallelEmbedding1D
-from shardformer.layers.linear import Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
-from shardformer.layout import Split
-from shardformer.policies.heads import HeadLayout
-from shardformer.policies.paths import existing, features_of, find, join, linear_at, module_at, no_match, relative
-from shardformer.policies.policy import (
-    BlockDescription,
+from shardformer.errors import ConfigError, PolicyError
+from shardformer.layers.embedding import VocabParallelEmbedding1D
+from shardformer.layers.linear import VocabParallelLMHead1D
+from shardformer.policies.blocks import MLP, Attention, Experts, Role, Stack
+from shardformer.policies.cuts import Cutter
+from shardformer.policies.heads import HeadLayout, no_count, unit_of
+from shardformer.policies.parts import merged
+from shardformer.policies.paths import features_of, find, join, linear_at, matching, module_at, no_match, relative
+from shardformer.sharding.policy import (
     ModuleKey,
     ModulePolicyDescription,
     Policy,
@@ -29,90 +30,10 @@ from shardformer.policies.policy import (
     SubModuleReplacementDescription,
 )
 
-COUNTED = ("heads", "kv_heads", "groups", "width")
+__all__ = ["MLP", "Attention", "Experts", "Role", "RolePolicy", "Stack"]
 
 
-@dataclass(frozen=True)
-class Attention:
-    """An attention of a layer. Name the projections it has: q, k and v, or a fused qkv, or q and a fused kv.
-
-    Args:
-        at: path of the module; its first tensor argument is what enters.
-        out: the output projection.
-        q, k, v, qkv, kv: the projections; fused ones lie behind each other (q, then k, then v).
-        interleaved: the fused ones lie head by head instead: q, k, v of head 0, then of head 1, ...
-        reads_context: k and v read another stack's states (cross-attention).
-        attributes: attribute of the module -> what it counts: "heads", "kv_heads", "groups" (query heads a KV head)
-            or "width" (heads times head dim). Only those that the forward reads.
-        tables: embeddings with one column a head (relative position bias).
-        entry: the module whose first tensor argument enters, where that is not the one at ``at``: the first of the
-            projections, for an attention that adds its residual itself.
-        num_heads, num_kv_heads: these numbers, or the config's fields that hold them, where not the policy's.
-        optional: whether some models lack this attention.
-    """
-
-    at: str
-    out: str
-    q: str | None = None
-    k: str | None = None
-    v: str | None = None
-    qkv: str | None = None
-    kv: str | None = None
-    interleaved: bool = False
-    reads_context: bool = False
-    attributes: Mapping[str, str] = field(default_factory=dict)
-    tables: Sequence[str] = ()
-    entry: str | None = None
-    num_heads: int | str | None = None
-    num_kv_heads: int | str | None = None
-    optional: bool = False
-
-    def __post_init__(self) -> None:
-        for attribute, kind in self.attributes.items():
-            if kind not in COUNTED:
-                raise PolicyError(
-                    f"attributes={{{attribute!r}: {kind!r}}} of the attention {self.at!r}",
-                    rule=f"An attribute counts {', '.join(COUNTED)}",
-                    remedy=nearest(str(kind), COUNTED),
-                )
-
-
-@dataclass(frozen=True)
-class MLP:
-    """An MLP of a layer.
-
-    Args:
-        at: path of the module; its first tensor argument is what enters.
-        up: the linears that read the input (gate and up), of which those with a ``?`` may be lacking.
-        down: the linear at the exit.
-        fused: how many blocks lie behind each other in each of ``up`` (2 for a fused gate and up).
-        optional: whether some models lack it.
-    """
-
-    at: str
-    up: str | Sequence[str]
-    down: str
-    fused: int = 1
-    optional: bool = False
-
-
-@dataclass(frozen=True)
-class Stack:
-    """A stack of equal layers.
-
-    Args:
-        layers: path of the ModuleList.
-        blocks: the attentions and MLPs of one layer.
-        final_norm: the norm behind the last layer.
-        context: (path of a module, name of its argument): the states that ``reads_context`` attentions read.
-        optional: whether some models lack it.
-    """
-
-    layers: str
-    blocks: Sequence[Attention | MLP]
-    final_norm: str | None = None
-    context: tuple[str, str] | None = None
-    optional: bool = False
+BETWEEN_LAYERS = "it reads the states between its layers, of which a rank has a stretch"
 
 
 class RolePolicy(Policy):
@@ -122,16 +43,26 @@ class RolePolicy(Policy):
         stack: the model's stack or stacks.
         embeddings: embeddings over the vocabulary, relative to the base model.
         head: the language model's head, relative to the whole model; head classes without one need no word.
-        whole: what stays whole on purpose although it is large or inside a layer, relative to the base model.
-        num_heads, num_kv_heads: these numbers, or the names of the config's fields that hold them.
+        single: attentions and MLPs that stand in no stack, relative to the whole model.
+        parts: submodules that are models themselves (a text model), relative to the whole model; ``?`` as always. Each
+            is described by the policy of its own model type.
+        whole: what stays whole on purpose although it is large or inside a layer, relative to the base model, ``*``
+            standing for an index; behind a dot, relative to the whole model, where only some heads have it.
+        against_sequence: why the model cannot run sequence parallelism, if so.
+        num_heads, num_kv_heads: these numbers, or the names of the config's fields that hold them; or, behind a dot,
+            the name of an attribute of the attention module.
     """
 
     stack: Stack | Sequence[Stack] = ()
     embeddings: str | Sequence[str] = ()
     head: str | Sequence[str] = ()
+    single: Sequence[Role] = ()
+    parts: Sequence[str] = ()
     whole: Sequence[str] = ()
     num_heads: int | str = "num_attention_heads"
     num_kv_heads: int | str = "num_key_value_heads"
+    against_sequence: str | None = None
+    _few: Sequence[str] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -145,6 +76,26 @@ class RolePolicy(Policy):
                     remedy=f"Did you mean {close[0]!r}? A name that is less like it is left alone",
                 )
 
+    def config_sanity_check(self) -> None:
+        against = self.refuses_sequence()
+        if self.shard_config.enable_sequence_parallelism and against:
+            raise ConfigError(
+                f"enable_sequence_parallelism=True, and of this {type(self.model).__name__} it is known that {against}",
+                rule="The sequence stays cut from the first layer of a stack to its last, and each block gathers it",
+                remedy="Leave it off: tensor parallelism cuts every attention and MLP of such a model",
+            )
+        for _, policy in self._parts():
+            policy.config_sanity_check()
+
+    def joins_exits(self) -> bool:
+        """Whether nothing stands between the exits that the table joins and their sum."""
+        return True
+
+    def refuses_sequence(self) -> str | None:
+        """Why this model cannot run sequence parallelism; None where it can."""
+        is_backbone = hasattr(self.model, "out_features") and hasattr(self.model, "out_indices")
+        return self.against_sequence or (BETWEEN_LAYERS if is_backbone else None)
+
     @property
     def base(self) -> str:
         """Path of the base model inside the model that was given; empty when it is the base model itself."""
@@ -152,36 +103,97 @@ class RolePolicy(Policy):
         return prefix if prefix and isinstance(getattr(self.model, prefix, None), nn.Module) else ""
 
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
-        out: dict[ModuleKey, ModulePolicyDescription] = {"": self._outside()}
-        for stack in self._present_stacks():
-            path = join(self.base, stack.layers)
-            layer = module_at(self.model, f"{path}.0")
-            found = [self._block(block, layer, path) for block in stack.blocks]
-            present = [description for description in found if description is not None]
-            out[f"{path}.*"] = _merged(present)
+        self.notes = list(type(self).notes)
+        self._few = []
+        single = [d for role in self.single if (d := self._block(role, Cutter(self.model, "", self.axis))) is not None]
+        out: dict[ModuleKey, ModulePolicyDescription] = {"": merged([self._outside(), *single])}
+        for stack, is_stage in self._present_stacks():
+            out |= self._layers(join(self.base, stack.layers), stack.blocks, is_stage)
+        for path, policy in self._parts():
+            out |= {join(path, str(key)): d for key, d in policy.module_policy().items()}
+            self.notes += policy.notes
         return out
 
+    def _parts(self) -> list[tuple[str, Policy]]:
+        """The policies of the submodules that are models themselves, by their paths."""
+        from shardformer.policies.registry import resolve_policy  # which knows all tables
+
+        out = []
+        for part in self.parts:
+            model = find(self.model, part.rstrip("?"))
+            if model is None and not part.endswith("?"):
+                raise no_match("", part, self.model)
+            if model is not None:
+                policy, _ = resolve_policy(model, None)
+                policy.model, policy.shard_config, policy.axis = model, self.shard_config, self.axis
+                out.append((part.rstrip("?"), policy))
+        return out
+
+    def _layers(self, path: str, blocks: Sequence[Role], is_stage: bool) -> dict[ModuleKey, ModulePolicyDescription]:
+        """What becomes of each layer; one description where all layers are made of the same."""
+        layers = list(module_at(self.model, path).children())
+        if not layers:
+            raise no_match(path, "0", module_at(self.model, path))
+        cutters = [Cutter(layer, f"{path}.*", self.axis, is_stage) for layer in layers]
+        found = [[self._block(block, cutter) for block in blocks] for cutter in cutters]
+        descriptions = [merged([d for d in each if d is not None]) for each in found]
+        if all(d == descriptions[0] for d in descriptions):
+            return {f"{path}.*": descriptions[0]}
+        return {f"{path}.{i}": d for i, d in enumerate(descriptions)}
+
     def stacks(self) -> list[StackDescription]:
-        return [
+        own = [
             StackDescription(
                 join(self.base, s.layers),
-                join(self.base, s.final_norm) if s.final_norm else None,
+                self._final_norm(s),
                 (join(self.base, s.context[0]), s.context[1]) if s.context else None,
             )
-            for s in self._present_stacks()
+            for s, _ in self._present_stacks()
         ]
+        inner = [(path, s) for path, policy in self._parts() for s in policy.stacks()]
+        return own + [
+            StackDescription(
+                join(path, s.layers),
+                join(path, s.final_norm) if s.final_norm else None,
+                (join(path, s.context[0]), s.context[1]) if s.context else None,
+            )
+            for path, s in inner
+        ]
+
+    def _final_norm(self, stack: Stack) -> str | None:
+        path = join(self.base, (stack.final_norm or "").rstrip("?"))
+        lacks = (stack.final_norm or "?").endswith("?") and find(self.model, path) is None
+        return None if lacks or not stack.final_norm else path
 
     def replicated(self) -> list[str] | None:
         base = module_at(self.model, self.base)
-        known = {name for name, _ in [*base.named_modules(), *base.named_parameters()]}
+        known = [name for name, _ in [*base.named_modules(), *base.named_parameters()]]
+        out = []
         for path in self.whole:
-            if not path.endswith("?") and path not in known:
+            if path.startswith("."):
+                out.append(path[1:])
+                continue
+            found = matching(path.rstrip("?"), known)
+            if not path.endswith("?") and not found:
                 raise no_match(self.base, path, base)
-        return [join(self.base, path.rstrip("?")) for path in self.whole]
+            out += [join(self.base, name) for name in found]
+        out += [name for path in self._few for name in matching(path, [n for n, _ in self.model.named_modules()])]
+        for path, policy in self._parts():
+            inner = policy.replicated()
+            out += [path] if inner is None else [join(path, name) for name in inner]
+        return out
 
-    def _present_stacks(self) -> list[Stack]:
-        stacks = [self.stack] if isinstance(self.stack, Stack) else list(self.stack)
-        return [s for s in stacks if not s.optional or find(self.model, join(self.base, s.layers)) is not None]
+    def _present_stacks(self) -> list[tuple[Stack, bool]]:
+        """The stacks that the model has, one for each stage, and whether it is one of several."""
+        base = module_at(self.model, self.base)
+        names = [name for name, _ in base.named_modules()]
+        out = []
+        for stack in [self.stack] if isinstance(self.stack, Stack) else self.stack:
+            found = matching(stack.layers, names)
+            if not found and not stack.optional:
+                raise no_match(self.base, stack.layers, base)
+            out += [(replace(stack, layers=path), len(found) > 1) for path in found]
+        return out
 
     def _outside(self) -> ModulePolicyDescription:
         embeddings = [self.embeddings] if isinstance(self.embeddings, str) else self.embeddings
@@ -198,160 +210,44 @@ class RolePolicy(Policy):
         subs += [SubModuleReplacementDescription(p, VocabParallelLMHead1D, ignore_if_not_exist=True) for p in heads]
         return ModulePolicyDescription(sub_module_replacement=subs)
 
-    def _block(self, block: Attention | MLP, layer: nn.Module, path: str) -> ModulePolicyDescription | None:
-        at = find(layer, block.at)
-        if at is None:
-            if block.optional:
-                return None
-            raise no_match(f"{path}.*", block.at, layer)
+    def _block(self, block: Role, cutter: Cutter) -> ModulePolicyDescription | None:
+        if not cutter.has(block):
+            return None
+        if isinstance(block, Attention) and self._has_few_heads(block, cutter):
+            return None
         if isinstance(block, MLP):
-            return self._mlp(block, layer, path)
-        return self._attention(block, layer, path)
+            return cutter.mlps(block if self.joins_exits() else replace(block, joins=None))
+        if isinstance(block, Experts):
+            return cutter.experts(block)
+        return cutter.attention(block, self._head_layout(block, cutter.layer, cutter.path))
 
-    def _mlp(self, mlp: MLP, layer: nn.Module, path: str) -> ModulePolicyDescription:
-        ups = existing([mlp.up] if isinstance(mlp.up, str) else mlp.up, mlp.at, layer, path)
-        down = relative(mlp.at, mlp.down)
-        width = features_of(linear_at(layer, down, path), out=False)
-        for up in ups:
-            features = features_of(linear_at(layer, up, path), out=True)
-            if features != mlp.fused * width:
-                raise PolicyError(
-                    f"{path}.*.{up} has {features} output features, {path}.*.{down} has {width} input features",
-                    rule="What the first linears of an MLP give, the last one takes",
-                    remedy="Correct the paths, or give fused=2 where a gate and what it gates lie behind each other",
-                )
-        if width < self.axis.size:
-            raise ConfigError(
-                f"A tensor size of {self.axis.size} is more than the {width} features of {path}.*.{ups[0]}",
-                rule="Every tensor rank computes at least one of them",
-                remedy=f"Use a tensor size of {width} or less",
-            )
-        split = Split.fused([width] * mlp.fused, self.axis.size)
-        row = Split.even(width, self.axis.size)
-        description = _block_description(mlp.at, {up: {"split": split} for up in ups}, {}, down, row)
-        for block in description.blocks or []:
-            block.activated = mlp.fused == 1
-        return description
-
-    def _attention(self, attention: Attention, layer: nn.Module, path: str) -> ModulePolicyDescription:
-        def full(name: str | None) -> str | None:
-            return None if name is None else relative(attention.at, name)
-
-        layout = self._head_layout(attention, layer, path)
-        rank = self.axis.rank
-        fused_sizes = [layout.num_heads * layout.head_dim] + [layout.num_kv_heads * layout.head_dim] * 2
-        splits = [layout.query_split, layout.kv_split, layout.kv_split]
-        expand = layout.expand(rank)
-        kv: dict[str, Any] = {"split": layout.kv_split}
-        if expand is not None:
-            kv["expand"] = (layout.head_dim, expand)
-        columns: dict[str, dict[str, Any]] = {}
-        if attention.q:
-            columns[full(attention.q) or ""] = {"split": layout.query_split}
-        if attention.k and attention.v:
-            columns[full(attention.k) or ""] = columns[full(attention.v) or ""] = kv
-        for name, first in ((attention.qkv, 0), (attention.kv, 1)):
-            if name is not None:
-                columns[full(name) or ""] = {
-                    "split": self._fused_split(attention, layout, splits[first:], fused_sizes[first:], path)
-                }
-        context = {full(n) or "" for n in (attention.k, attention.v, attention.kv) if n and attention.reads_context}
-        entering = {name: kwargs for name, kwargs in columns.items() if name not in context}
-        others = {name: kwargs for name, kwargs in columns.items() if name in context}
-        entry = full(attention.entry) or attention.at
-        description = _block_description(entry, entering, others, full(attention.out) or "", layout.query_split)
-        values = layout.values(rank)
-        description.attribute_replacement = {
-            f"{attention.at}.{name}": values[kind] for name, kind in attention.attributes.items()
-        }
-        description.sub_module_replacement = [
-            *(description.sub_module_replacement or []),
-            *(
-                SubModuleReplacementDescription(
-                    relative(attention.at, table.rstrip("?")),
-                    Embedding1D,
-                    {"split": layout.table_split, "gather_output": False},
-                    ignore_if_not_exist=table.endswith("?"),
-                )
-                for table in attention.tables
-            ),
-        ]
-        return description
-
-    def _fused_split(
-        self, attention: Attention, layout: HeadLayout, splits: list[Split], sizes: list[int], path: str
-    ) -> Split:
-        if layout.num_kv_heads != layout.num_heads and any(layout.expand(r) for r in range(layout.ranks)):
-            raise ConfigError(
-                f"A tensor size of {layout.ranks} cuts the {layout.num_kv_heads} KV heads of {path}.*.{attention.at} "
-                "unevenly",
-                rule="In a fused projection every rank's query heads read a whole number of KV heads each",
-                remedy=f"Use a tensor size that divides {layout.num_kv_heads} or {layout.num_heads}",
-            )
-        if attention.interleaved:
-            per_head = len(splits) * layout.head_dim
-            return Split.even(layout.num_heads * per_head, layout.ranks, unit=per_head)
-        return Split.stack(splits, sizes)
+    def _has_few_heads(self, attention: Attention, cutter: Cutter) -> bool:
+        """Whether the first of several stages has fewer heads than there are ranks: its attention stays whole."""
+        said = attention.num_heads or self.num_heads
+        heads = self._count(said, module_at(cutter.layer, attention.at))
+        if heads is None or heads >= self.axis.size or not cutter.is_stage:
+            return False
+        at, out = join(cutter.path, attention.at), join(cutter.path, relative(attention.at, attention.out))
+        self._few = [*self._few, at, out]
+        note = f"Whole, since {heads} heads are fewer than {self.axis.size} ranks: {at}."
+        if note not in self.notes:
+            self.notes = [*self.notes, note]
+        return True
 
     def _head_layout(self, attention: Attention, layer: nn.Module, path: str) -> HeadLayout:
-        num_heads = self._count(said := attention.num_heads or self.num_heads)
+        module = module_at(layer, attention.at)
+        num_heads = self._count(said := attention.num_heads or self.num_heads, module)
         if num_heads is None:
-            config = getattr(self.model, "config", None)
-            name = f"{type(self).__name__}.num_heads"
-            raise PolicyError(
-                f"{name} is {said!r}, and "
-                + ("the config has no such field" if config is not None else "the model has no config"),
-                rule="Attention is cut by whole heads, so a policy says how many there are",
-                remedy="Set it to the number, such as num_heads = 12, or to the name of the config's field. "
-                + (nearest(str(said), [n for n in vars(config) if "head" in n]) if config else ""),
-            )
-        num_kv_heads = self._count(attention.num_kv_heads or self.num_kv_heads) or num_heads
-        where, at = f"{path}.*.{attention.at}", attention.at
-        width = features_of(linear_at(layer, relative(at, attention.out), path), out=False)
-        _check_heads(where, attention.out, width, num_heads, 1)
-        head_dim = width // num_heads
-        if not attention.interleaved:
-            kv = num_kv_heads
-            counts = {attention.q: num_heads, attention.k: kv, attention.v: kv, attention.kv: 2 * kv}
-            for given, count in {**counts, attention.qkv: num_heads + 2 * kv}.items():
-                if given is not None:
-                    features = features_of(linear_at(layer, relative(at, given), path), out=True)
-                    _check_heads(where, given, features, count, head_dim)
-        return HeadLayout(num_heads, num_kv_heads, head_dim, self.axis.size)
+            raise no_count(type(self).__name__, said, module, getattr(self.model, "config", None))
+        num_kv_heads = self._count(attention.num_kv_heads or self.num_kv_heads, module) or num_heads
+        out = relative(attention.at, attention.out)
+        width = features_of(linear_at(layer, out, path), out=False)
+        return HeadLayout(num_heads, num_kv_heads, unit_of(path, out, width, num_heads), self.axis.size)
 
-    def _count(self, said: int | str) -> int | None:
-        count = getattr(getattr(self.model, "config", None), said, None) if isinstance(said, str) else said
+    def _count(self, said: int | str, attention: nn.Module) -> int | None:
+        count: Any = said
+        if isinstance(said, str):
+            count = attention if said.startswith(".") else getattr(self.model, "config", None)
+            for name in said.removeprefix(".").split("."):
+                count = getattr(count, name, None)
         return count if isinstance(count, int) and count > 0 else None
-
-
-def _check_heads(where: str, name: str, features: int, num_heads: int, head_dim: int) -> None:
-    if features % num_heads or (head_dim > 1 and features != num_heads * head_dim):
-        each = f" of {head_dim} features" if head_dim > 1 else ""
-        raise PolicyError(
-            f"{where}.{name.lstrip('.')} has {features} features, which are not {num_heads} heads{each}",
-            rule="All heads of an attention are of one size, in q, k, v and the output projection",
-            remedy="Correct num_heads, num_kv_heads or the paths in the policy",
-        )
-
-
-def _block_description(
-    at: str, entering: Mapping[str, dict[str, Any]], others: Mapping[str, dict[str, Any]], row: str, row_split: Split
-) -> ModulePolicyDescription:
-    subs = [
-        SubModuleReplacementDescription(name, Linear1D_Col, dict(kwargs))
-        for name, kwargs in {**entering, **others}.items()
-    ]
-    subs.append(SubModuleReplacementDescription(row, Linear1D_Row, {"split": row_split}))
-    block = BlockDescription(at, list(entering), row, list(others))
-    return ModulePolicyDescription(sub_module_replacement=subs, blocks=[block])
-
-
-def _merged(descriptions: Sequence[ModulePolicyDescription]) -> ModulePolicyDescription:
-    out = ModulePolicyDescription({}, [], [], {}, [])
-    for d in descriptions:
-        assert out.attribute_replacement is not None and out.sub_module_replacement is not None
-        assert out.blocks is not None
-        out.attribute_replacement.update(d.attribute_replacement or {})
-        out.sub_module_replacement += d.sub_module_replacement or []
-        out.blocks += d.blocks or []
-    return out

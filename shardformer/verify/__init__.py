@@ -14,9 +14,9 @@ import torch
 
 from shardformer._pool_worker import Call
 from shardformer.errors import ConfigError, ShardFormerError, WorkerError, nearest, wants_traceback
-from shardformer.policies.config import ShardConfig
-from shardformer.policies.policy import Policy
 from shardformer.pool import WorkerPool
+from shardformer.sharding.config import ShardConfig
+from shardformer.sharding.policy import Policy
 from shardformer.verify.ahead import check_split
 from shardformer.verify.compare import compare
 from shardformer.verify.guard import refuse_import, watch_workers

@@ -11,13 +11,13 @@ from torch import nn
 
 from shardformer.comm.rehearsal import Rehearsal
 from shardformer.errors import ShardFormerError
-from shardformer.policies import first_form
-from shardformer.policies.config import ShardConfig
-from shardformer.policies.intact import check_plain
-from shardformer.policies.optimize import check_optimizations
-from shardformer.policies.plan import make_plan
-from shardformer.policies.policy import Policy
 from shardformer.policies.registry import resolve_policy
+from shardformer.sharding import first_form
+from shardformer.sharding.config import ShardConfig
+from shardformer.sharding.intact import check_plain
+from shardformer.sharding.optimize import check_optimizations
+from shardformer.sharding.plan import make_plan
+from shardformer.sharding.policy import Policy
 
 
 def check_split(

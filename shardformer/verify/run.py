@@ -17,10 +17,9 @@ from shardformer.comm.recorder import Recorder
 from shardformer.context import ParallelContext
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.optim.grad_norm import clip_grad_norm_
-from shardformer.policies.config import ShardConfig
-from shardformer.policies.policy import Policy
-from shardformer.policies.sharder import shard_model
-from shardformer.samples import sample_loss
+from shardformer.sharder import shard_model
+from shardformer.sharding.config import ShardConfig
+from shardformer.sharding.policy import Policy
 
 ModelFn = Callable[[], nn.Module]
 BatchFn = Callable[[int], Mapping[str, Any]]
@@ -80,6 +79,9 @@ def build(job: Job) -> nn.Module:
     torch.manual_seed(0)
     model = job.model_fn().to(job.dtype).train()
     silence_dropout(model)
+    config: Any = getattr(model, "config", None)
+    if job.dtype == torch.float64 and getattr(config, "_experts_implementation", None):
+        config._experts_implementation = "eager"  # transformers' others do not compute in fp64
     return model
 
 
@@ -104,12 +106,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def _loss(job: Job, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     if job.loss_fn is not None:
-        try:
-            return job.loss_fn(model, batch)
-        except AttributeError as error:
-            if job.loss_fn is not sample_loss or error.name != "last_hidden_state":
-                raise
-            raise _no_loss(model, error.obj) from None
+        return job.loss_fn(model, batch)
     output = model(**batch)
     loss = getattr(output, "loss", None)
     if loss is None:

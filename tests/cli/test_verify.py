@@ -152,7 +152,7 @@ def test_what_is_not_a_number_is_null_in_json(run: Run, user_module: Path) -> No
         (["bert", "--sequence", "99"], "64 positions"),
         (["nowhere:model"], "There is no module 'nowhere'"),
         (["bret"], "There is no model 'bret'"),
-        (["bret"], ".\n  Did you mean 'bert'?\n  MODEL is a family"),
+        (["bret"], ".\n  Did you mean 'bert' or 'beit' or 'albert'?\n  MODEL is a family"),
     ],
 )
 def test_what_cannot_be_is_an_error_before_any_process_starts(

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardformer.comm.params import gather_param, param_specs
 from shardformer.comm.recorder import Recorder
+from shardformer.comm.rehearsal import Rehearsal
 from shardformer.context import ParallelContext
 from shardformer.errors import ConfigError, InputError
 from shardformer.layers.embedding import Embedding1D, VocabParallelEmbedding1D
@@ -139,6 +140,44 @@ def test_what_is_kept_of_the_plain_table(pool2: WorkerPool) -> None:
     text = "VocabParallelEmbedding1D(127, 10, local weight 64x10, tensor 0/2)"
     assert pool2.run(kept, "vocabulary")[0] == (False, False, text)
     assert pool2.run(kept, "width")[0] == (False, False, "Embedding1D(127, 10, local weight 127x5, tensor 0/2)")
+
+
+class Scaled(nn.Embedding):
+    """As the classes of Gemma and BART do."""
+
+    scale = 7.5
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * self.scale
+
+
+class Squared(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) ** 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_embedding_that_scales_what_it_gives_is_cut_with_its_factor(kind: str) -> None:
+    native = Scaled(V, H).double()
+    ids = torch.arange(V)
+
+    def look_up(context: ParallelContext) -> tuple[torch.Tensor, torch.Tensor]:
+        table = KINDS[kind].from_native_module(native, context.tensor)
+        out: torch.Tensor = table(ids)
+        out.square().sum().backward()
+        weight: Any = table.weight
+        return out.detach(), gather_param(weight.grad, param_specs(table)["weight"], context.tensor)
+
+    expected = native(ids)
+    expected.square().sum().backward()
+    for out, gradient in Rehearsal(2).run(look_up):
+        assert torch.equal(out, expected)
+        assert torch.allclose(gradient, native.weight.grad)
+
+
+def test_an_embedding_that_does_something_else_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a forward of its own"):
+        VocabParallelEmbedding1D.from_native_module(Squared(V, H))
 
 
 def from_native(kind: str, module: nn.Module) -> None:

@@ -136,7 +136,7 @@ def test_the_cpu_compiles_what_is_several_operations_and_leaves_the_rest_to_torc
 ACTIVATIONS = {
     **{name: ("transformers.activations", name) for name in OPERATIONS if name.endswith(("Activation", "Tanh"))},
     "BloomGelu": ("transformers.models.bloom.modeling_bloom", "BloomGelu"),
-    **{name: ("torch.nn", name) for name in ("SiLU", "ReLU", "GELU")},
+    **{name: ("torch.nn", name) for name in ("SiLU", "ReLU", "GELU", "Tanh", "Sigmoid")},
 }
 
 
@@ -153,6 +153,17 @@ def test_every_activation_gives_the_native_numbers(name: str, not_compiled: list
     )
     assert_same(jit, act, leaves((5, 3, 8), dtype=torch.float64), 1e-12)
     assert not_compiled[:2] == [f"bias {jit.op.kind}", "backward of 0 1"]
+
+
+def test_of_two_chains_the_longer_one_takes_in_the_sum(not_compiled: list[str]) -> None:
+    """GPT-J adds its attention, without a bias, to its MLP, with one."""
+    assert_same(
+        lambda x, b, y: start_chain(y) + start_chain(x, b),
+        lambda x, b, y: y + (x + b),
+        leaves((5, 8), (8,), (5, 8), dtype=torch.float64),
+        1e-12,
+    )
+    assert not_compiled[0] == "bias add"
 
 
 def test_tanh_gelu_of_torch_is_told_from_the_exact_one() -> None:
@@ -527,8 +538,8 @@ def test_generation_gives_the_same_tokens(not_compiled: list[str]) -> None:
 
 def test_the_problem_of_a_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert jit_problem(torch.device("cpu")) is None
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/c++",))
-    assert "g++" in (jit_problem(torch.device("cpu")) or "")
+    with torch._inductor.config.patch({"cpp.cxx": ("/nowhere/c++",)}):
+        assert "g++" in (jit_problem(torch.device("cpu")) or "")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "triton" in (jit_problem(torch.device("cuda")) or "")
 

@@ -12,9 +12,9 @@ from shardformer.comm.params import gather_param, param_specs
 from shardformer.comm.recorder import Recorder
 from shardformer.context import ParallelContext
 from shardformer.optim.grad_norm import clip_grad_norm_, grad_norm
-from shardformer.policies.sharder import shard_model
 from shardformer.pool import Pools
 from shardformer.samples import Batches, Sample
+from shardformer.sharder import shard_model
 
 
 def _clip(family: str, norm_type: float, max_norm: float) -> tuple[float, float, float, int]:

@@ -19,14 +19,14 @@ from shardformer.context import ParallelContext, launch_from_torch
 from shardformer.errors import ConfigError, InputError, PolicyError, ShardFormerError
 from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
 from shardformer.policies import registry
-from shardformer.policies.config import ShardConfig
-from shardformer.policies.first_form import ColumnOrEmbedding
-from shardformer.policies.policy import Argument, Col_Layer, Policy, Row_Layer
-from shardformer.policies.policy import Layer as ShardedLayer
 from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
-from shardformer.policies.sharder import ModelSharder, ShardFormer, shard_model
 from shardformer.pool import WorkerPool
 from shardformer.samples import Batches, Sample, sample_loss
+from shardformer.sharder import ModelSharder, ShardFormer, shard_model
+from shardformer.sharding.config import ShardConfig
+from shardformer.sharding.first_form import ColumnOrEmbedding
+from shardformer.sharding.policy import Argument, Col_Layer, Policy, Row_Layer
+from shardformer.sharding.policy import Layer as ShardedLayer
 from tests.policies.toy import HEADS, HIDDEN, VOCAB, Layer, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
 
 
@@ -45,9 +45,9 @@ def refused(kind: type[ShardFormerError], make: Callable[[], nn.Module], *words:
 # --------------------------------------------------------------------------------------- modules that do something else
 
 
-class Scaled(nn.Embedding):
+class Squared(nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
-        return 7 * super().forward(ids)
+        return super().forward(ids).square()
 
 
 class Doubled(nn.Linear):
@@ -55,9 +55,9 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-def with_scaled_embedding() -> nn.Module:
+def with_squared_embedding() -> nn.Module:
     model = ToyLM()
-    model.embed = Scaled(VOCAB, HIDDEN)
+    model.embed = Squared(VOCAB, HIDDEN)
     return model
 
 
@@ -83,7 +83,7 @@ def with_hook() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (with_scaled_embedding, "Scaled has a forward of its own"),
+        (with_squared_embedding, "Squared has a forward of its own"),
         (with_doubled_linear, "Doubled has a forward of its own"),
         (with_patched_linear, "a forward of its own"),
         (with_hook, "has hooks"),
@@ -293,7 +293,7 @@ def test_what_the_first_rank_cannot_write_all_say(tmp_path: Path) -> None:
 
 
 def saved_by_one(folder: str) -> str:
-    from shardformer.policies import agree
+    from shardformer.sharding import agree
 
     agree.COME_S = 1.0
     context = launch_from_torch()

@@ -16,16 +16,16 @@ from shardformer.context import Axis
 from shardformer.layers.embedding import VocabParallelEmbedding1D
 from shardformer.layers.linear import FusedLinear1D_Col, Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
 from shardformer.policies.basepolicy import Policy
-from shardformer.policies.policy import (
+from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.pool import Pools, WorkerPool
+from shardformer.samples import Batches, Sample
+from shardformer.sharder import ModelSharder
+from shardformer.sharding.policy import (
     BlockDescription,
     ModulePolicyDescription,
     StackDescription,
     SubModuleReplacementDescription,
 )
-from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
-from shardformer.policies.sharder import ModelSharder
-from shardformer.pool import Pools, WorkerPool
-from shardformer.samples import Batches, Sample
 from shardformer.verify import Report
 from tests.policies.toy import HIDDEN, ToyLM, ToyPolicy, check_sample, check_toy, toy_batch, toy_loss
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.policies.config import ShardConfig
 from shardformer.pool import WorkerPool
 from shardformer.samples import Batches, Sample, sample_loss
+from shardformer.sharding.config import ShardConfig
 from shardformer.verify import verify
 from shardformer.verify.ahead import check_split
 from tests.verify.tower import Tower, TowerPolicy, numbers

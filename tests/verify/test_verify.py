@@ -22,11 +22,11 @@ from shardformer.layers import block, embedding, linear, loss
 from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
 from shardformer.layout import ShardSpec, Split, even_bounds
 from shardformer.optim import grad_norm
-from shardformer.policies import regions, sharder
-from shardformer.policies.config import ShardConfig
-from shardformer.policies.sharder import ModelSharder
 from shardformer.pool import Pools, WorkerPool
 from shardformer.samples import LANGUAGE_MODEL, Batches, Sample
+from shardformer.sharder import ModelSharder
+from shardformer.sharding import regions, sharder
+from shardformer.sharding.config import ShardConfig
 from shardformer.verify import Report, verify
 from shardformer.verify.compare import compare
 from shardformer.verify.run import Job, run_job

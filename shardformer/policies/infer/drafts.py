@@ -4,208 +4,309 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from torch import nn
 
+from shardformer.policies.blocks import MLP, Attention, Experts, Role
+from shardformer.policies.infer.counts import Count, counted, head_counts, projections_of
 from shardformer.policies.infer.flow import Flow, Group
-from shardformer.policies.paths import features_of
-from shardformer.policies.roles import MLP, Attention
+from shardformer.policies.paths import features_of, join, matching, relative
 
-HEADS = ("num_attention_heads", "num_key_value_heads")
+UNKNOWN = "no role describes it"
+LOW_RANK = "it only gives to a projection of an attention"
+LEAVES = "what it gives leaves its layer"
 
 
-@dataclass
-class DraftedStack:
-    """A stack of layers, and for each block of a layer its candidates.
+@dataclass(frozen=True)
+class Block:
+    """Linears in a stack of layers that belong together, and the roles that could describe them, likely ones first.
 
     Args:
-        layers: path of the ModuleList.
-        blocks: for each block, the roles that could describe it.
+        layers: path of the ModuleList, with ``*`` for an index where each stage has one.
+        roles: the candidates.
+        columns: the paths, in every layer, of what stays whole where none of them holds.
+        why: why that is, as far as it is known without trying.
         final_norm: path of the norm behind the last layer.
         context: path of a module and its argument that bring another stack's states.
     """
 
     layers: str
-    blocks: list[list[Attention | MLP]] = field(default_factory=list)
+    roles: Sequence[Role]
+    columns: Sequence[str]
+    why: str = ""
     final_norm: str | None = None
     context: tuple[str, str] | None = None
 
 
-@dataclass
-class Draft:
-    """All stacks of a model, and the groups that stand in none or fit no role."""
-
-    stacks: list[DraftedStack]
-    left: list[Group]
-
-
-def draft(model: nn.Module, flow: Flow) -> Draft:
-    """The candidates for every group that stands in a stack of layers; the first layer with a block speaks for all."""
-    stacks: dict[str, DraftedStack] = {}
-    seen: set[tuple[str, str]] = set()
-    left = []
+def draft(model: nn.Module, flow: Flow) -> list[Block]:
+    """All blocks, in the order in which the forward comes to them; the first layer with a block speaks for all."""
+    blocks, seen = [], set()
     for group in flow.groups:
-        layers, index = _stack_of(model, group)
-        if layers is None:
-            left.append(group)
+        place = _layer_of(model, group.row, [group.entry, *group.columns])
+        if place is None:
+            blocks.append(Block("", [], [path for c in group.columns for path in _everywhere(model, c)], LEAVES))
             continue
-        stack = stacks.setdefault(layers, DraftedStack(layers))
-        inside = group.row[len(f"{layers}.{index}.") :]
-        if (layers, inside) in seen:
+        layers, layer = place
+        key = layers, _block_path(model, group.row[len(layer) + 1 :], layer, group.attends)
+        if key in seen:
             continue
-        seen.add((layers, inside))
-        roles = list(_roles(model, flow, group, f"{layers}.{index}"))
-        if not roles:
-            left.append(group)
-            continue
-        stack.blocks.append(roles)
-        if group.apart and stack.context is None:
-            stack.context = _context(model, flow, group, layers)
-    for stack in stacks.values():
-        stack.final_norm = _final_norm(model, flow, stack.layers)
-    return Draft([stack for stack in stacks.values() if stack.blocks], left)
+        seen.add(key)
+        blocks.append(_block(model, flow, group, layers, layer))
+    return blocks + _experts(model, flow)
 
 
-def _stack_of(model: nn.Module, group: Group) -> tuple[str | None, int]:
-    """The outermost list of modules that all of the group stands in, in one layer of it."""
-    parts = group.row.split(".")
-    for i, part in enumerate(parts):
-        path, prefix = ".".join(parts[:i]), ".".join(parts[: i + 1])
-        if part.isdigit() and isinstance(model.get_submodule(path), nn.ModuleList):
-            members = [group.entry, *group.columns]
-            return (path, int(part)) if all(f"{m}.".startswith(f"{prefix}.") for m in members) else (None, 0)
-    return None, 0
-
-
-def _roles(model: nn.Module, flow: Flow, group: Group, layer: str) -> Iterator[Attention | MLP]:
-    at = group.entry[len(layer) + 1 :]
-    width = _features(model, group.row, out=False)
-
-    def inside(path: str) -> str:
-        return (
-            path[len(group.entry) :].lstrip(".") if f"{path}.".startswith(f"{group.entry}.") else (path[len(layer) :])
-        )
-
-    down = inside(group.row)
-    if group.attends:
-        yield from _attentions(model, flow, group, at, {c: inside(c) for c in group.columns}, down, width)
-        return
-    if group.apart:
-        return
-    features = {_features(model, c, out=True) for c in group.columns}
-    if len(features) == 1 and (out := features.pop()) % width == 0:
-        ups = [inside(c) for c in group.columns]
-        yield MLP(at, up=ups if len(ups) > 1 else ups[0], down=down, fused=out // width)
-
-
-def _attentions(
-    model: nn.Module, flow: Flow, group: Group, at: str, names: dict[str, str], out: str, width: int
-) -> Iterator[Attention]:
-    features = [_features(model, c, out=True) for c in group.columns]
-    tables = [
-        f"{path[len(group.entry) + 1 :]}?"
-        for path, module in model.named_modules()
-        if path.startswith(f"{group.entry}.") and isinstance(module, nn.Embedding)
+def _block(model: nn.Module, flow: Flow, group: Group, layers: str, layer: str) -> Block:
+    row = _block_path(model, group.row[len(layer) + 1 :], layer, group.attends)
+    optional = len(_having(model, layers, row)) < len(_all_layers(model, layers))
+    inside = [met for met in flow.projections if all(f"{path}.".startswith(f"{layer}.") for path in met)]
+    low_rank = any(group.row in met for met in inside)  # linears of several layers meet as the residual stream
+    roles = [] if low_rank else [replace(role, optional=optional) for role in _roles(model, flow, group, layer)]
+    misfits = [] if low_rank or group.attends else _misfits(model, group)
+    gates = [
+        join(layer, relative(role.at, gate)) for role in roles[:1] if isinstance(role, Attention) for gate in role.gates
     ]
-    projections = _projections(group, names)
-    for heads, kv_heads, said in _head_counts(model, group, features, width):
-        numbers = _counted(flow, group, heads, kv_heads, width)
-        ways = [numbers, {n: kind for n, kind in numbers.items() if kind != "width"}, {}]
-        if hasattr(model.get_submodule(group.entry), "config"):
-            ways.append(numbers | {f"config.{n}": kind for n, kind in _config_counts(model, group, heads, kv_heads)})
-        fused = len(features) == 1 or (len(features) == 2 and "kv" in projections)
-        entries = [None] * group.enters + [names[group.columns[0]]] * (len(group.columns) > len(group.apart) + 1)
-        for entry, interleaved, attributes in product(entries, (False, True)[: 1 + fused], _distinct(ways)):
-            yield Attention(
-                at, out, **projections, interleaved=interleaved, attributes=attributes, tables=tables, entry=entry,
-                reads_context=bool(group.apart), **said,
-            )  # fmt: skip
+    columns = [path for c in misfits or gates or group.columns for path in _everywhere(model, c)]
+    context = None
+    if any(isinstance(role, Attention) and role.reads_context for role in roles):
+        context = _context(model, flow, group, layers)
+    why = LOW_RANK if low_rank else UNKNOWN if not roles else ""
+    return Block(layers, roles, columns, why, _final_norm(model, flow, layers), context)
 
 
-def _projections(group: Group, names: dict[str, str]) -> dict[str, Any]:
-    """Which projection is which: by the letters of their names, and otherwise in the order of their calls."""
-    if len(names) == 1:
-        return {"qkv": next(iter(names.values()))}
-    if len(names) == 2:
-        return dict(zip(("q", "kv"), names.values(), strict=True))
-    if len(names) != 3:
-        return {}
-    letters = {re.sub(r"(^|.*\.)", "", name)[:1].lower(): name for name in names.values()}
-    if set(letters) == {"q", "k", "v"}:
-        return {letter: letters[letter] for letter in "qkv"}
-    return dict(zip("qkv", names.values(), strict=True))
+def _misfits(model: nn.Module, group: Group) -> list[str]:
+    """Those columns that give another number of features than the row takes, if others do fit."""
+    width = _features(model, group.row, out=False)
+    out = [c for c in group.columns if _features(model, c, out=True) % width]
+    return out if len(out) < len(group.columns) else []
 
 
-def _head_counts(
-    model: nn.Module, group: Group, features: list[int], width: int
-) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """(query heads, KV heads, how an Attention says so) that fit the shapes, those that every config has first."""
-    config: Any = getattr(model, "config", None)
-    fields = {n: v for n, v in _fields(config).items() if "head" in n and not n.endswith(("dim", "size"))}
-    usual = {name: getattr(config, name, None) for name in HEADS}
-    heads_of = {**{n: v for n, v in usual.items() if isinstance(v, int)}, **fields}
-    found = set()
-    for (name, heads), (kv_name, kv_heads) in product(heads_of.items(), [("", 0), *heads_of.items(), ("1", 1)]):
-        kv = kv_heads or heads
-        if heads < 1 or width % heads or heads % kv or (heads, kv) in found:
-            continue
-        dim = width // heads
-        if sorted(features) not in (
-            sorted([heads * dim, kv * dim, kv * dim]),
-            sorted([heads * dim, 2 * kv * dim]),
-            [(heads + 2 * kv) * dim],
-        ):
-            continue
-        found.add((heads, kv))
-        usual_kv = usual[HEADS[1]] if isinstance(usual[HEADS[1]], int) and usual[HEADS[1]] else usual[HEADS[0]]
-        said: dict[str, Any] = {}
-        if heads != usual[HEADS[0]] or kv != usual_kv:
-            said = {"num_heads": name, "num_kv_heads": int(kv_name) if kv_name.isdigit() else (kv_name or name)}
-        yield heads, kv, said
+def _everywhere(model: nn.Module, path: str) -> list[str]:
+    """The path in every layer."""
+    place = _layer_of(model, path, [path])
+    if place is None:
+        return [path]
+    layers, layer = place
+    inside = _block_path(model, path[len(layer) + 1 :], layer, attends=False)
+    return matching(join(f"{layers}.*", inside), [name for name, _ in model.named_modules()])
 
 
-def _fields(config: Any) -> dict[str, int]:
-    return {n: v for n, v in vars(config).items() if type(v) is int} if config is not None else {}
+def _layer_of(model: nn.Module, path: str, members: list[str]) -> tuple[str, str] | None:
+    """(path of the list of layers, path of the layer) that all members stand in; of lists inside stages the inner."""
+    parts = path.split(".")
+    lists = [i for i, part in enumerate(parts) if part.isdigit() and _is_list(model, ".".join(parts[:i]))]
+    if not lists:
+        return None
+    at = lists[0]
+    if len(lists) > 1 and _is_stage(model, ".".join(parts[: at + 1]), ".".join(parts[: lists[1]])):
+        at = lists[1]
+    layer = ".".join(parts[: at + 1])
+    if not all(f"{member}.".startswith(f"{layer}.") for member in members):
+        return None
+    return ".".join("*" if i in lists else part for i, part in enumerate(parts[:at])), layer
 
 
-def _counted(flow: Flow, group: Group, heads: int, kv_heads: int, width: int) -> dict[str, str]:
-    """What the numbers count that the attention's module read, where it is heads or their features."""
-    kinds: dict[str, str] = {}
-    for name, value in flow.numbers.get(group.entry, {}).items():
-        about_kv = "kv" in name or "key_value" in name
-        if "group" in name and value == heads // kv_heads:
-            kinds[name] = "groups"
-        elif value == kv_heads and (about_kv or kv_heads not in (heads, 1)):
-            kinds[name] = "kv_heads"
-        elif value == heads:
-            kinds[name] = "heads"
-        elif value == heads // kv_heads > 1:
-            kinds[name] = "groups"
-        elif value == width:
-            kinds[name] = "width"
-    return kinds
+def _is_stage(model: nn.Module, outer: str, inner: str) -> bool:
+    """Whether a module of a list is a stage: of several alike, and most of it the list at ``inner``."""
+    stages = list(model.get_submodule(outer.rpartition(".")[0]).children())
+    blocks, stage = model.get_submodule(inner), model.get_submodule(outer)
+    if len(stages) == 1 or len({type(m) for m in stages}) > 1 or not _alike(blocks) or "expert" in inner:
+        return False
+    return 2 * sum(p.numel() for p in blocks.parameters()) > sum(p.numel() for p in stage.parameters())
 
 
-def _config_counts(model: nn.Module, group: Group, heads: int, kv_heads: int) -> Iterator[tuple[str, str]]:
-    config: Any = model.get_submodule(group.entry).config
-    for name, kind, count in ((HEADS[0], "heads", heads), (HEADS[1], "kv_heads", kv_heads)):
-        if getattr(config, name, None) == count:
-            yield name, kind
+def _is_list(model: nn.Module, path: str) -> bool:
+    return isinstance(model.get_submodule(path), nn.ModuleList)
 
 
-def _distinct(ways: list[dict[str, str]]) -> list[dict[str, str]]:
+def _alike(modules: nn.Module) -> bool:
+    return len({type(module) for module in modules.children()}) == 1
+
+
+def _block_path(model: nn.Module, inside: str, layer: str, attends: bool) -> str:
+    """The path of a block's row in its layer, with ``*`` for the index of one expert among its like."""
+    parts = inside.split(".")
+    if attends:
+        return inside
+    return ".".join(
+        "*"
+        if part.isdigit() and "expert" in parts[i - 1] and _alike(model.get_submodule(join(layer, *parts[:i])))
+        else part
+        for i, part in enumerate(parts)
+    )
+
+
+def _are_experts(model: nn.Module, path: str) -> bool:
+    return "expert" in path.rpartition(".")[2] and _alike(model.get_submodule(path))
+
+
+def _all_layers(model: nn.Module, layers: str) -> list[str]:
+    return matching(f"{layers}.*", [name for name, _ in model.named_modules()])
+
+
+def _having(model: nn.Module, layers: str, row: str) -> set[str]:
+    """The layers that have a module at ``row``."""
+    names = matching(f"{layers}.*.{row}", [name for name, _ in model.named_modules()])
+    count = layers.count(".") + 2
+    return {".".join(name.split(".")[:count]) for name in names}
+
+
+def _roles(model: nn.Module, flow: Flow, group: Group, layer: str) -> Iterator[Role]:
+    if group.attends:
+        yield from _attentions(model, flow, group, layer)
+    elif not group.apart:
+        yield from _mlps(model, flow, group, layer)
+
+
+def _mlps(model: nn.Module, flow: Flow, group: Group, layer: str) -> Iterator[MLP]:
+    width = _features(model, group.row, out=False)
+    features = {_features(model, c, out=True) for c in group.columns}
+    if len(features) != 1 or (out := features.pop()) % width:
+        return
+    at = _block_path(model, group.entry[len(layer) + 1 :], layer, attends=False)
+    ups = [_inside(group, c, layer) for c in group.columns]
+    norm = next((_inside(group, n, layer) for n in _norms(model, flow, group, layer, {width})), None)
+    yield MLP(at, ups if len(ups) > 1 else ups[0], _inside(group, group.row, layer), out // width, norm)
+
+
+def _attentions(model: nn.Module, flow: Flow, group: Group, layer: str) -> Iterator[Attention]:
+    at, width = group.entry[len(layer) + 1 :], _features(model, group.row, out=False)
+    names = {c: _inside(group, c, layer) for c in group.columns}
+    features = {names[c]: _features(model, c, out=True) for c in group.columns}
+    module = model.get_submodule(group.entry)
+    tables = [f"{path}?" for path, m in module.named_modules() if isinstance(m, nn.Embedding)]
+    apart = [names[c] for c in group.apart]
+    reads_context = bool(apart) and _context(model, flow, group, layer) is not None
+    behind = apart if not reads_context else []
+    for projections in projections_of(names):
+        for count in head_counts(model, group.entry, projections, features, width, bool(behind)):
+            numbers = counted(_numbers(model, flow, group.entry), count, width)
+            ways = [numbers, {n: kind for n, kind in numbers.items() if kind != "width"}, {}]
+            if hasattr(module, "config"):
+                ways.append(numbers | {f"config.{n}": kind for n, kind in count.of_config(module.config)})
+            fused = any(part in projections for part in ("qkv", "kv"))
+            own = any(model.get_submodule(like)._parameters for like in _everywhere(model, group.entry))
+            late = own or _may_enter_late(group)
+            entries = [None] * (group.enters or bool(behind)) + [names[group.columns[0]]] * late
+            norms = _attention_norms(model, flow, group, layer, count, width)
+            for width_of_input, entry, interleaved, attributes, parameters in product(
+                (False, True), entries, (False, True)[: 1 + fused], _distinct(ways), _parameters(module, count, width)
+            ):
+                yield Attention(
+                    at, _inside(group, group.row, layer), **projections, behind=behind, interleaved=interleaved,
+                    attributes=attributes, parameters=parameters, tables=tables, entry=entry, norms=norms,
+                    width_of_input=width_of_input,
+                    arguments=_arguments(flow, group, module, count), reads_context=reads_context, **count.said,
+                )  # fmt: skip
+
+
+def _numbers(model: nn.Module, flow: Flow, path: str) -> dict[str, int]:
+    """The module's numbers that it reads, or that its like in another layer does (a window that is shifted)."""
+    module = model.get_submodule(path)
+    alike = [like for like in _everywhere(model, path) if type(model.get_submodule(like)) is type(module)]
+    names = {name: None for like in alike for name in flow.numbers.get(like, {})}
+    return {name: getattr(module, name) for name in names}
+
+
+def _inside(group: Group, path: str, layer: str) -> str:
+    """A path relative to the block's module, or to the layer with a leading dot."""
+    if f"{path}.".startswith(f"{group.entry}."):
+        return path[len(group.entry) :].lstrip(".")
+    return path[len(layer) :]
+
+
+def _may_enter_late(group: Group) -> bool:
+    return len(group.columns) > len(group.apart) + 1
+
+
+def _norms(model: nn.Module, flow: Flow, group: Group, layer: str, sizes: set[int]) -> list[str]:
+    """Norms between the group's entry and its row over as many features as one of ``sizes``."""
+    return [
+        path
+        for path, marks in flow.normed.items()
+        if marks & set(group.columns)
+        and path.startswith(f"{layer}.")
+        and _norm_size(model.get_submodule(path)) in sizes
+    ]
+
+
+def _norm_size(norm: nn.Module) -> int:
+    weight = getattr(norm, "weight", None)
+    shape = weight.shape if isinstance(weight, nn.Parameter) else getattr(norm, "normalized_shape", (0,))
+    return int(shape[-1]) if len(shape) == 1 else 0
+
+
+def _attention_norms(
+    model: nn.Module, flow: Flow, group: Group, layer: str, count: Count, width: int
+) -> dict[str, str]:
+    kv_width = width // count.heads * count.kv_heads
+    return {
+        _inside(group, path, layer): "heads" if _norm_size(model.get_submodule(path)) == width and "k" not in
+        path.rpartition(".")[2].partition("_")[0] else "kv_heads"
+        for path in _norms(model, flow, group, layer, {width, kv_width} - {width // count.heads})
+    }  # fmt: skip
+
+
+def _parameters(module: nn.Module, count: Count, width: int) -> list[dict[str, Any]]:
+    """What the parameters that the module holds itself could count."""
+    own = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
+    if not own:
+        return [{}]
+    guess = {
+        name: "heads" if shape.count(count.heads) == 1 else "width" if shape.count(width) == 1 else "inside"
+        for name, shape in own.items()
+    }
+    return _distinct([guess, dict.fromkeys(own, "inside")])
+
+
+def _arguments(flow: Flow, group: Group, module: nn.Module, count: Count) -> dict[str, int]:
+    """The arguments of the attention beside the first in which a dim counts heads, or samples times heads."""
+    given = flow.inputs.get(group.entry, {})
+    names = list(inspect.signature(module.forward).parameters)
+    samples = next(iter(given.values())).shape[0] if given else 0
+    out = {}
+    for name, x in list(given.items())[1:]:
+        dims = [d for d, n in enumerate(x.shape) if n in (count.heads, samples * count.heads)]
+        if dims and (not name.isdigit() or int(name) < len(names)):
+            out[names[int(name)] if name.isdigit() else name] = dims[0]
+    return out
+
+
+def _distinct(ways: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [way for i, way in enumerate(ways) if way not in ways[:i]]
 
 
+def _experts(model: nn.Module, flow: Flow) -> list[Block]:
+    """Modules that hold weights with three dims, one for each expert."""
+    found: dict[tuple[str, str], Block] = {}
+    for path, module in model.named_modules():
+        stacked = [name for name, p in module.named_parameters(recurse=False) if p.dim() == 3 and p.shape[0] > 1]
+        place = _layer_of(model, path, [path]) if len(stacked) > 1 and path in flow.inputs else None
+        if place is None:
+            continue
+        layers, layer = place
+        at = path[len(layer) + 1 :]
+        optional = len(_having(model, layers, at)) < len(_all_layers(model, layers))
+        down = next((n for n in stacked if re.search(r"down|w2|output|out_|fc2", n)), stacked[-1])
+        biases = [n for n, p in module.named_parameters(recurse=False) if p.dim() == 2 and "down" not in n]
+        ups = [n for n in stacked if n != down] + biases
+        roles = [
+            Experts(at, ups if len(ups) > 1 else ups[0], down, fused, interleaved, optional)
+            for fused, interleaved in ((2, False), (1, False), (2, True))
+        ]
+        found.setdefault((layers, at), Block(layers, roles, _everywhere(model, path)))
+    return list(found.values())
+
+
 def _context(model: nn.Module, flow: Flow, group: Group, layers: str) -> tuple[str, str] | None:
-    source = next(iter(flow.inputs[group.apart[0]].values()))
+    """The module around the layers, and its argument, that brings what the columns apart read."""
+    source = next(iter(flow.inputs[group.apart[0]].values())) if group.apart else None
     for path in sorted(flow.inputs, key=len):
-        for name, x in flow.inputs[path].items():
-            if x is source and f"{layers}.".startswith(f"{path}." if path else ""):
+        for name, x in list(flow.inputs[path].items())[1:]:  # the first is what the layers themselves work on
+            if x is source and f"{group.entry}.".startswith(f"{path}." if path else "") and len(path) < len(layers):
                 if name.isdigit():
                     name = list(inspect.signature(model.get_submodule(path).forward).parameters)[int(name)]
                 return path, name
@@ -213,6 +314,8 @@ def _context(model: nn.Module, flow: Flow, group: Group, layers: str) -> tuple[s
 
 
 def _final_norm(model: nn.Module, flow: Flow, layers: str) -> str | None:
+    if "*" in layers:
+        return None
     last = f"{layers}.{len(list(model.get_submodule(layers).children())) - 1}"
     out = flow.outputs.get(last)
     for path, given in flow.inputs.items():

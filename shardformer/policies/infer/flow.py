@@ -7,6 +7,7 @@ behind them, and with its output, which is whole again, the marks end.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ class Flow:
         inputs: path of each module that was called -> the tensors it was given, by argument.
         outputs: path of each module that was called -> the first tensor of what it gave.
         numbers: path of a module -> its whole-numbered attributes that were read meanwhile.
+        normed: path of each norm that was called -> the columns whose output it normalised.
+        projections: linears whose outputs, with no other linear between, met as queries and keys do.
     """
 
     groups: list[Group] = field(default_factory=list)
@@ -61,6 +64,12 @@ class Flow:
     inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     numbers: dict[str, dict[str, int]] = field(default_factory=dict)
+    normed: dict[str, frozenset[str]] = field(default_factory=dict)
+    projections: list[frozenset[str]] = field(default_factory=list)
+
+
+_WATCHING = threading.Lock()
+"""Whether a mode watches each operation is kept for all threads at once, and ranks may be threads."""
 
 
 def observe(model: nn.Module, run: Callable[[nn.Module], Any], whole: Iterable[str] = ()) -> Flow:
@@ -74,7 +83,7 @@ def observe(model: nn.Module, run: Callable[[nn.Module], Any], whole: Iterable[s
             ):
                 stack.callback(hook.remove)
             stack.callback(_watch_numbers(module, observer.flow.numbers.setdefault(path, {})))
-        with torch.no_grad(), observer.marks:
+        with _WATCHING, torch.no_grad(), observer.marks, observer.last:
             run(model)
     return observer.finish()
 
@@ -115,7 +124,7 @@ class _Marks(TorchDispatchMode):
 
 class _Observer:
     def __init__(self, model: nn.Module, whole: frozenset[str]) -> None:
-        self.flow, self.marks = Flow(), _Marks()
+        self.flow, self.marks, self.last = Flow(), _Marks(), _Marks()
         self._whole = whole
         self._linears = {path for path, module in model.named_modules() if is_linear(module)}
         self._reads: dict[str, Tensor] = {}
@@ -129,6 +138,8 @@ class _Observer:
             given = {str(i): x for i, x in enumerate(args) if isinstance(x, Tensor)}
             given |= {name: x for name, x in kwargs.items() if isinstance(x, Tensor)}
             self.flow.inputs.setdefault(path, given)
+            if given and "norm" in type(module).__name__.lower() and not module._modules:
+                self.flow.normed.setdefault(path, self.marks.of(next(iter(given.values()))))
             if path in self._linears and given:
                 x = next(iter(given.values()))
                 self._reads.setdefault(path, x)  # as the inputs of all modules: those of the first call
@@ -142,6 +153,8 @@ class _Observer:
             if first is None:
                 return
             self.flow.outputs[path] = first
+            if path in self._linears:
+                self.last.put(first, frozenset({path}))
             if path in self._linears and path in self._giving:
                 self._pass(path, first)
 
@@ -166,6 +179,7 @@ class _Observer:
         for group in self._groups.values():
             self._place(group)
         self.flow.groups = list(self._groups.values())
+        self.flow.projections = list(self.last.met)
         return self.flow
 
     def _place(self, group: Group) -> None:
@@ -177,6 +191,10 @@ class _Observer:
         group.enters = next(iter(self.flow.inputs.get(path, {}).values()), None) is source
         group.entry = path if group.enters or len(beside) > 1 else beside[0]
         group.enters = group.enters or len(beside) == 1
+        if group.attends and group.entry in group.columns and len(group.columns) > 1:
+            group.entry = common_parent([*group.columns, group.row])
+            given = next(iter(self.flow.inputs.get(group.entry, {}).values()), None)
+            group.apart = [c for c in group.columns if self._reads[c] is not given]
 
 
 def common_parent(paths: Sequence[str]) -> str:

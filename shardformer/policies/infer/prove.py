@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -14,11 +14,14 @@ from torch.utils._pytree import tree_leaves
 from shardformer.comm.params import param_specs
 from shardformer.comm.rehearsal import Rehearsal
 from shardformer.context import ParallelContext
-from shardformer.policies.config import ShardConfig
-from shardformer.policies.policy import Policy
+from shardformer.sharding.config import ShardConfig
+from shardformer.sharding.policy import Policy
+from shardformer.sharding.sharder import Sharding
 
 RELATIVE = 1e-4
 """Of the largest number of a gradient. Some models cast to fp32 inside; what is wrong is larger by far."""
+ROUNDING = 64
+"""Times the precision and the largest gradient of all: what is zero but for rounding, as a key's bias."""
 
 Run = Callable[[nn.Module], Any]
 
@@ -36,7 +39,7 @@ class Truth:
     def of(model: nn.Module, run: Run) -> Truth:
         """Runs ``model`` forward and backward."""
         model.zero_grad()
-        loss = _loss(run(model))
+        loss = loss_of(run(model))
         loss.backward()
         gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
         model.zero_grad()
@@ -45,12 +48,11 @@ class Truth:
 
 def fault(truth: Truth, policy: type[Policy], ranks: int, **options: bool) -> str | None:
     """What is wrong with ``policy`` over ``ranks`` tensor ranks; None when nobody could tell."""
-    from shardformer.policies.sharder import shard_model
 
     def train(context: ParallelContext) -> str | None:
         model = copy.deepcopy(truth.model)
-        shard_model(model, policy, config=_config(context, options))
-        loss = _loss(truth.run(model))
+        Sharding(model, _config(context, options), lambda _: (policy(), "to be proven"), fresh=True).shard()
+        loss = loss_of(truth.run(model))
         loss.backward()
         return _difference(truth, model, loss.item(), context.tensor.rank)
 
@@ -64,7 +66,8 @@ def _config(context: ParallelContext, options: Mapping[str, Any]) -> ShardConfig
     return ShardConfig(context=context, **options)
 
 
-def _loss(output: Any) -> Tensor:
+def loss_of(output: Any) -> Tensor:
+    """The mean squares of all that a model gives, as one number."""
     floats = [x for x in tree_leaves(_fields(output)) if isinstance(x, Tensor) and x.is_floating_point()]
     return torch.stack([_weighted(x).double() for x in floats]).sum()
 
@@ -76,6 +79,8 @@ def _weighted(x: Tensor) -> Tensor:
 
 
 def _fields(output: Any) -> Any:
+    if is_dataclass(output) and not hasattr(output, "keys"):
+        return vars(output)
     return dict(output) if hasattr(output, "keys") else output
 
 
@@ -83,13 +88,19 @@ def _difference(truth: Truth, model: nn.Module, loss: float, rank: int) -> str |
     if not abs(loss - truth.loss) <= RELATIVE * abs(truth.loss):
         return f"the output differs: {loss:.6g} instead of {truth.loss:.6g}"
     specs = param_specs(model)
+    floor = ROUNDING * max((_rounding(g) for g in truth.gradients.values() if g is not None and g.numel()), default=0.0)
     for name, param in model.named_parameters():
         expected = truth.gradients[name]
         if (expected is None) != (param.grad is None):
             return f"{name} has {'a' if expected is None else 'no'} gradient"
-        if expected is None or param.grad is None:
+        if expected is None or param.grad is None or not expected.numel():
             continue
-        own, scale = specs[name].slice(expected, rank), expected.abs().max().item()
-        if own.shape != param.grad.shape or not (own - param.grad).abs().max().item() <= RELATIVE * max(scale, 1e-12):
+        own, allowed = specs[name].slice(expected, rank), max(RELATIVE * expected.abs().max().item(), floor)
+        if own.shape != param.grad.shape or not (own - param.grad).abs().max().item() <= allowed:
             return f"the gradient of {name} differs"
     return None
+
+
+def _rounding(gradient: Tensor) -> float:
+    """The smallest step that its precision takes beside the largest number of a gradient."""
+    return torch.finfo(gradient.dtype).eps * gradient.abs().max().item()

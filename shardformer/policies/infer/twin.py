@@ -3,63 +3,162 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardformer.errors import PolicyError
+from shardformer.policies.infer.inputs import batches_for, runner
 from shardformer.policies.infer.prove import Run
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, LAYERS, VOCAB, POSITIONS = 6, 2, 8, 70, 2, 127, 64
+MOST_LAYERS = 8
 SMALL_NUMEL = 20_000_000
 """A model up to this size is its own twin where its config cannot be shrunk."""
 
-FIELDS: Mapping[str, int] = {
-    r"(hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|word_embed_proj_dim|model_dim)": HEADS * HEAD_DIM,
-    r"((num|n|encoder|decoder)_(attention_)?heads?|(num|n)_(encoder|decoder)_(attention_)?heads?)": HEADS,
-    r"(head_dim|d_kv|attention_head_size|kv_channels|rotary_dim)": HEAD_DIM,
-    r"(intermediate_size|ffn_dim|d_ff|ffn_hidden_size|(encoder|decoder)_ffn_dim|n_inner|ffn_size|dim_ff)": WIDTH,
-    r"(num_hidden_layers|n_layers?|num_layers|(num_)?(encoder|decoder)_layers)": LAYERS,
-    r"vocab_size": VOCAB,
-    r"(max_position_embeddings|n_positions|max_target_positions|n_ctx|seq_length)": POSITIONS,
+EXPERTS = {
+    r"(num|n)_(local_|routed_)?experts|moe_num_experts|num_experts": 4,
+    r"num_experts_per_tok(en)?|moe_(topk|k|top_k)|top_k_experts": 2,
+    r"n_group|topk_group|num_expert_group": 1,
+    r"first_k_dense_replace|num_dense_layers|moe_layer_start_index": 1,
 }
-KV_FIELDS = r"(num_key_value_heads|num_kv_heads|n_head_kv|n_kv_heads|num_attention_kv_heads|multi_query_group_num)"
+LATENT = {
+    r"q_lora_rank": 20, r"(kv|o)_lora_rank": 16, r"qk_(nope|rope)_head_dim|v_head_dim": HEAD_DIM,
+    r"qk_head_dim": 2 * HEAD_DIM,
+}  # fmt: skip
+FIELDS: Mapping[str, int] = {
+    r"(hidden_size|hidden_dim|mamba_d_ssm|d_model|n_embd|dim|embed_dim|embedding_size|word_embed_proj_dim|model_dim|emb_dim|output_hidden_size"
+    r"|encoder_hidden_size|cross_attention_hidden_size|prediction_head_size)": HEADS * HEAD_DIM,
+    r"((num|n|encoder|decoder|swa_num)_(attention_)?heads?|(num|n)_(encoder|decoder)_(attention_)?heads?"
+    r"|attention_heads)": HEADS,
+    r"(head_dim|d_kv|d_head|attention_head_size|kv_channels|rotary_dim|swa_head_dim|dim_head)": HEAD_DIM,
+    r"(\w*intermediate_size(_mlp)?|ffn_dim|d_ff|dff|ffn_hidden_size|(encoder|decoder)_ffn_dim|n_inner|d_inner|ffn_size"
+    r"|dim_ff|mlp_dim|expert_ffn_hidden_size|feed_forward_size)": WIDTH,
+    r"(\w+_)?vocab_size(_per_layer_input)?|\w+_group_vocab": VOCAB,
+    r"(max_position_embeddings|n_positions|max_target_positions|n_ctx|seq_length|max_seq_len|max_source_positions)":
+        POSITIONS,
+    r"num_mel_bins|feature_size": 16,
+    r"(mamba_)?(expand|n_groups)": 1,
+    r"mamba_(n_heads|num_heads)|n_mamba_heads": HEADS,
+    r"mamba_(d_head|head_dim|headdim)": HEAD_DIM,
+    r"num_kv_shared_layers": 0,
+    **EXPERTS,
+    **LATENT,
+}  # fmt: skip
+NUM_LAYERS = r"num_hidden_layers|n_layers?|num_layers|(num_)?(encoder|decoder)_layers|num_(encoder|decoder)_blocks"
+KV_FIELDS = (
+    r"(num_key_value_heads|num_kv_heads|n_head_kv|n_kv_heads|num_attention_kv_heads|multi_query_group_num"
+    r"|swa_num_key_value_heads)"
+)
+EVEN = {HEADS: 4, KV_HEADS: 2, HEADS * HEAD_DIM: 32, WIDTH: 64, 20: 32}
+"""For configs that ask for powers of two."""
+STAGES: Mapping[str, int] = {"image_size": 64, "window_size": 2, "patch_size": 4}
+"""Of a model whose stages halve the image."""
 
 
-def twin_of(model: nn.Module) -> nn.Module:
-    """A small model of the class of ``model``, in fp64 on the CPU, in eval mode.
+@dataclass(frozen=True)
+class Twin:
+    """A small model, what calls it with a batch, and that batch."""
 
-    Raises PolicyError where neither a twin can be built nor the model is small enough to be its own.
+    model: nn.Module
+    run: Run
+    batch: Mapping[str, Tensor]
+
+
+def twin_of(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> Twin:
+    """A small model of the class of ``model`` that runs on the CPU, in eval mode, in fp64 or else in fp32.
+
+    Raises PolicyError where neither a twin can be built and run nor the model is small enough to be its own.
     """
-    config = getattr(model, "config", None)
-    twin = None
-    if config is not None and hasattr(config, "to_dict"):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            try:
-                twin = type(model)(shrunk(config))
-            except Exception:  # relations between the fields that the names do not tell
-                twin = None
-    if twin is None or sum(p.numel() for p in twin.parameters()) > SMALL_NUMEL:
-        size = sum(p.numel() for p in model.parameters())
-        if size > SMALL_NUMEL:
-            raise PolicyError(
-                f"No small twin of {type(model).__name__} can be built, and it has {size:,} parameters itself",
-                rule="A policy is found and proven on a small model of the same classes",
-                remedy="Write the roles down (docs/policies.md), or infer them from a small config of yours",
-            )
-        twin = copy.deepcopy(model)
-    return twin.to(device="cpu", dtype=torch.float64).eval().requires_grad_(True)
+    problems = []
+    makes = list(_shrunk_twins(model))
+    if sum(p.numel() for p in model.parameters()) <= SMALL_NUMEL:
+        makes.append(lambda: copy.deepcopy(model))
+    for make, dtype in product(makes, (torch.float64, torch.float32)):
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                twin = make().to(device="cpu", dtype=dtype).eval().requires_grad_(True)
+            if twin is not model and (lacks := kinds_of_layers(model) - kinds_of_layers(twin)):
+                raise ValueError(f"it lacks {len(lacks)} of the kinds of layers")
+            return Twin(twin, *_runs(twin, batch))
+        except PolicyError as error:
+            problems.append(error.what)
+        except Exception as error:  # relations between the fields that their names do not tell
+            problems.append(f"{type(error).__name__}: {str(error).strip()[:160]}")
+    raise PolicyError(
+        f"No small twin of {type(model).__name__} can be built and run: {'; '.join(dict.fromkeys(problems))}",
+        rule=f"A policy is found and proven on a small model of the same classes, of up to {SMALL_NUMEL:,} parameters",
+        remedy="Write the roles down (docs/policies.md), or infer them from a small config of yours; where the inputs "
+        "are special, give an example of a batch that fits it: infer(model, batch={...})",
+    )
+
+
+def _shrunk_twins(model: nn.Module) -> Iterator[Callable[[], nn.Module]]:
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return
+    # with few layers, or as many as it takes to have one of each kind
+    for even, layers in product((False, True), dict.fromkeys((0, _layers_needed(model)))):
+
+        def make(even: bool = even, layers: int = layers) -> nn.Module:
+            small = shrunk(config, even=even, layers=layers)
+            with torch.device("meta"):
+                numel = sum(p.numel() for p in type(model)(copy.deepcopy(small)).parameters())
+            if numel > SMALL_NUMEL:
+                raise ValueError(f"with its config shrunk it still has {numel:,} parameters")
+            return type(model)(small)
+
+        yield make
+
+
+Kind = frozenset[tuple[str, str]]
+"""What a layer is made of: paths, with ``*`` for each number, and classes of its modules."""
+
+
+def kind_of(layer: nn.Module) -> Kind:
+    return frozenset((re.sub(r"\d+", "*", path), type(module).__name__) for path, module in layer.named_modules())
+
+
+def kinds_of_layers(model: nn.Module) -> frozenset[Kind]:
+    """The kinds of layers in all lists of layers."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return frozenset(kind_of(layer) for layers in lists for layer in layers.children())
+
+
+def _layers_needed(model: nn.Module) -> int:
+    """With how many layers each list of a model has one of each of its kinds; 0 where a few will do."""
+    needed = 0
+    for layers in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
+        kinds = [kind_of(layer) for layer in layers.children()]
+        needed = max([needed, *(i + 1 for i, kind in enumerate(kinds) if kind not in kinds[:i])])
+    return needed if LAYERS < needed <= MOST_LAYERS else 0
+
+
+def _runs(twin: nn.Module, batch: Mapping[str, Tensor] | None) -> tuple[Run, Mapping[str, Tensor]]:
+    """What calls the twin with the first of the batches that it takes, and that batch."""
+    problem: Exception | None = None
+    for candidate in [batch] if batch is not None else batches_for(twin):
+        run = runner(twin, candidate)
+        try:
+            with torch.no_grad():
+                run(twin)
+            return run, candidate
+        except Exception as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
 
 
 def model_of(config: Any) -> nn.Module:
-    """A small random model of a transformers config: of its first architecture, or the base model.
+    """A model of a transformers config, without memory: of its first architecture, or the base model.
 
-    Raises PolicyError for what is no config, or one whose model cannot be built small.
+    Raises PolicyError for what is no config, or one whose model cannot be built.
     """
     import transformers
 
@@ -72,33 +171,74 @@ def model_of(config: Any) -> nn.Module:
     name = next(iter(getattr(config, "architectures", None) or []), "")
     make: Any = getattr(transformers, name, None) or transformers.AutoModel.from_config
     try:
-        model: nn.Module = make(shrunk(config))
+        with torch.device("meta"):
+            model: nn.Module = make(copy.deepcopy(config))
     except Exception as error:
         raise PolicyError(
-            f"No small {name or config.model_type} can be built: {type(error).__name__}: {error!s:.200}",
-            rule="A policy is found on a small model of the same classes",
-            remedy="Give the model itself, of up to 20 million parameters",
+            f"No {name or config.model_type} can be built: {type(error).__name__}: {error!s:.200}",
+            rule="A policy is found on a model of these classes",
+            remedy="Give the model itself",
         ) from error
     return model
 
 
-def shrunk(config: Any) -> Any:
-    """A copy of a transformers config with few and small layers, and the relations of its head counts."""
+def shrunk(config: Any, *, even: bool = False, layers: int = 0) -> Any:
+    """A copy of a transformers config with few and small layers, and the relations of its head counts.
+
+    ``even`` asks for sizes that are powers of two, ``layers`` for the first so many layers, in place of one of each
+    kind that the config's lists tell apart.
+    """
     small = copy.deepcopy(config)
     fields = {name: value for name, value in vars(small).items() if not name.startswith("_")}
     heads = next((v for n, v in fields.items() if _size_of(n) == HEADS and type(v) is int), 0)
+    of = _layers(fields, layers)
     for name, value in fields.items():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            setattr(small, name, shrunk(value))
+            new: Any = shrunk(value, even=even, layers=layers)
         elif type(value) is int and value > 0:
             new = _kv_heads(value, heads) if re.fullmatch(KV_FIELDS, name) else _size_of(name)
-            if new is not None:
-                setattr(small, name, new)
-        elif isinstance(value, list) and name.endswith(("layer_types", "attention_layers")):
-            setattr(small, name, value[:LAYERS])
-        if name.endswith("token_id") and type(value) is int and value >= VOCAB:
-            setattr(small, name, 3)
+            new = EVEN.get(new, new) if even and new is not None else new
+            if re.fullmatch(NUM_LAYERS, name):
+                new = len(of.kept) if value == of.count else LAYERS
+            if "depths" in fields:
+                new = STAGES.get(name, new)
+            if name.endswith(("token_id", "token_index")) and value >= VOCAB:
+                new = 3 if name.startswith(("bos", "eos", "pad", "decoder")) else VOCAB - 1
+        elif name == "depths":
+            new = type(value)(min(LAYERS, depth) for depth in value)
+        elif isinstance(value, list | tuple) and of.count and len(value) == of.count:
+            new = type(value)(value[i] for i in (range(len(of.kept)) if _numbered(value) else of.kept))
+        else:
+            continue
+        if new is not None:
+            setattr(small, name, new)
+    if hasattr(small, "_experts_implementation"):
+        small._experts_implementation = "eager"  # the other implementations do not compute in fp64
     return small
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """The layers of a config: how many, and which of them the twin has: one of each kind that its lists tell apart."""
+
+    count: int
+    kept: tuple[int, ...]
+
+
+def _layers(fields: Mapping[str, Any], first: int) -> _Layers:
+    count = next((v for n, v in fields.items() if type(v) is int and re.fullmatch(NUM_LAYERS, n)), 0)
+    if first:
+        return _Layers(count, tuple(range(min(first, count))))
+    lists = [v for v in fields.values() if isinstance(v, list | tuple) and len(v) == count > 2 and not _numbered(v)]
+    kinds = list(zip(*lists, strict=True))
+    firsts = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+    rest = [i for i in range(count) if i not in firsts]
+    return _Layers(count, tuple(sorted([*firsts, *rest[: max(0, LAYERS - len(firsts))]])))
+
+
+def _numbered(values: Sequence[Any]) -> bool:
+    """Whether a list counts the layers, and so tells no kinds apart."""
+    return all(type(v) is int for v in values) and list(values) == list(range(values[0], values[0] + len(values)))
 
 
 def _size_of(name: str) -> int | None:
@@ -107,40 +247,3 @@ def _size_of(name: str) -> int | None:
 
 def _kv_heads(value: int, heads: int) -> int:
     return HEADS if value == heads else 1 if value == 1 else KV_HEADS
-
-
-def batch_for(model: nn.Module) -> dict[str, Tensor]:
-    """A batch of what the model's forward takes.
-
-    Raises PolicyError for a model whose inputs are not known.
-    """
-    config: Any = getattr(model, "config", None)
-    names = inspect.signature(model.forward).parameters
-    generator = torch.Generator().manual_seed(0)
-    text = getattr(config, "text_config", config)
-    vocab = getattr(text, "vocab_size", None)
-    batch: dict[str, Tensor] = {}
-    if "input_ids" in names and isinstance(vocab, int):
-        batch["input_ids"] = torch.randint(5, vocab, (2, 9), generator=generator)
-        if "attention_mask" in names:
-            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-            batch["attention_mask"][1, -2:] = 0
-    vision = getattr(config, "vision_config", config)
-    if "pixel_values" in names and isinstance(getattr(vision, "image_size", None), int):
-        side, channels = vision.image_size, getattr(vision, "num_channels", 3)
-        batch["pixel_values"] = torch.randn(2, channels, side, side, generator=generator, dtype=torch.float64)
-    if "decoder_input_ids" in names and isinstance(vocab, int):
-        batch["decoder_input_ids"] = torch.randint(5, vocab, (2, 7), generator=generator)
-    if not batch:
-        raise PolicyError(
-            f"What to feed {type(model).__name__} is not known: its forward takes {', '.join(names)}",
-            rule="A policy is found in one forward, of tokens (input_ids) or images (pixel_values)",
-            remedy="Give an example of a batch: infer(model, batch={...})",
-        )
-    return batch
-
-
-def runner(model: nn.Module, batch: Mapping[str, Tensor]) -> Run:
-    """What calls a model with the batch, without a cache."""
-    extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    return lambda m: m(**batch, **extra)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from typing import Any
 
@@ -19,8 +20,11 @@ def source_of(policy: RolePolicy, name: str = "MyPolicy") -> str:
         lines += [f"    stack = {_stack(stacks[0], '    ')}"]
     else:
         lines += ["    stack = (", *(f"        {_stack(stack, '        ')}," for stack in stacks), "    )"]
-    lines += [f"    {n} = {getattr(policy, n)!r}" for n in ("embeddings", "head") if getattr(policy, n)]
-    return "\n".join(lines).replace("'", '"') + "\n"
+    lines += [f"    {n} = {getattr(policy, n)!r}" for n in ("embeddings", "head", "whole") if getattr(policy, n)]
+    lines = [line.replace("'", '"') for line in lines]
+    if policy.against_sequence:
+        lines.append(f"    against_sequence = {json.dumps(policy.against_sequence)}")
+    return "\n".join(lines) + "\n"
 
 
 def _stack(stack: Stack, indent: str) -> str:

@@ -1,4 +1,4 @@
-"""BERT: post-norm encoder (a decoder on request), learned positions, the output projections beside what they close."""
+"""BERT, RoBERTa, ERNIE: post-norm encoder (a decoder on request), the output projections beside what they close."""
 
 from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
 
@@ -22,5 +22,10 @@ class BertPolicy(RolePolicy):
         context=("encoder", "encoder_hidden_states"),
     )
     embeddings = "embeddings.word_embeddings"
-    head = "cls.predictions.decoder"
-    whole = ("embeddings.position_embeddings", "embeddings.token_type_embeddings", "pooler?")
+    head = ("cls.predictions.decoder", "lm_head.decoder")
+    whole = (
+        "embeddings.position_embeddings",
+        "embeddings.token_type_embeddings",
+        "embeddings.task_type_embeddings?",
+        "pooler?",
+    )

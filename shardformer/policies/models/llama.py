@@ -1,4 +1,4 @@
-"""LLaMA: pre-norm decoder, rotary positions, grouped KV heads, gated MLP."""
+"""LLaMA, Mistral, Qwen 2 and 3: pre-norm decoder, rotary positions, grouped KV heads, gated MLP."""
 
 from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,21 +14,25 @@ import shardformer
 from shardformer.comm.rehearsal import Rehearsal
 from shardformer.context import ParallelContext
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.policies.config import ShardConfig
 from shardformer.policies.infer.infer import InferredPolicy, infer
+from shardformer.policies.infer.inputs import batches_for, runner
 from shardformer.policies.infer.prove import Truth, fault
-from shardformer.policies.infer.twin import batch_for, runner, shrunk
+from shardformer.policies.infer.twin import kinds_of_layers, shrunk, twin_of
 from shardformer.policies.infer.write import source_of
 from shardformer.policies.models.gpt2 import GPT2Policy
-from shardformer.policies.plan import make_plan
-from shardformer.policies.policy import Policy
 from shardformer.policies.registry import FAMILIES
 from shardformer.policies.roles import MLP, Attention, Stack
-from shardformer.policies.sharder import shard_model
-from shardformer.samples import Sample
+from shardformer.samples import SMALL, Sample
+from shardformer.sharder import shard_model
+from shardformer.sharding.config import ShardConfig
+from shardformer.sharding.plan import make_plan
+from shardformer.sharding.policy import Policy
 from tests.policies.toy import ToyLM
 
 # family -> its class, and what share of the linear weights of its layers the policy cuts
+BY_HAND = {"albert", "beit", "blip-2", "chatglm", "falcon", "gptj", "sam", "swin", "swinv2"}
+FOUND = {family for family in FAMILIES if family in SMALL} - BY_HAND
+"""The registered families whose table inference finds by itself."""
 UNDESCRIBED = {
     "opt": ("OPTForCausalLM", 1.0),
     "gptj": ("GPTJForCausalLM", 1.0),
@@ -44,8 +49,15 @@ UNDESCRIBED = {
     "beit": ("BeitForImageClassification", 1.0),
     "bart": ("BartForConditionalGeneration", 1.0),
     "albert": ("AlbertForMaskedLM", 1.0),
-    "bloom": ("BloomForCausalLM", 2 / 3),  # its alibi slopes are not cut, so its attention stays whole
+    "bloom": ("BloomForCausalLM", 1.0),
+    "convbert": ("ConvBertForMaskedLM", 0.47),  # its attention is half convolution
+    "deepseek_v3": ("DeepseekV3ForCausalLM", 0.88),  # low-rank projections are read whole
+    "afmoe": ("AfmoeForCausalLM", 1.0),  # some layers have experts, the others an MLP at the same place
+    "gemma3_text": ("Gemma3ForCausalLM", 1.0),
 }
+
+
+NO_SEQUENCE = ("afmoe", "albert", "convbert", "deepseek_v3")
 
 
 def small(family: str) -> nn.Module:
@@ -65,7 +77,7 @@ def cut_lines(model: nn.Module, policy: Policy) -> list[str]:
     return [*sorted(replaced), *blocks, *map(str, plan.stacks)]
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(FOUND))
 def test_the_registered_families_are_found_as_they_are_written(family: str) -> None:
     model = Sample(family)()
     assert _without_hints(cut_lines(model, infer(model))) == _without_hints(cut_lines(model, FAMILIES[family].load()()))
@@ -80,12 +92,12 @@ def _without_hints(lines: list[str]) -> list[str]:
 def test_a_family_that_nobody_described(family: str) -> None:
     model = small(family)
     policy = infer(model)
-    truth = Truth.of(model.double().eval(), runner(model, batch_for(model)))
+    truth = Truth.of(model.double().eval(), runner(model, batches_for(model)[0]))
     for ranks in (2, 3):
         assert fault(truth, type(policy), ranks) is None
     sequence = fault(truth, type(policy), 2, enable_sequence_parallelism=True, enable_sequence_overlap=True)
-    # OPT's layers flatten what they are given; ALBERT's attention views it; BLOOM's whole one would see a stretch only
-    assert (sequence is not None) == (policy.against_sequence is not None) == (family in ("opt", "albert", "bloom"))
+    # ALBERT's attention views what it is given, ConvBERT's and the rest of DeepSeek's stay whole
+    assert (sequence is not None) == (policy.against_sequence is not None) == (family in NO_SEQUENCE)
     policy.set_model(model)
     replaced = {id(module) for _, module, _ in make_plan(model, policy).replacements()}
     layers = tuple(stack.layers for stack in policy.stacks())
@@ -96,12 +108,12 @@ def test_a_family_that_nobody_described(family: str) -> None:
 
 def test_it_is_the_last_link_of_the_chain_and_said_so() -> None:
     def shard(context: ParallelContext) -> str:
-        return str(shardformer.describe(shard_model(small("bloom"), context=context)))
+        return str(shardformer.describe(shard_model(small("convbert"), context=context)))
 
     said = Rehearsal(2).run(shard)[0]
     assert "by a policy that was inferred and proven" in said
     assert "proven on a small twin over 2 and 4 tensor ranks" in said
-    assert "self_attention.query_key_value" in said and "Whole, since" in said
+    assert "Whole, since" in said and "encoder.layer.*.attention.self.query" in said
 
 
 @pytest.mark.parametrize("family", ["opt", "phi3", "bart"])
@@ -111,6 +123,20 @@ def test_what_is_printed_is_the_policy(family: str) -> None:
     names: dict[str, Any] = {}
     exec(source_of(policy, "Written"), names)
     assert cut_lines(model, names["Written"]()) == cut_lines(model, policy)
+
+
+@pytest.mark.parametrize("family", ["convbert", "deepseek_v3"])
+def test_what_is_printed_explains_what_stays_whole(family: str) -> None:
+    model = small(family)
+    names: dict[str, Any] = {}
+    exec(source_of(infer(model), "Written"), names)
+    Rehearsal(2).run(lambda context: shard_model(copy.deepcopy(model), names["Written"], context=context))
+    with pytest.raises(ConfigError, match="it is known that"):
+        Rehearsal(2).run(
+            lambda context: shard_model(
+                copy.deepcopy(model), names["Written"], context=context, enable_sequence_parallelism=True
+            )
+        )
 
 
 def test_of_a_config() -> None:
@@ -135,7 +161,7 @@ class NoAttribute(GPT2Policy):
 @pytest.mark.parametrize("policy", [Interleaved, RowTwice, NoAttribute])
 def test_a_wrong_table_is_not_proven(policy: type[GPT2Policy]) -> None:
     model = Sample("gpt2")().double().eval()
-    truth = Truth.of(model, runner(model, batch_for(model)))
+    truth = Truth.of(model, runner(model, batches_for(model)[0]))
     assert fault(truth, GPT2Policy, 2) is None
     assert fault(truth, policy, 2) is not None
 
@@ -149,18 +175,37 @@ def test_what_cannot_be_inferred_says_why() -> None:
         infer(nn.Sequential(nn.Linear(3, 4)), batch={"input": torch.ones(2, 3, dtype=torch.float64)})
 
 
+def odd_one(num_layers: int) -> Any:
+    """A model whose last layer is made of other modules than the others."""
+    config = shrunk(transformers.Olmo2Config())
+    config.num_hidden_layers = num_layers
+    model: Any = transformers.Olmo2ForCausalLM(config)
+    model.model.layers[-1].mlp.gate_proj = nn.Sequential(nn.Linear(48, 70))
+    return model
+
+
 def test_a_layer_that_the_twin_does_not_have_is_refused() -> None:
-    config = shrunk(transformers.MistralConfig())
-    config.num_hidden_layers = 3
-    model: Any = transformers.MistralForCausalLM(config)
-    model.model.layers[2].mlp.gate_proj = nn.Sequential(nn.Linear(48, 70))
+    policy = infer(transformers.Olmo2ForCausalLM(shrunk(transformers.Olmo2Config())))
+    policy.set_model(odd_one(3))
     with pytest.raises(PolicyError, match=r"model.layers.2 is made of other modules"):
-        Rehearsal(2).run(lambda context: shard_model(model, context=context))
+        policy.set_shard_config(ShardConfig(context=Rehearsal(2).context(0)))
+
+
+def test_a_small_model_whose_twin_lacks_a_layer_is_its_own_twin() -> None:
+    policy = infer(odd_one(3))
+    assert "mlp" not in [block.at for block in policy.stack.blocks]  # type: ignore[union-attr]
+
+
+def test_a_twin_has_a_layer_of_each_kind() -> None:
+    config = transformers.MllamaTextConfig(cross_attention_layers=[3], num_hidden_layers=8)
+    with torch.device("meta"):
+        model = transformers.MllamaForCausalLM(config)
+    assert kinds_of_layers(twin_of(model).model) == kinds_of_layers(model)
 
 
 def test_sequence_parallelism_that_was_not_proven_is_refused() -> None:
     policy = InferredPolicy()
     policy.set_model(ToyLM())
     policy.against_sequence = "the output differs"
-    with pytest.raises(ConfigError, match="on a small twin of this model the output differs"):
+    with pytest.raises(ConfigError, match="of this ToyLM it is known that the output differs"):
         policy.set_shard_config(ShardConfig(enable_sequence_parallelism=True, context=Rehearsal(2).context(0)))

@@ -1,0 +1,440 @@
+"""Of every architecture that transformers can build: how much of it the policies cut, and whether anybody could tell.
+
+    python benchmarks/coverage.py --out coverage.jsonl                 # all of them, resumes where it was stopped
+    python benchmarks/coverage.py --out coverage.jsonl --only "opt|bart"
+    python benchmarks/coverage.py --out coverage.jsonl --verify 30     # real processes, of those that were sharded
+    python benchmarks/coverage.py --out coverage.jsonl --table         # writes docs/coverage.md
+
+For each model type of the auto classes named in TASKS: its class with its default config, as it is or with the few
+SETTINGS that transformers itself needs; the policy that the chain gives (registered, or inferred on a small twin); the
+proof of that policy on the twin, over ranks that are threads; and the share of the weights of linears that it cuts at
+the default size. Counted are the linears that the forward calls, and stacked weights with three dims inside of layers
+(experts); an embedding is no linear.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import re
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.models.auto import modeling_auto
+
+import shardformer
+from shardformer.comm.rehearsal import Rehearsal
+from shardformer.errors import ShardFormerError
+from shardformer.layers.linear import is_linear
+from shardformer.policies.infer.infer import OUTSIDE, InferredPolicy
+from shardformer.policies.infer.inputs import batches_for, runner
+from shardformer.policies.infer.prove import Truth, fault, loss_of
+from shardformer.policies.infer.twin import Twin, model_of, twin_of
+from shardformer.policies.registry import resolve_policy
+from shardformer.sharding.config import ShardConfig
+from shardformer.sharding.plan import make_plan
+from shardformer.sharding.policy import Policy
+
+TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION")
+ENOUGH = 0.8
+SECONDS = 30
+"""Of the processor, after which an architecture is given up; all times are those of the processor."""
+NUMEL = 400_000_000
+"""Of a model without a twin, which is looked at itself."""
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "coverage.md"
+
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 4},
+    "esm": {"vocab_size": 33, "pad_token_id": 1},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 48},
+    "reformer": {"is_decoder": True},
+    "xmod": {"default_language": "en_XX"},
+}
+"""Without which the default config of a type cannot be built by transformers."""
+
+ATTENTION, MIXED, OTHER = "attention and MLP", "attention among others", "no softmax attention"
+KINDS = {
+    ATTENTION: "In half of the layers or more softmax attention carries tokens to each other, and in less than half "
+    "a convolution does.",
+    MIXED: "There is softmax attention, but in fewer layers, or in half of the layers or more a convolution or a scan "
+    "(state spaces, linear attention, gated delta nets) carries tokens to each other.",
+    OTHER: "Convolutional networks, state spaces, linear attention, Fourier transforms.",
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was found about one architecture. ``outcome`` is "sharded", "refused", "not built" or "given up"."""
+
+    type: str
+    name: str
+    outcome: str
+    kind: str = ATTENTION
+    share: float = 0.0
+    seconds: float = 0.0
+    proven: bool = False
+    inferred: bool = True
+    reason: str = ""
+
+    @property
+    def reached(self) -> bool:
+        return self.outcome == "sharded" and self.proven and self.share >= ENOUGH
+
+
+def architectures() -> dict[str, str]:
+    """Model type -> the name of the class, the first that an auto class names."""
+    found: dict[str, str] = {}
+    for task in TASKS:
+        for model_type, names in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
+            found.setdefault(model_type, names if isinstance(names, str) else names[0])
+    return found
+
+
+def native(model_type: str, name: str) -> nn.Module:
+    """The model at its default size, without memory; a class that wants the config of its text part gets that."""
+    config = transformers.CONFIG_MAPPING[model_type](**SETTINGS.get(model_type, {}))
+    problem: Exception | None = None
+    parts = (getattr(config, part, None) for part in ("text_config", "decoder"))
+    for candidate in (config, *(part for part in parts if part is not None)):
+        candidate.architectures = [name]
+        try:
+            return model_of(candidate)
+        except Exception as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+# ---------------------------------------------------------------------------------------- what a model is made of
+
+
+class Mixing(TorchDispatchMode):
+    """Notes in which layer softmax attention or a convolution carries tokens to each other."""
+
+    ENDS = ("mm", "add", "convolution", "layer_norm")
+    """Operations behind which a score is none any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside: list[str] = []
+        self.found: dict[str, set[str]] = {}
+        self._scores: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = str(func)
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        scores = any(id(x) in self._scores for x in tensors)
+        if "scaled_dot_product" in name or ("bmm" in name and scores):
+            self.note("attends")
+        if "convolution" in name and any(n > 1 for n in tensors[1].shape[2:]):
+            self.note("convolves")
+        if "softmax" in name or (scores and not any(end in name for end in self.ENDS)):
+            self._scores |= {id(x): x for x in tree_leaves(out) if isinstance(x, Tensor)}
+        return out
+
+    def note(self, what: str) -> None:
+        if self.inside:
+            self.found[self.inside[0]].add(what)
+
+
+def look(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[str, set[str]]:
+    """What kind of model it is, and the paths of the modules that its forward calls."""
+    mixing, called = Mixing(), set[str]()
+    hooks = []
+    for path, module in model.named_modules():
+        layer = path if is_layer(model, path) else None
+
+        def before(module: nn.Module, args: Any, path: str = path, layer: str | None = layer) -> None:
+            called.add(path)
+            if layer is not None and any(is_linear(m) for m in module.modules()):
+                if not mixing.inside:
+                    mixing.found.setdefault(layer, set())
+                mixing.inside.append(layer)
+
+        def after(module: nn.Module, args: Any, out: Any, layer: str | None = layer) -> None:
+            if layer is not None and mixing.inside and mixing.inside[-1] == layer:
+                mixing.inside.pop()
+
+        hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    with torch.no_grad(), mixing:
+        run(model)
+    for hook in hooks:
+        hook.remove()
+    layers = list(mixing.found.values())
+    attend, convolve = (sum(what in layer for layer in layers) for what in ("attends", "convolves"))
+    if not attend:
+        return OTHER, called
+    return ATTENTION if 2 * attend >= len(layers) > 2 * convolve else MIXED, called
+
+
+def is_layer(model: nn.Module, path: str) -> bool:
+    """Whether the module is an element of a list, at any depth; the outermost one that is called is the layer."""
+    above, _, name = path.rpartition(".")
+    return name.isdigit() and isinstance(model.get_submodule(above), nn.ModuleList)
+
+
+def twin_or_itself(model: nn.Module, model_type: str, name: str) -> Twin:
+    """What can be looked at: the small twin, or where there is none the model, if it is not too large."""
+    try:
+        return twin_of(model)
+    except ShardFormerError:
+        if sum(p.numel() for p in model.parameters()) > NUMEL:
+            raise
+    model = type(model)(model.config).eval()
+    batch = batches_for(model)[0]
+    return Twin(model, runner(model, batch), batch)
+
+
+# ---------------------------------------------------------------------------------------- one architecture
+
+
+def survey(model_type: str, name: str, tell: Callable[[Record], None] = lambda record: None) -> Record:
+    """Runs in a process of its own. ``tell`` is handed what is known before the part that may take too long."""
+    record = partial(Record, model_type, name)
+    try:
+        model = native(model_type, name)
+    except Exception as error:
+        return record("not built", reason=short(error))
+    kind, called = ATTENTION, set[str]()
+    try:
+        twin = twin_or_itself(model, model_type, name)
+        kind, called = look(twin.model, twin.run)
+    except Exception:
+        pass  # what cannot be looked at counts as what should be cut
+    tell(record("given up", kind, seconds=SECONDS, reason=f"more than {SECONDS} s"))
+    start = time.process_time()
+    try:
+        policy, _ = resolve_policy(model, None)
+    except Exception as error:
+        return record("refused", kind, seconds=time.process_time() - start, reason=short(error))
+    seconds, inferred = time.process_time() - start, isinstance(policy, InferredPolicy)
+    problem = None if inferred else fault(Truth.of(twin.model, twin.run), type(policy), 2)
+    try:
+        share, whole = cut(model, policy, called)
+    except Exception as error:
+        return record("refused", kind, seconds=seconds, inferred=inferred, reason=short(error))
+    reason = problem or ("" if share >= ENOUGH else "; ".join([*policy.notes[1:], *outside(whole)]))
+    return record("sharded", kind, share, seconds, problem is None, inferred, clean(reason))
+
+
+def cut(model: nn.Module, policy: Policy, called: set[str]) -> tuple[float, list[str]]:
+    """The share of the weights that are cut, and the names of those of the others that stand outside of the layers."""
+    policy.set_model(model)
+    policy.set_shard_config(ShardConfig(context=Rehearsal(2).context(0)))
+    parts = set(make_plan(model, policy).cut())
+    every = {anywhere(path) for path in called}
+    weights: dict[int, tuple[str, int]] = {}
+    for path, module in model.named_modules():
+        if called and anywhere(path) not in every:
+            continue
+        for name, p in module.named_parameters(recurse=False):
+            in_layer = any(is_layer(model, path.rsplit(".", n)[0]) for n in range(path.count(".") + 1))
+            if (is_linear(module) and name == "weight") or (in_layer and p.dim() == 3 and p.shape[0] > 1):
+                weights[id(p)] = (path, p.numel())
+    total = sum(numel for _, numel in weights.values())
+    whole = [path for p, (path, numel) in weights.items() if p not in parts and numel > total / 50]
+    return sum(numel for p, (_, numel) in weights.items() if p in parts) / max(total, 1), whole
+
+
+def anywhere(path: str) -> str:
+    """A path with ``*`` for each index: the twin has fewer layers."""
+    return re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", path)
+
+
+def outside(whole: Sequence[str]) -> list[str]:
+    alone = [path for path in whole if not re.search(r"\.\d+\.", path)]
+    return [f"{OUTSIDE}: {', '.join(alone)}"] if alone else []
+
+
+def short(error: Exception) -> str:
+    said = getattr(error, "what", None) or f"{type(error).__name__}: {error}"
+    return clean(said.rpartition("found by inference: ")[2])
+
+
+def clean(text: str) -> str:
+    """As one line, with ``*`` for the numbers of layers and each name once."""
+    words = list(dict.fromkeys(anywhere(word) for word in re.split(r"(?<=,) ", " ".join(text.split()))))
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", " ".join(words))[:400]
+
+
+def apart(model_type: str, name: str) -> Record:
+    """``survey`` in a process of its own, which the system ends when it takes too long."""
+    fork = multiprocessing.get_context("fork")
+    receive, send = fork.Pipe(duplex=False)
+
+    def work(to: Connection) -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+        to.send(survey(model_type, name, to.send))
+
+    process = fork.Process(target=work, args=(send,))
+    process.start()
+    send.close()
+    record = Record(model_type, name, "given up", reason="its process ended")
+    try:
+        while True:
+            record = receive.recv()
+    except EOFError:
+        process.join()
+    return record
+
+
+# ---------------------------------------------------------------------------------------- real processes
+
+
+def small(model_type: str, name: str) -> nn.Module:
+    """The small twin, of which nothing is random in training."""
+    model = twin_of(native(model_type, name)).model
+    if hasattr(model, "config") and hasattr(model.config, "apply_spec_augment"):
+        model.config.apply_spec_augment = False
+    return model
+
+
+def batch(model_type: str, name: str, step: int) -> Mapping[str, Tensor]:
+    """The batch that the twin takes, another one for each step as far as tokens go."""
+    return {n: x.roll(step, -1) if n == "input_ids" else x for n, x in twin_of(native(model_type, name)).batch.items()}
+
+
+def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    return loss_of(runner(model, batch)(model))
+
+
+def verified(model_type: str, name: str) -> dict[str, Any]:
+    """What ``shardformer.verify`` says of the twin: in fp64 where it computes in that, over two processes."""
+    arguments = model_type, name
+    try:
+        dtype = next(small(*arguments).parameters()).dtype
+        report = shardformer.verify(partial(small, *arguments), partial(batch, *arguments), loss_fn=loss, dtype=dtype)
+        return {"verify": model_type, "passed": report.passed, "said": str(report).splitlines()[0][:200]}
+    except Exception as error:
+        return {"verify": model_type, "passed": False, "said": short(error)}
+
+
+# ---------------------------------------------------------------------------------------- the page
+
+
+def page(records: Sequence[Record], verdicts: Sequence[Mapping[str, Any]]) -> str:
+    built = [r for r in records if r.outcome != "not built"]
+    lines = [
+        "# What is covered",
+        "",
+        "Written by `python benchmarks/coverage.py --out coverage.jsonl --table`, of every model type that "
+        f"transformers {transformers.__version__} has a class for in causal or masked language modelling, "
+        "sequence to sequence, image or audio classification. Each is taken with its default config; the policy "
+        "is the registered one or inferred, proven on a small twin over ranks that are threads; the share is that "
+        "of the weights of linears that the forward calls, and of stacked experts, that it cuts.",
+        "",
+        "| what it is made of | can be built | any part sharded | at least 80 % of its linear weights |",
+        "|---|---|---|---|",
+    ]
+    for kind in KINDS:
+        of = [r for r in built if r.kind == kind]
+        reached = sum(r.reached for r in of)
+        share = f"{reached} ({reached / max(len(of), 1):.0%})"
+        lines.append(f"| {kind} | {len(of)} | {sum(r.outcome == 'sharded' for r in of)} | {share} |")
+    lines += ["", "What a model is made of is read from one forward of its twin:", ""]
+    lines += [f"- *{kind}*: {text}" for kind, text in KINDS.items()]
+    seconds = sorted(r.seconds for r in built if r.inferred and r.outcome == "sharded")
+    if seconds:
+        lines += [
+            "",
+            f"Inference took {seconds[len(seconds) // 2]:.1f} s for the median model and less than "
+            f"{seconds[int(len(seconds) * 0.9)]:.0f} s for nine of ten, on one core.",
+        ]
+    if verdicts:
+        passed = sum(v["passed"] for v in verdicts)
+        lines += [
+            "",
+            f"`shardformer.verify` compared {len(verdicts)} of those that are sharded, drawn by chance, in two "
+            f"processes over three steps, in fp64 where the model computes in it: {passed} equal the plain model.",
+            *(f"- {v['verify']}: {v['said']}" for v in verdicts if not v["passed"]),
+        ]
+    for kind in KINDS:
+        rest = [r for r in built if r.kind == kind and not r.reached]
+        lines += ["", f"## Below 80 %: {kind}", "", "| type | share | why |", "|---|---|---|"] if rest else []
+        lines += [f"| {r.type} | {r.share:.0%} | {cell(r.reason)} |" for r in rest]
+    lines += ["", "## Cannot be built small", "", "Transformers itself raises, with the type's default config:", ""]
+    lines += [f"- {r.type}: {cell(r.reason)[:160]}" for r in records if r.outcome == "not built"]
+    lines += ["", "## At least 80 %", ""]
+    for kind in KINDS:
+        reached = [f"{r.type} {r.share:.0%}" for r in built if r.kind == kind and r.reached]
+        lines += [f"*{kind}*: {', '.join(reached)}.", ""] if reached else []
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def cell(text: str) -> str:
+    return (text or "nothing to cut").replace("|", "\\|")[:300]
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    if path.exists():
+        yield from (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--out", type=Path, default=Path("coverage.jsonl"), help="JSON lines; what is there is kept")
+    parser.add_argument("--only", type=re.compile, default=re.compile(".*"), help="regular expression of types")
+    parser.add_argument("--verify", type=int, default=0, metavar="N", help="run verify on N of those that are sharded")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of those N")
+    parser.add_argument("--table", action="store_true", help=f"write {PAGE.name}")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    console = Console(stderr=True)
+    lines = list(read(args.out))
+    records = {line["type"]: Record(**line) for line in lines if "type" in line}
+    verdicts = {line["verify"]: line for line in lines if "verify" in line}
+
+    def keep(line: Mapping[str, Any]) -> None:
+        with args.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    if not args.table and not args.verify:
+        todo = [(t, n) for t, n in sorted(architectures().items()) if args.only.fullmatch(t) and t not in records]
+        for model_type, name in track(todo, "architectures", console=console):
+            record = records[model_type] = apart(model_type, name)
+            keep(asdict(record))
+            said = f"{record.outcome}, {record.share:.0%}, {record.seconds:.1f} s, {record.kind}; {record.reason[:90]}"
+            console.print(f"{model_type}: {said}", highlight=False)
+    able = sorted(t for t, r in records.items() if r.outcome == "sharded" and args.only.fullmatch(t))
+    chosen = random.Random(args.seed).sample(able, min(args.verify, len(able)))
+    for model_type in track([t for t in chosen if t not in verdicts], "verify", console=console, disable=not chosen):
+        verdict = verdicts[model_type] = verified(model_type, records[model_type].name)
+        keep(verdict)
+        console.print(f"{model_type}: {verdict['said']}", highlight=False)
+    if args.table:
+        ordered = [records[t] for t in sorted(records)]
+        PAGE.write_text(page(ordered, [verdicts[t] for t in sorted(verdicts)]), encoding="utf-8")
+    return int(any(not verdict["passed"] for verdict in verdicts.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

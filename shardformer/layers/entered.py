@@ -1,0 +1,71 @@
+"""What entered a block, for a forward that takes the width of its heads from it.
+
+    B, N, C = x.shape                                  # C: of all heads, on one device
+    qkv = F.linear(x, self.qkv.weight, bias)           # the projection's module is not called
+    ...
+    return self.proj(x.transpose(1, 2).reshape(B, N, C))
+
+There C has to be the width of this rank's heads. ``Entered`` says so when it is asked for its shape, and hands a
+product with the weight of one of the block's columns to the block. For anything else it is the plain tensor.
+"""
+
+# B batch, N sequence, C width of the heads
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from shardformer.layers.block import Block
+
+SHAPE: Any = Tensor.shape.__get__  # type: ignore[attr-defined]
+
+
+class Entered(Tensor):
+    """A tensor (B, N, H) that says of its last dim that it is ``block.width``, and is H otherwise."""
+
+    block: Block
+
+    @staticmethod
+    def of(x: Tensor, block: Block) -> Entered:
+        entered = x.as_subclass(Entered)
+        entered.block = block
+        return entered
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            if isinstance(args[0] if args else None, Entered):
+                if func == SHAPE or func is Tensor.size:
+                    return _shown(func(*args, **given), args[0], *args[1:], **given)
+                if func is F.linear:
+                    return _linear(*args, **given)
+            return func(*args, **given)
+
+
+def _shown(said: torch.Size | int, x: Entered, dim: int | None = None) -> torch.Size | int:
+    width = x.block.width
+    assert width is not None
+    if isinstance(said, torch.Size):
+        return torch.Size((*said[:-1], width))
+    return width if dim in (-1, x.dim() - 1) else said
+
+
+def _linear(x: Entered, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    column = next((c for c in x.block.columns if c.weight is weight and c.bias is None), None)
+    if column is None:
+        return F.linear(x, weight, bias)
+    y = x.block.project(column, x)
+    return y if bias is None else y + bias

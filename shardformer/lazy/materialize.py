@@ -1,0 +1,136 @@
+"""Values for a model that was built without: all of it, or this rank's part."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from shardformer.errors import ConfigError
+from shardformer.lazy.recipe import Place, compute, place_of, view_of
+from shardformer.lazy.recorder import VERSION, Recorder
+
+NOTES = "_shardformer_loading"
+
+
+def is_lazy(model: nn.Module) -> bool:
+    """Whether some parameter or buffer of the model waits for its values."""
+    return any(place_of(t) is not None for _, t in named_tensors(model))
+
+
+def recording(model: nn.Module) -> AbstractContextManager[Any]:
+    """Where a model without values is changed: what is done to its tensors goes into their recipes."""
+    return Recorder() if is_lazy(model) else nullcontext()
+
+
+def copy_with_values(model: nn.Module) -> nn.Module:
+    """A whole copy, with values, of a model that has none and goes on without."""
+    with recording(model):
+        twin = copy.deepcopy(model)
+    return fill(twin)
+
+
+def notes_of(model: nn.Module) -> list[str]:
+    """What is worth knowing of where a model's values come from."""
+    if not is_lazy(model):
+        return []
+    return ["Built without values: each rank made its own part of them.", *vars(model).get(NOTES, ())]
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of every parameter and buffer, each once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def materialize(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
+    """Gives a model that was built under ``LazyInit`` its values, whole, in place; on the CPU or on ``device``.
+
+    Returns the model. Needs no processes. Raises ConfigError when some values cannot be made.
+    """
+    check_recipes(model)
+    return fill(model, device)
+
+
+def fill(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
+    """Puts values in the place of tensors without, one after the other: a recipe's tensors are freed with it."""
+    storages: dict[Place, UntypedStorage] = {}
+    done: dict[int, Tensor] = {}
+    target = torch.device(device or "cpu")
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in list(table.items()):
+                if tensor is not None:
+                    table[name] = _filled(tensor, storages, done, target)  # type: ignore[assignment]
+        for name, value in list(vars(module).items()):  # what is kept beside the tables does not move with the model
+            if name not in ("_parameters", "_buffers", "_modules"):
+                new = _filled_in(value, storages, done)
+                if new is not value:
+                    vars(module)[name] = new
+    return model
+
+
+def _filled(
+    tensor: Tensor, storages: dict[Place, UntypedStorage], done: dict[int, Tensor], device: torch.device
+) -> Tensor:
+    if id(tensor) not in done:
+        done[id(tensor)] = _with_values(tensor, storages, device)
+    return done[id(tensor)]
+
+
+def _with_values(tensor: Tensor, storages: dict[Place, UntypedStorage], device: torch.device) -> Tensor:
+    place = place_of(tensor)
+    if place is None and (tensor.device == device or device.type == "cpu"):
+        return tensor
+    with torch.no_grad():
+        if place is None:
+            new = tensor.to(device)
+        else:
+            if place not in storages:
+                storages[place] = _moved(compute(place), device)
+            new = view_of(tensor).of(storages[place])
+    if isinstance(tensor, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+    new.__dict__.update({name: value for name, value in vars(tensor).items() if name != VERSION})
+    return new
+
+
+def _moved(storage: UntypedStorage, device: torch.device) -> UntypedStorage:
+    if device.type == "cpu":
+        return storage
+    return torch.empty(0, dtype=torch.uint8).set_(storage).to(device).untyped_storage()
+
+
+def _filled_in(value: Any, storages: dict[Place, UntypedStorage], done: dict[int, Tensor]) -> Any:
+    """A tensor that a module keeps as a plain attribute, alone or in a list, tuple or dict."""
+    if isinstance(value, Tensor):
+        return _filled(value, storages, done, torch.device("cpu")) if place_of(value) is not None else value
+    if type(value) in (list, tuple) and any(place_of(x) is not None for x in value):
+        return type(value)(_filled_in(x, storages, done) for x in value)
+    if type(value) is dict and any(place_of(x) is not None for x in value.values()):
+        return {name: _filled_in(x, storages, done) for name, x in value.items()}
+    return value
+
+
+def check_recipes(model: nn.Module) -> None:
+    """Raises ConfigError for a model whose values cannot be made: on the meta device without a recipe, or changed."""
+    empty = [name for name, t in named_tensors(model) if t.is_meta and place_of(t) is None]
+    if empty:
+        raise ConfigError(
+            f"{len(empty)} tensors of this {type(model).__name__} are on the meta device and nothing says what their "
+            f"values are, the first is {empty[0]!r}",
+            rule="Values are made for what was built under shardformer.LazyInit, and converted or copied in there",
+            remedy="Build the model in `with shardformer.LazyInit():` in place of torch.device('meta'), with its .to() "
+            "and .half() inside, or load it with shardformer.from_pretrained",
+        )
+    changed = [name for name, p in model.named_parameters() if p._version != vars(p).get(VERSION, p._version)]
+    if changed:
+        raise ConfigError(
+            f"{changed[0]!r} of this {type(model).__name__} was written to after LazyInit ended",
+            rule="A tensor without values keeps what is done to it inside of LazyInit only",
+            remedy="Change weights inside of the `with`, or after shard_model or materialize",
+        )

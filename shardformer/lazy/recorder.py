@@ -1,0 +1,319 @@
+"""LazyInit: a model is built as always, and holds no values."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from shardformer.errors import ConfigError
+from shardformer.lazy.recipe import Place, Step, View, compute, forget, make_place, place_of, run, view_of
+
+aten = torch.ops.aten
+
+EMPTY = (aten.empty.memory_format, aten.empty_strided.default, aten.empty_permuted.default)
+FILLED = (aten.zeros.default, aten.ones.default, aten.full.default)
+DRAWN = {
+    aten.rand.default: (aten.uniform_.default, 0),
+    aten.rand.generator: (aten.uniform_.default, 0),
+    aten.randn.default: (aten.normal_.default, 0),
+    aten.randn.generator: (aten.normal_.default, 0),
+    aten.normal.float_float: (aten.normal_.default, 2),
+}
+"""Functions that make a tensor of random numbers -> what torch itself calls on an empty one, and how many of the first
+arguments go to that."""
+
+MAKING = {*EMPTY, *FILLED, *DRAWN}
+
+TAKING = {aten.clone.default, aten.cat.default}
+"""What a rank's part is taken with."""
+
+OVERWRITING = {"normal_", "uniform_", "random_", "zero_", "fill_", "copy_", "exponential_", "log_normal_", "cauchy_"}
+"""Leave nothing of what stood there before, and draw as many numbers whatever that was."""
+
+VERSION = "_shardformer_version"
+IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+DEVICE: Any = Tensor.device.__get__
+
+
+class Disguise(TorchFunctionMode):
+    """Tensors without values say that they are on the CPU, as torch's and transformers' init functions want to know."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == IS_META and place_of(args[0]) is not None:
+            return False
+        if func == DEVICE and place_of(args[0]) is not None:
+            return torch.device("cpu")
+        return func(*args, **(kwargs or {}))
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down what is done to tensors without values, in the recipe of each; all else is carried out as always.
+
+    What asks for a value (``item()``, a comparison) gets the true one: it is computed then and there. A step that draws
+    random numbers draws them at once, for the sake of the numbers that follow, and throws them away.
+    """
+
+    makes = False
+    """Whether new tensors of floating-point numbers are without values too."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives its bases no types
+        self._disguise = Disguise()
+
+    def __enter__(self) -> Self:
+        self._disguise.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._disguise.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.scalar_tensor.default:  # the 2.0 of `weight[0] = 2.0`, on the device of the weight
+            return func(*args, **{**kwargs, "device": torch.device("cpu")})
+        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        if not any(place_of(x) for x in tensors):
+            if self.makes and func in MAKING and _is_float(func, args, kwargs):
+                return self._make(func, args, dict(kwargs))
+            if self.makes and func is aten.empty_like.default and args[0].is_meta and not _is_to_meta(kwargs):
+                like = {"dtype": kwargs.get("dtype") or args[0].dtype, "device": kwargs.get("device")}
+                return self.__torch_dispatch__(aten.empty.memory_format, types, (list(args[0].shape),), like)
+            return func(*args, **kwargs)
+        if _is_to_meta(kwargs):
+            return func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        if any(x.is_meta and place_of(x) is None for x in tensors):
+            for x in written:  # with what nobody knows: then nobody knows this either
+                forget(x)
+            return func(*_without_values(args), **_without_values(kwargs))
+        if any(place_of(x) is None for x in written):  # into a tensor that has values
+            return func(*_with_values(args), **_with_values(kwargs))
+        try:
+            result = func(*_without_values(args), **_on_meta(_without_values(kwargs)))
+        except RuntimeError:  # what it does depends on values, or it is wrong, and then says so here
+            tried = func(*_with_values(args), **_with_values(kwargs))
+            if not written:
+                return tried
+            result = written[0]
+        self._record(func, args, kwargs, written, result)
+        return result
+
+    def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A new tensor of floating-point numbers, without values."""
+        device = torch.device(kwargs.get("device") or "cpu")
+        if device.type != "cpu":
+            self._refuse_meta(device)
+            return func(*args, **kwargs)
+        if func in DRAWN:
+            fill, taken = DRAWN[func]
+            generator = kwargs.pop("generator", None)
+            empty = self._make(aten.empty.memory_format, args[taken:], kwargs)
+            return self.__torch_dispatch__(fill, (), (empty, *args[:taken]), {"generator": generator})
+        result = func(*args, **{**kwargs, "device": torch.device("meta")})
+        place = make_place(result)
+        if func in FILLED:
+            place.writer = Step(func, args, {**kwargs, "device": device, "dtype": result.dtype}, (view_of(result),))
+        return result
+
+    def _refuse_meta(self, device: torch.device) -> None:
+        """Another way to build without values, inside of this one."""
+
+    def _record(self, func: Any, args: Any, kwargs: Any, written: list[Tensor], result: Any) -> None:
+        results = list(result) if isinstance(result, tuple | list) else [result]
+        new = [x for x in results if isinstance(x, Tensor) and x.is_meta and place_of(x) is None]
+        for x in new:
+            make_place(x)
+        if not new and not written:
+            return  # a view, or a question that needs no values
+        if func in TAKING and (steps := _cast_last(func, args, kwargs, result)):
+            new_place = place_of(result)
+            assert new_place is not None
+            new_place.writer = steps
+            return
+        step = Step(func, tree_map(_argument, args), _on_cpu(tree_map(_argument, kwargs)))
+        step.out = tuple(view_of(x) if any(x is n for n in new) else None for x in results)
+        draws, generator = torch.Tag.nondeterministic_seeded in func.tags, kwargs.get("generator")
+        if draws:
+            step.state = torch.get_rng_state() if generator is None else generator.get_state()
+            step.kwargs.pop("generator", None)
+        overwritten = _overwritten(func, written)
+        step.before = _writers(p for p in step.places() if p is not overwritten)
+        if draws:
+            _advance(func, step, generator, overwritten is not None)
+        for x in (*written, *new):
+            place = place_of(x)
+            assert place is not None
+            place.writer = step
+
+
+class LazyInit(Recorder):
+    """Builds models without values: ``with LazyInit(): model = BertModel(config)``.
+
+    Parameters and floating-point buffers stand on the meta device, each with a recipe. ``shard_model``, or
+    ``materialize``, makes the values: those that building the model in the same place of the program, on the CPU,
+    would have given, to the bit. Random numbers are drawn while the model is built, one tensor at a time, and drawn
+    again where they are kept: torch's random state is afterwards what it would have been.
+
+    Whatever changes weights (``model.half()``, an init function of one's own) belongs inside of the ``with`` too.
+
+    >>> with LazyInit():
+    ...     layer = nn.Linear(4, 2)
+    >>> layer.weight.device
+    device(type='meta')
+    """
+
+    makes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: list[nn.Parameter] = []
+
+    def __enter__(self) -> Self:
+        me = threading.get_ident()
+
+        def see(module: nn.Module, name: str, param: Any) -> None:
+            if threading.get_ident() == me and isinstance(param, nn.Parameter):
+                self._seen.append(param)
+
+        self._hook = register_module_parameter_registration_hook(see)
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._hook.remove()
+        for param in self._seen:
+            param.__dict__[VERSION] = param._version
+        self._seen.clear()
+
+    def _refuse_meta(self, device: torch.device) -> None:
+        if device.type == "meta":
+            raise ConfigError(
+                "A tensor was made on the meta device inside of LazyInit",
+                rule="LazyInit builds a model from its config; from_pretrained of transformers has a way of its own, "
+                "which keeps no word of where the values are",
+                remedy="Use shardformer.from_pretrained(ModelClass, folder) for saved weights, and leave "
+                "torch.device('meta') out",
+            )
+
+
+class Loading(LazyInit):
+    """LazyInit around transformers' ``from_pretrained``, which builds on the meta device and puts weights in later."""
+
+    def _refuse_meta(self, device: torch.device) -> None:
+        return
+
+
+def _is_float(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    if func is aten.full.default and kwargs.get("dtype") is None:
+        return isinstance(args[1], float)
+    dtype: torch.dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    return dtype.is_floating_point
+
+
+def _cast_last(func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> Step | None:
+    """Taking a part of what was cast to another dtype, as a cast of the part: the whole is never held twice."""
+    sources: list[View] = []
+
+    def before_cast(x: Any) -> Any:
+        view = view_of(x) if isinstance(x, Tensor) and place_of(x) is not None else None
+        source = _cast_from(view) if view is not None else None
+        if view is None or source is None:
+            return x
+        sources.append(View(source.place, source.dtype, view.size, view.stride, view.offset))
+        return sources[-1]
+
+    new_args = tree_map(before_cast, args)
+    count = sum(isinstance(x, Tensor) for x in tree_flatten(args)[0])
+    if len(sources) < count or len({view.dtype for view in sources}) > 1:
+        return None
+    out, dtype = view_of(result), sources[0].dtype
+    part = View(Place(out.place.num_bytes // out.dtype.itemsize * dtype.itemsize), dtype, out.size, out.stride, 0)
+    taken = Step(func, new_args, kwargs, (part,), _writers(view.place for view in sources))
+    return Step(aten._to_copy.default, (part,), {"dtype": out.dtype}, (out,), (taken,))
+
+
+def _cast_from(view: View) -> View | None:
+    """What was cast, of the same layout, to what this is a view of, if nothing was written to either since."""
+    cast = view.place.writer
+    if cast is None or cast.func is not aten._to_copy.default:
+        return None
+    source, out = cast.args[0], cast.out[0]
+    if not isinstance(source, View) or out is None or out.place is not view.place:
+        return None
+    alike = (source.size, source.stride, source.offset) == (out.size, out.stride, out.offset)
+    return source if alike and cast.before == _writers([source.place]) else None
+
+
+def _is_to_meta(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta"
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that a function writes into."""
+    found = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += [x for x in tree_flatten(value)[0] if isinstance(x, Tensor)]
+    return found
+
+
+def _overwritten(func: Any, written: list[Tensor]) -> Place | None:
+    """The place of which a function leaves no value."""
+    if len(written) == 1 and func._schema.name.partition("::")[2] in OVERWRITING:
+        place, target = place_of(written[0]), written[0]
+        if place is not None and target.is_contiguous() and target.nbytes == place.num_bytes:
+            return place
+    return None
+
+
+def _writers(places: Any) -> tuple[Step, ...]:
+    return tuple({id(p.writer): p.writer for p in places if p.writer is not None}.values())
+
+
+def _advance(func: Any, step: Step, generator: Any, overwrites: bool) -> None:
+    """Draws what a step draws, and throws it away, so that the generator stands where it would."""
+    probe = Step(func, step.args, {**step.kwargs, "generator": generator} if generator is not None else step.kwargs)
+    run(probe, {} if overwrites else {id(p): compute(p) for p in step.places()})
+
+
+def _argument(x: Any) -> Any:
+    """An argument as it is kept: a view, or a copy of what has values."""
+    if not isinstance(x, Tensor):
+        return x
+    return view_of(x) if place_of(x) is not None else x.detach().clone()
+
+
+def _values(x: Any) -> Any:
+    place = place_of(x)
+    return x if place is None else view_of(x).of(compute(place))
+
+
+def _with_values(tree: Any) -> Any:
+    return tree_map(_values, tree)
+
+
+def _without_values(tree: Any) -> Any:
+    return tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, tree)
+
+
+def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**kwargs, "device": torch.device("meta")} if kwargs.get("device") is not None else kwargs
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs

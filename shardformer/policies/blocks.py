@@ -1,0 +1,138 @@
+"""What a table of roles is made of: attentions, MLPs and experts of one layer, and the stack that the layers form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardformer.policies.parts import Said, check_counted
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention of a layer. Name the projections it has: q, k and v, or a fused qkv, or q and a fused kv.
+
+    Args:
+        at: path of the module; its first tensor argument is what enters.
+        out: the output projection.
+        q, k, v, qkv, kv: the projections; fused ones lie behind each other (q, then k, then v).
+        interleaved: the fused ones lie by KV head instead: the query heads that read it, its k, its v; then the next.
+        gates: further projections, with equally many features for each query head.
+        behind: those of the projections that read what other modules inside made of the input (a low-rank projection
+            and its norm), instead of the input itself.
+        reads_context: k and v read another stack's states (cross-attention).
+        attributes: attribute of the module -> what it counts: "heads", "kv_heads", "groups" (query heads a KV head)
+            or "width" (heads times head dim). Only those that the forward reads.
+        parameters: parameter or unsaved buffer that the module holds itself -> what one of its dims counts: "heads" or
+            "width", or ("heads", dim) where two dims have that size; "inside" for one that counts neither.
+        inputs: arguments of the module's forward, beside the first, that its projections read; each enters by itself.
+        arguments: argument of the module's forward -> which of its dims counts heads, or samples times heads (alibi).
+        width_of_input: whether the forward takes the width of the heads from the last dim of what enters.
+        norms: norm between entry and exit over all heads at once -> "heads", or "kv_heads" for the one of k. A norm
+            over each head needs no word.
+        tables: embeddings with one column a head (relative position bias).
+        entry: the module whose first tensor argument enters, where that is not the one at ``at``: the first of the
+            projections, for an attention that adds its residual itself.
+        whole_sequence: whether the module needs the whole sequence outside of the block too (it adds its residual
+            itself): sequence parallelism gathers it before the module and cuts it behind.
+        num_heads, num_kv_heads: these numbers, or the config's fields that hold them, where not the policy's; a leading
+            dot makes a name that of an attribute of the module (".num_heads"), for heads that differ by layer.
+        optional: whether some layers or models lack this attention.
+    """
+
+    at: str
+    out: str
+    q: str | None = None
+    k: str | None = None
+    v: str | None = None
+    qkv: str | None = None
+    kv: str | None = None
+    interleaved: bool = False
+    gates: Sequence[str] = ()
+    behind: Sequence[str] = ()
+    reads_context: bool = False
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, Said] = field(default_factory=dict)
+    inputs: Sequence[str] = ()
+    arguments: Mapping[str, int] = field(default_factory=dict)
+    width_of_input: bool = False
+    norms: Mapping[str, str] = field(default_factory=dict)
+    tables: Sequence[str] = ()
+    entry: str | None = None
+    whole_sequence: bool = False
+    num_heads: int | str | None = None
+    num_kv_heads: int | str | None = None
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        check_counted(self)
+
+
+@dataclass(frozen=True)
+class MLP:
+    """An MLP of a layer.
+
+    Args:
+        at: path of the module, its first tensor argument is what enters; ``*`` stands for each of several (experts).
+        up: the linears that read the input (gate and up), of which those with a ``?`` may be lacking.
+        down: the linear at the exit.
+        fused: how many blocks lie behind each other in each of ``up`` (2 for a fused gate and up); None: as many as
+            the sizes say.
+        norm: a norm over all features between entry and exit.
+        joins: the output projection of the attention before it, relative to the layer, where the layer adds both
+            outputs at once: they leave together, in one collective.
+        optional: whether some layers or models lack it.
+    """
+
+    at: str
+    up: str | Sequence[str]
+    down: str
+    fused: int | None = 1
+    norm: str | None = None
+    joins: str | None = None
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a layer whose weights are stacked into parameters with three dims; each expert is cut inside.
+
+    All tensors that the module is given enter, its output leaves.
+
+    Args:
+        at: path of the module.
+        up: parameters (experts, width, hidden) or (experts, hidden, width) that read the input, and their biases.
+        down: the parameter (experts, hidden, width), or the other way round, at the exit.
+        fused: how many blocks lie behind each other in each of ``up``.
+        interleaved: those of ``up`` lie feature by feature instead.
+        optional: whether some layers or models lack them.
+    """
+
+    at: str
+    up: str | Sequence[str]
+    down: str
+    fused: int = 1
+    interleaved: bool = False
+    optional: bool = False
+
+
+Role = Attention | MLP | Experts
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack of layers.
+
+    Args:
+        layers: path of the ModuleList, with ``*`` for an index where each stage of a model has one ("layers.*.blocks").
+        blocks: the attentions, MLPs and experts of one layer.
+        final_norm: the norm behind the last layer.
+        context: (path of a module, name of its argument): the states that ``reads_context`` attentions read.
+        optional: whether some models lack it.
+    """
+
+    layers: str
+    blocks: Sequence[Role]
+    final_norm: str | None = None
+    context: tuple[str, str] | None = None
+    optional: bool = False

@@ -1,0 +1,85 @@
+"""What to feed a small model: batches made of the names of its forward's arguments and the sizes in its config."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.errors import PolicyError
+from shardformer.policies.infer.prove import Run
+
+BATCH, LENGTH, TARGET_LENGTH = 2, 9, 7
+SIDE = 64
+"""Of an image, where the config does not say it."""
+SOUND = 3200
+"""Samples of sound, of which feature extractors make a few frames."""
+
+
+def batches_for(model: nn.Module) -> list[dict[str, Tensor]]:
+    """Batches that the model's forward could take: with all that it names, and with only one kind of input.
+
+    Raises PolicyError for a model whose inputs are not known.
+    """
+    names = inspect.signature(model.forward).parameters
+    made = dict(_inputs(model, set(names)))
+    if not made:
+        raise PolicyError(
+            f"What to feed {type(model).__name__} is not known: its forward takes {', '.join(names)}",
+            rule="A policy is found in one forward, of tokens, images or sound",
+            remedy="Give an example of a batch: infer(model, batch={...})",
+        )
+    text = ("input_ids", "attention_mask", "decoder_input_ids")
+    only_text = {name: x for name, x in made.items() if name in text}
+    others = {name: x for name, x in made.items() if name not in text[:2]}
+    sound = {name: x for name, x in made.items() if name in ("input_values", "input_features", "decoder_input_ids")}
+    ways = [made, only_text, others, sound]
+    return [way for i, way in enumerate(ways) if way and way not in ways[:i]] if len(made) > 1 else [made]
+
+
+def _inputs(model: nn.Module, names: set[str]) -> Iterator[tuple[str, Tensor]]:
+    config: Any = getattr(model, "config", None)
+    generator = torch.Generator().manual_seed(0)
+    vocab = _field(config, "vocab_size", "text_config", "decoder", "encoder")
+
+    def tokens(length: int) -> Tensor:
+        return torch.randint(5, max(6, (vocab or 0) - 8), (BATCH, length), generator=generator)
+
+    if "input_ids" in names and vocab:
+        yield "input_ids", tokens(LENGTH)
+        if "attention_mask" in names:
+            mask = torch.ones(BATCH, LENGTH, dtype=torch.int64)
+            mask[1, -2:] = 0
+            yield "attention_mask", mask
+    side = _field(config, "image_size", "vision_config") or SIDE
+    if "pixel_values" in names:
+        height, width = (side, side) if isinstance(side, int) else side
+        channels = _field(config, "num_channels", "vision_config") or 3
+        yield "pixel_values", torch.randn(BATCH, channels, height, width, generator=generator)
+    bins = _field(config, "num_mel_bins", "audio_config", "encoder_config") or _field(config, "feature_size")
+    if "input_features" in names and bins:
+        frames = 2 * (_field(config, "max_source_positions", "audio_config") or LENGTH)
+        yield "input_features", torch.randn(BATCH, bins, frames, generator=generator)
+    elif "input_features" in names and (bins := _field(config, "feature_projection_input_dim")):
+        yield "input_features", torch.randn(BATCH, LENGTH, bins, generator=generator)
+    if "input_values" in names:
+        shape = (BATCH, config.max_length, bins) if bins and hasattr(config, "max_length") else (BATCH, SOUND)
+        yield "input_values", torch.randn(*shape, generator=generator)
+    if "decoder_input_ids" in names and vocab:
+        yield "decoder_input_ids", tokens(TARGET_LENGTH)
+
+
+def _field(config: Any, name: str, *parts: str) -> Any:
+    found = (getattr(c, name, None) for c in (config, *(getattr(config, part, None) for part in parts)))
+    return next((value for value in found if isinstance(value, int | list | tuple)), None)
+
+
+def runner(model: nn.Module, batch: Mapping[str, Tensor]) -> Run:
+    """What calls a model with the batch, in the precision of ``model``, without a cache."""
+    dtype = next(model.parameters()).dtype
+    cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
+    extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    return lambda m: m(**cast, **extra)

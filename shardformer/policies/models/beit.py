@@ -1,0 +1,27 @@
+"""BEiT: pre-norm encoder of patches, no bias of k, a bias a head of the relative position: of each layer, or shared."""
+
+from shardformer.policies.roles import BETWEEN_LAYERS, MLP, Attention, RolePolicy, Stack
+
+
+class BeitPolicy(RolePolicy):
+    stack = Stack(
+        "layers",
+        [
+            Attention(
+                "attention",
+                q="q_proj",
+                k="k_proj",
+                v="v_proj",
+                out="o_proj",
+                parameters={".relative_position_bias.relative_position_bias_table?": "heads"},
+                arguments={"attention_mask": 1},
+            ),
+            MLP("mlp", up="fc1", down="fc2"),
+        ],
+        final_norm="layernorm?",
+    )
+    head = "lm_head"
+    whole = ("embeddings", "pooler?", "relative_position_bias?", ".decode_head", ".auxiliary_head", ".fpn")
+
+    def refuses_sequence(self) -> str | None:
+        return BETWEEN_LAYERS if hasattr(self.model, "decode_head") else super().refuses_sequence()

@@ -1,0 +1,65 @@
+"""BLIP-2: an encoder of images, a Q-Former that reads it, and a language model of a family of its own."""
+
+from typing import Any
+
+from shardformer.policies.roles import MLP, Attention, Role, RolePolicy, Stack
+
+VISION: list[Role] = [
+    Attention(
+        "self_attn",
+        qkv="qkv",
+        out="projection",
+        attributes={"num_heads": "heads"},
+        width_of_input=True,
+        num_heads=".num_heads",
+    ),
+    MLP("mlp", up="fc1", down="fc2"),
+]
+
+
+def _attention(at: str, **kwargs: Any) -> Attention:
+    return Attention(
+        f"{at}.attention",
+        q="query",
+        k="key",
+        v="value",
+        out=f".{at}.output.dense",
+        attributes={"num_attention_heads": "heads", "all_head_size": "width"},
+        **kwargs,
+    )
+
+
+QFORMER: list[Role] = [
+    _attention("attention"),
+    _attention("crossattention", inputs=["encoder_hidden_states"], optional=True),
+    MLP("intermediate_query", up="dense", down=".output_query.dense"),
+    MLP("intermediate", up="dense", down=".output.dense", optional=True),
+]
+AGAINST_SEQUENCE = "the Q-Former sends its queries and its text through different layers"
+
+
+class Blip2VisionPolicy(RolePolicy):
+    stack = Stack("encoder.layers", VISION)
+    whole = ("embeddings",)
+    num_heads = ".num_heads"
+
+
+class Blip2QFormerPolicy(RolePolicy):
+    stack = Stack("encoder.layer", QFORMER)
+    num_heads = ".num_attention_heads"
+    against_sequence = AGAINST_SEQUENCE
+
+
+class Blip2Policy(RolePolicy):
+    stack = (
+        Stack("vision_model.encoder.layers", VISION, optional=True),
+        Stack("qformer.encoder.layer", QFORMER, optional=True),
+    )
+    parts = ("language_model?",)
+    embeddings = "embeddings.word_embeddings?"
+    whole = (
+        "vision_model.embeddings?", "query_tokens?", "language_projection?", "embeddings?", "itm_head?",
+        "vision_projection?", "text_projection?",
+    )  # fmt: skip
+    num_heads = ".num_attention_heads"
+    against_sequence = AGAINST_SEQUENCE

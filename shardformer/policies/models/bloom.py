@@ -1,0 +1,34 @@
+"""BLOOM: pre-norm decoder, alibi slopes, q, k and v of each head beside each other."""
+
+from shardformer.errors import ConfigError
+from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+
+
+class BloomPolicy(RolePolicy):
+    stack = Stack(
+        "h",
+        [
+            Attention(
+                "self_attention",
+                qkv="query_key_value",
+                interleaved=True,
+                out="dense",
+                attributes={"num_heads": "heads"},
+                arguments={"alibi": 0},
+            ),
+            MLP("mlp", up="dense_h_to_4h", down="dense_4h_to_h"),
+        ],
+        final_norm="ln_f",
+    )
+    embeddings = "word_embeddings"
+    head = "lm_head"
+
+    def config_sanity_check(self) -> None:
+        super().config_sanity_check()
+        config = self.model.config
+        if config.slow_but_exact and config.pretraining_tp > 1:
+            raise ConfigError(
+                f"slow_but_exact=True with pretraining_tp={config.pretraining_tp}",
+                rule="Its linears then multiply slices of their weights themselves, as many as there once were ranks",
+                remedy="Build the model with slow_but_exact=False; it differs by rounding only",
+            )

@@ -1,0 +1,28 @@
+"""ChatGLM2 and 3: pre-norm decoder, rotary positions, groups of k and v, a gate and what it gates in one linear."""
+
+from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+
+
+class ChatGLMPolicy(RolePolicy):
+    stack = Stack(
+        "encoder.layers",
+        [
+            Attention(
+                "self_attention",
+                qkv="query_key_value",
+                out="dense",
+                attributes={
+                    "num_attention_heads_per_partition": "heads",
+                    "num_multi_query_groups_per_partition": "kv_heads",
+                    "core_attention.hidden_size_per_partition": "width",
+                    "core_attention.num_attention_heads_per_partition?": "heads",
+                },
+            ),
+            MLP("mlp", up="dense_h_to_4h", down="dense_4h_to_h", fused=2),
+        ],
+        final_norm="encoder.final_layernorm?",
+    )
+    embeddings = "embedding.word_embeddings"
+    head = "transformer.output_layer"
+    whole = ("prefix_encoder?",)
+    num_kv_heads = ".num_multi_query_groups_per_partition"

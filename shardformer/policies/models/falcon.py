@@ -1,0 +1,27 @@
+"""Falcon: rotary positions or alibi; q, k and v by KV head, of which there may be as many as heads, a few, or one."""
+
+from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+
+
+class FalconPolicy(RolePolicy):
+    stack = Stack(
+        "h",
+        [
+            Attention(
+                "self_attention",
+                qkv="query_key_value",
+                interleaved=True,
+                out="dense",
+                attributes={"num_heads": "heads", "num_kv_heads": "kv_heads"},
+                arguments={"alibi": 1, "attention_mask": 1},
+            ),
+            MLP("mlp", up="dense_h_to_4h", down="dense_4h_to_h", joins="self_attention.dense"),
+        ],
+        final_norm="ln_f",
+    )
+    embeddings = "word_embeddings"
+    head = "lm_head"
+    num_kv_heads = ".num_kv_heads"
+
+    def joins_exits(self) -> bool:
+        return bool(self.model.config.new_decoder_architecture or self.model.config.parallel_attn)

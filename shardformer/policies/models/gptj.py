@@ -1,0 +1,21 @@
+"""GPT-J: decoder with rotary positions whose attention and MLP read the same norm, side by side."""
+
+from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+
+
+class GPTJPolicy(RolePolicy):
+    stack = Stack(
+        "h",
+        [
+            Attention(
+                "attn", q="q_proj", k="k_proj", v="v_proj", out="out_proj", attributes={"num_attention_heads": "heads"}
+            ),
+            MLP("mlp", up="fc_in", down="fc_out", joins="attn.out_proj"),
+        ],
+        final_norm="ln_f",
+    )
+    embeddings = "wte"
+    head = "lm_head"
+
+    def joins_exits(self) -> bool:
+        return bool(self.model.config.resid_pdrop == 0)  # else each is dropped out by itself

@@ -1,0 +1,19 @@
+"""OPT: decoder with learned positions, pre-norm or post-norm; the MLP's linears stand in the layer itself."""
+
+from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+
+
+class OPTPolicy(RolePolicy):
+    stack = Stack(
+        "decoder.layers",
+        [
+            Attention(
+                "self_attn", q="q_proj", k="k_proj", v="v_proj", out="out_proj", attributes={"num_heads": "heads"}
+            ),
+            MLP("fc1", up="", down=".fc2"),
+        ],
+        final_norm="decoder.final_layer_norm?",
+    )
+    embeddings = "decoder.embed_tokens"
+    head = "lm_head"
+    whole = ("decoder.embed_positions", "decoder.project_in?", "decoder.project_out?")

@@ -1,0 +1,60 @@
+"""SAM: an encoder of the image with windows and relative positions, and a small decoder of masks."""
+
+from typing import Any
+
+from shardformer.policies.roles import MLP, Attention, Role, RolePolicy, Stack
+
+
+def _attention(at: str, **kwargs: Any) -> Attention:
+    return Attention(
+        at,
+        q="q_proj",
+        k="k_proj",
+        v="v_proj",
+        out="out_proj",
+        inputs=["key", "value"],
+        attributes={"num_attention_heads": "heads"},
+        **kwargs,
+    )
+
+
+LAYERS: list[Role] = [
+    Attention(
+        "attn",
+        qkv="qkv",
+        out="proj",
+        attributes={"num_attention_heads": "heads"},
+        parameters={"rel_pos_h?": "inside", "rel_pos_w?": "inside"},
+    ),
+    MLP("mlp", up="lin1", down="lin2"),
+]
+
+
+class SamVisionPolicy(RolePolicy):
+    stack = Stack("vision_encoder.layers", LAYERS)
+    whole = ("vision_encoder.patch_embed", "vision_encoder.neck", "vision_encoder.pos_embed?")
+    num_heads = ".num_attention_heads"
+    against_sequence = "its windows cut the image, so no sequence stays whole between its blocks"
+
+
+class SamPolicy(RolePolicy):
+    stack = (
+        Stack("vision_encoder.layers", LAYERS),
+        Stack(
+            "mask_decoder.transformer.layers",
+            [
+                _attention("self_attn"),
+                _attention("cross_attn_token_to_image"),
+                MLP("mlp", up="lin1", down="lin2"),
+                _attention("cross_attn_image_to_token"),
+            ],
+        ),
+    )
+    single = (_attention("mask_decoder.transformer.final_attn_token_to_image"),)
+    whole = (
+        "vision_encoder.patch_embed", "vision_encoder.neck", "vision_encoder.pos_embed?", "shared_image_embedding",
+        "prompt_encoder", "mask_decoder.iou_token", "mask_decoder.mask_tokens", "mask_decoder.upscale_conv1",
+        "mask_decoder.upscale_conv2", "mask_decoder.output_hypernetworks_mlps", "mask_decoder.iou_prediction_head",
+    )  # fmt: skip
+    num_heads = ".num_attention_heads"
+    against_sequence = SamVisionPolicy.against_sequence

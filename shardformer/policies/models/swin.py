@@ -1,0 +1,55 @@
+"""Swin: windows of an image in stages, each with twice the heads, a bias a head of the relative position."""
+
+from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+
+AGAINST_SEQUENCE = "its windows cut the image anew in every layer, so no sequence stays cut between them"
+
+
+class SwinPolicy(RolePolicy):
+    stack = Stack(
+        "encoder.layers.*.blocks",
+        [
+            Attention(
+                "attention",
+                q="q_proj",
+                k="k_proj",
+                v="v_proj",
+                out="o_proj",
+                parameters={"relative_position_bias.relative_position_bias_table": "heads"},
+            ),
+            MLP("mlp", up="fc1", down="fc2"),
+        ],
+    )
+    whole = ("embeddings", "encoder.layers.*.downsample?", ".decoder")
+    num_heads = ".num_attention_heads"
+    against_sequence = AGAINST_SEQUENCE
+
+
+class Swinv2Policy(RolePolicy):
+    """Swin V2: norms behind, cosine attention with a scale a head, and an MLP that makes the bias of every head."""
+
+    stack = Stack(
+        "encoder.layers.*.blocks",
+        [
+            Attention(
+                "attention.self",
+                q="query",
+                k="key",
+                v="value",
+                out=".attention.output.dense",
+                gates=["continuous_position_bias_mlp.2"],
+                behind=["continuous_position_bias_mlp.2"],
+                attributes={"num_attention_heads": "heads", "all_head_size": "width"},
+                parameters={"logit_scale": "heads"},
+            ),
+            MLP("intermediate", up="dense", down=".output.dense"),
+        ],
+    )
+    whole = (
+        "embeddings",
+        "encoder.layers.*.downsample?",
+        "encoder.layers.*.blocks.*.attention.self.continuous_position_bias_mlp.0",
+        ".decoder",
+    )
+    num_heads = ".num_attention_heads"
+    against_sequence = AGAINST_SEQUENCE

@@ -1,0 +1,32 @@
+"""timm's ViT and DeiT: pre-norm encoder, q, k and v behind each other, perhaps with norms and scales between."""
+
+from shardformer.policies.models.timm import TIMM_MLP, TimmPolicy
+from shardformer.policies.roles import Attention, Stack
+
+
+class TimmViTPolicy(TimmPolicy):
+    stack = Stack(
+        "blocks",
+        [
+            Attention(
+                "attn",
+                qkv="qkv",
+                out="proj",
+                attributes={"num_heads": "heads", "attn_dim?": "width"},
+                width_of_input=True,  # where there is no attn_dim
+                norms={"norm": "heads"},
+            ),
+            TIMM_MLP,
+        ],
+        final_norm="norm",
+    )
+    whole = (
+        "patch_embed",
+        "pos_embed?",
+        "cls_token?",
+        "reg_token?",
+        "dist_token?",
+        "attn_pool?",
+        "head?",
+        "head_dist?",
+    )

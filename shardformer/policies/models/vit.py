@@ -1,0 +1,15 @@
+"""ViT: pre-norm encoder of patches, learned positions."""
+
+from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+
+
+class ViTPolicy(RolePolicy):
+    stack = Stack(
+        "layers",
+        [
+            Attention("attention", q="q_proj", k="k_proj", v="v_proj", out="o_proj"),
+            MLP("mlp", up="fc1", down="fc2"),
+        ],
+        final_norm="layernorm",
+    )
+    whole = ("embeddings", "pooler?")

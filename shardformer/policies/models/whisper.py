@@ -1,0 +1,36 @@
+"""Whisper: encoder of sound behind two convolutions, decoder of text with cross-attention, pre-norm."""
+
+from typing import Any
+
+from shardformer.policies.roles import BETWEEN_LAYERS, MLP, Attention, RolePolicy, Stack
+
+FEED_FORWARD = MLP("fc1", up="", down=".fc2")
+
+
+def _attention(at: str, **kwargs: Any) -> Attention:
+    return Attention(
+        at, q="q_proj", k="k_proj", v="v_proj", out="out_proj", attributes={"num_heads": "heads"}, **kwargs
+    )
+
+
+class WhisperPolicy(RolePolicy):
+    stack = (
+        Stack(
+            "encoder.layers", [_attention("self_attn"), FEED_FORWARD], final_norm="encoder.layer_norm", optional=True
+        ),
+        Stack(
+            "decoder.layers",
+            [_attention("self_attn"), _attention("encoder_attn", reads_context=True), FEED_FORWARD],
+            final_norm="decoder.layer_norm",
+            context=("decoder", "encoder_hidden_states"),
+            optional=True,
+        ),
+    )
+    embeddings = "decoder.embed_tokens?"
+    head = ("proj_out", "lm_head")
+    whole = ("encoder.conv1?", "encoder.conv2?", "encoder.embed_positions?", "decoder.embed_positions?")
+    num_heads = num_kv_heads = ".num_heads"
+
+    def refuses_sequence(self) -> str | None:
+        sums = getattr(self.model.config, "use_weighted_layer_sum", False)
+        return BETWEEN_LAYERS if sums else super().refuses_sequence()

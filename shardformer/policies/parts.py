@@ -1,0 +1,109 @@
+"""What a role says of a module beside its projections: what some models lack, parameters of its own, norms inside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from torch import nn
+
+from shardformer.errors import PolicyError, nearest
+from shardformer.layout import Split
+from shardformer.policies.heads import HeadLayout
+from shardformer.policies.paths import find, relative
+from shardformer.sharding.policy import ModulePolicyDescription
+
+if TYPE_CHECKING:
+    from shardformer.policies.blocks import Attention
+
+COUNTED = {
+    "attributes": ("heads", "kv_heads", "groups", "width"),
+    "parameters": ("heads", "width", "inside"),
+    "norms": ("heads", "kv_heads"),
+}
+T = TypeVar("T")
+
+Said = str | tuple[str, int]
+"""What a dim of a parameter counts, and which dim, where several are of that size."""
+
+
+def without_lacking(attention: Attention, layer: nn.Module) -> Attention:
+    """The attention as this layer has it: what ends in ``?`` and is not there is left out."""
+
+    def projection(name: str | None) -> str | None:
+        if name is None or not name.endswith("?"):
+            return name
+        return name[:-1] if find(layer, relative(attention.at, name[:-1])) is not None else None
+
+    def held(said: Mapping[str, T]) -> dict[str, T]:
+        there = {name: _at(layer, relative(attention.at, name.rstrip("?"))) is not None for name in said}
+        return {name.rstrip("?"): kind for name, kind in said.items() if there[name] or not name.endswith("?")}
+
+    a = attention
+    return replace(
+        attention,
+        q=projection(a.q),
+        k=projection(a.k),
+        v=projection(a.v),
+        qkv=projection(a.qkv),
+        kv=projection(a.kv),
+        attributes=held(attention.attributes),
+        parameters=held(attention.parameters),
+    )
+
+
+def _at(module: nn.Module | None, path: str) -> object:
+    owner_path, _, name = path.rpartition(".")
+    owner = None if module is None else find(module, owner_path)
+    return getattr(owner, name, None)
+
+
+def parameter_splits(attention: Attention, layer: nn.Module, layout: HeadLayout) -> dict[str, dict[int, Split]]:
+    """Each parameter that the attention names, by its path in the layer, and how its dims are cut."""
+    splits = {"heads": layout.query_split(1), "width": layout.query_split()}
+    out: dict[str, dict[int, Split]] = {}
+    for name, said in attention.parameters.items():
+        kind, dim = (said, None) if isinstance(said, str) else said
+        path = relative(attention.at, name)
+        full = _at(layer, path)
+        shape: Sequence[int] = getattr(full, "shape", ())
+        if full is None or kind == "inside":
+            out[path] = {}  # one that is not there is told by the plan
+            continue
+        size = splits[kind].full
+        dims = [d for d, n in enumerate(shape) if n == size] if dim is None else [dim % max(len(shape), 1)]
+        if len(dims) != 1 or shape[dims[0]] != size:
+            raise PolicyError(
+                f"{path} has the shape {tuple(shape)}, and parameters={{{name!r}: {said!r}}}",
+                rule=f"One of its dims has the size of what it counts, here {size}",
+                remedy=f"Name the dim too, ({kind!r}, dim), where several have that size, or correct what it counts",
+            )
+        out[path] = {dims[0]: splits[kind]}
+    return out
+
+
+def check_counted(attention: Attention) -> None:
+    """Raises PolicyError for an attribute or parameter that is said to count what there is not."""
+    for field, kinds in COUNTED.items():
+        for name, value in getattr(attention, field).items():
+            kind = value if isinstance(value, str) else value[0]
+            if kind not in kinds:
+                raise PolicyError(
+                    f"{field}={{{name!r}: {value!r}}} of the attention {attention.at!r}",
+                    rule=f"What {field} count is {', '.join(kinds)}",
+                    remedy=nearest(str(kind), kinds),
+                )
+
+
+def merged(descriptions: Sequence[ModulePolicyDescription]) -> ModulePolicyDescription:
+    """What several descriptions of one kind of module say together."""
+    out = ModulePolicyDescription({}, [], [], {}, [], {})
+    for d in descriptions:
+        assert out.attribute_replacement is not None and out.sub_module_replacement is not None
+        assert out.blocks is not None and out.parameters is not None
+        out.attribute_replacement.update(d.attribute_replacement or {})
+        out.sub_module_replacement += d.sub_module_replacement or []
+        out.blocks += d.blocks or []
+        out.parameters.update(d.parameters or {})
+    return out

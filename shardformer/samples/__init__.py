@@ -1,0 +1,14 @@
+"""Small random models of many families, every head class of each, and batches that fit them.
+
+For ``verify``, the demo and the tests: sizes are odd on purpose (vocabulary 127, six heads, MLPs that do not divide).
+"""
+
+from shardformer.samples.batches import Batches
+from shardformer.samples.heads import FAMILY_OF, HEADS, LANGUAGE_MODEL, MAIN, NEEDS, sees_alone
+from shardformer.samples.loss import sample_loss
+from shardformer.samples.sample import Sample
+from shardformer.samples.settings import SMALL
+
+__all__ = [
+    "FAMILY_OF", "HEADS", "LANGUAGE_MODEL", "MAIN", "NEEDS", "SMALL", "Batches", "Sample", "sample_loss", "sees_alone",
+]  # fmt: skip

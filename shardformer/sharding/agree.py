@@ -1,0 +1,250 @@
+"""All ranks do the same, or none does anything: what they compare before a model is changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
+
+from shardformer.comm.collectives import broadcast, broadcast_object, checksum, gather_objects
+from shardformer.comm.rehearsal import Rehearsal
+from shardformer.context import Axis, ParallelContext
+from shardformer.errors import ConfigError, InputError, LaunchError, ShardFormerError
+from shardformer.lazy.materialize import named_tensors
+from shardformer.lazy.recipe import place_of, random_steps, text_of
+from shardformer.sharding.config import ShardConfig
+
+WORD = "shardformer/word"
+COME_S = 30.0
+BYSTANDER_S = 10.0
+"""How long to wait for the word of processes outside of the group given: they may not shard anything at all."""
+
+T = TypeVar("T")
+
+
+def agree_on_group(config: ShardConfig) -> ParallelContext:
+    """The grid to shard over, once the processes know that they gave groups that fit together.
+
+    Before this no collective is possible, so the word goes through the launcher's store: each process writes down which
+    group it gave, and reads on in what each of the others wrote.
+
+    Raises LaunchError, on every process that shards just now, when one of them is not in the group it gave, and when a
+    member of the group does not come; ConfigError when two members gave different groups.
+    """
+    context, problem = None, None
+    try:
+        context = config.resolve_context()
+    except ShardFormerError as error:
+        problem = error
+    rehearsed = context is not None and isinstance(context.tensor.group, Rehearsal)
+    if dist.is_initialized() and dist.get_world_size() > 1 and not rehearsed:
+        ranks = list(context.tensor.ranks) if context is not None else []
+        kind = "the grid of launch_from_torch" if config.context is not None else "the process group"
+        word = _Word(ranks, f"{kind} {ranks}", str(problem or ""))
+        store, rank = _get_default_store(), dist.get_rank()
+        store.set(f"{WORD}/{rank}/{store.add(f'{WORD}/{rank}', 1)}", json.dumps(astuple(word)))
+        deadline = time.monotonic() + BYSTANDER_S
+        # all are heard before anything is raised, so that a next call does not meet words of this one
+        heard = [_hear(store, other, word, deadline) for other in range(dist.get_world_size()) if other != rank]
+        problem = problem or next((trouble for trouble in heard if trouble is not None), None)
+    if problem is not None:
+        raise problem
+    assert context is not None
+    return context
+
+
+@dataclass(frozen=True)
+class _Word:
+    """What a process wrote: the ranks of the group it gave, the group in words, and why it cannot shard if so."""
+
+    ranks: list[int]
+    group: str
+    trouble: str
+
+
+def _hear(store: Any, other: int, mine: _Word, deadline: float) -> ShardFormerError | None:
+    """Reads on in what process ``other`` wrote, to the next word that is about this process too. Returns what is wrong.
+
+    A member of this one's group is waited for, others until the deadline. What they wrote about groups without this
+    process is passed over; a word of theirs for a later call of ours stays.
+    """
+    me, is_member = dist.get_rank(), other in mine.ranks
+    place = f"{WORD}/{me}/of/{other}"
+    while True:
+        key = f"{WORD}/{other}/{store.add(place, 0) + 1}"
+        if not _comes(store, key, None if is_member else deadline):
+            return _did_not_come(other, mine) if is_member else None
+        theirs = _Word(*json.loads(store.get(key)))
+        is_about_us = me in theirs.ranks
+        if is_about_us and not is_member and not mine.trouble:
+            return None
+        store.add(place, 1)
+        if mine.trouble:
+            return None  # one word for one; what is wrong here is known
+        if theirs.trouble:
+            return LaunchError(
+                f"Process {other} cannot shard: {theirs.trouble}",
+                rule="Processes that shard at one time all go on, or none does",
+                remedy="See what that process says",
+            )
+        if is_about_us and theirs != mine:
+            return ConfigError(
+                f"Process {me} shards over {mine.group}, process {other}, which is in it, over {theirs.group}",
+                rule="The members of a group shard over the same group, in the same order",
+                remedy="Give every process the group that it belongs to, made by the same code on all of them",
+            )
+        if is_about_us or not is_member:
+            return None
+
+
+def _did_not_come(other: int, mine: _Word) -> LaunchError:
+    return LaunchError(
+        f"Process {other} did not come to shard over {mine.group}, as process {dist.get_rank()} did",
+        rule="The members of a group shard over the same group, in the same order",
+        remedy="Give every process the group that it belongs to, made by the same code on all of them",
+    )
+
+
+def _comes(store: Any, key: str, deadline: float | None) -> bool:
+    """Whether ``key`` is written: before the deadline, or before the store's own timeout."""
+    try:
+        if deadline is None:
+            store.wait([key])
+        elif not store.check([key]):
+            store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+    except RuntimeError:
+        return False
+    return True
+
+
+def agree(context: ParallelContext, make: Callable[[], T], lines_of: Callable[[T], list[str]] = lambda _: []) -> T:
+    """What ``make`` gives on this rank, once it is known that no rank failed to make it and that all made the same.
+
+    Args:
+        lines_of: what was made, as lines that are equal on ranks that agree.
+
+    Every rank raises when one of them cannot make it, or when they differ. Communicates one gather of a hash an axis.
+    """
+    made: T | None = None
+    problem: Exception | None = None
+    lines: list[str] = []
+    try:
+        made = make()
+        lines = lines_of(made)
+    except Exception as error:  # any failure of one rank must reach the others, which would wait for it
+        problem = error
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    answers = _gather((digest, _said(problem)), context)
+    if problem is not None:
+        raise problem
+    for rank, (_, said) in answers:
+        if said is not None:
+            raise ConfigError(
+                f"Rank {rank} cannot shard this model: {said}",
+                rule="All ranks shard the same model in the same way, or none does",
+                remedy="See what that rank says",
+            )
+    if len({digest for _, (digest, _) in answers}) > 1:
+        _raise_difference(_gather(lines, context))
+    return made  # type: ignore[return-value]
+
+
+def wait_for_all(axis: Axis, call: str, count: int) -> None:
+    """Returns when all ranks of the axis have come to their ``count``-th ``call``: asked before its first collective.
+
+    A rank that does not come is in another collective or none, and theirs would meet this one's. The word goes through
+    the launcher's store.
+
+    Raises InputError when one has not come within ``COME_S`` seconds.
+    """
+    if axis.size == 1 or isinstance(axis.group, Rehearsal):
+        return
+    store, name = _get_default_store(), f"shardformer/{call}/{axis.ranks}/{count}"
+    store.set(f"{name}/{dist.get_rank()}", "here")
+    try:
+        store.wait([f"{name}/{rank}" for rank in axis.ranks], timedelta(seconds=COME_S))
+    except RuntimeError as error:  # DistStoreError is one; a FileStore raises it bare
+        absent = [str(rank) for rank in axis.ranks if not store.check([f"{name}/{rank}"])]
+        raise InputError(
+            f"Process {dist.get_rank()} called {call}, and within {COME_S:g} s process {', '.join(absent)} did not",
+            rule=f"All ranks of the {axis.name} axis give their parts, so all of them call {call}",
+            remedy="Call it outside of `if rank == 0:`; the first rank writes alone by itself",
+        ) from error
+
+
+def _said(problem: Exception | None) -> str | None:
+    if problem is None or isinstance(problem, ShardFormerError):
+        return str(problem) if problem else None
+    return f"{type(problem).__name__}: {problem}"
+
+
+def _gather(value: T, context: ParallelContext) -> list[tuple[int, T]]:
+    """(global rank, value) of every rank of the grid's tensor and data axes."""
+    mine = (dist.get_rank() if dist.is_initialized() else 0, value)
+    return [pair for row in gather_objects(gather_objects(mine, context.tensor), context.data) for pair in row]
+
+
+def _raise_difference(all_lines: list[tuple[int, list[str]]]) -> None:
+    first, reference = all_lines[0]
+    for rank, lines in all_lines:
+        if lines != reference:
+            pairs = zip(reference + [""] * len(lines), lines + [""] * len(reference), strict=False)
+            ours, theirs = next((a, b) for a, b in pairs if a != b)
+            raise ConfigError(
+                f"Ranks disagree on what to do: rank {first} has {ours or 'nothing more'!r}, "
+                f"rank {rank} has {theirs or 'nothing more'!r}",
+                rule="All ranks shard the same model in the same way",
+                remedy="Build the model and the config from the same settings on every rank",
+            )
+
+
+def model_lines(model: nn.Module) -> list[str]:
+    """What a model is, as far as all ranks must have the same."""
+    return (
+        [type(model).__name__]
+        + [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
+        + [f"{n}: {text_of(place)}" for n, t in named_tensors(model) if (place := place_of(t)) is not None]
+    )
+
+
+def agree_on_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
+    """Makes every rank hold the first rank's weights and buffers, when their checksums differ.
+
+    Returns notes of what was done. Communicates two numbers a tensor; the tensors only if they differ.
+    """
+    tensors = [t for _, t in named_tensors(model) if t.numel() and not t.is_meta]
+    notes = _agree_on_numbers(model, axes)
+    for axis in axes:
+        if axis.size == 1 or not tensors:
+            continue
+        every = gather_objects([checksum(t) for t in tensors], axis)
+        if all(theirs == every[0] for theirs in every):
+            continue
+        for t in tensors:
+            broadcast(t.data, axis)
+        notes.append(f"The {axis.name} ranks held different weights: all took those of rank 0.")
+    return notes
+
+
+def _agree_on_numbers(model: nn.Module, axes: list[Axis]) -> list[str]:
+    """The same for weights that wait for their values: every rank draws the first rank's random numbers."""
+    places = [place for _, t in named_tensors(model) if (place := place_of(t)) is not None]
+    steps = [step for place in places for step in random_steps(place)]
+    notes = []
+    for axis in axes:
+        digest = hashlib.sha256(b"".join(step.state.numpy().tobytes() for step in steps if step.state is not None))
+        every = gather_objects(digest.hexdigest(), axis)
+        if all(theirs == every[0] for theirs in every):
+            continue
+        for step, state in zip(steps, broadcast_object([step.state for step in steps], axis), strict=True):
+            step.state = state
+        notes.append(f"The {axis.name} ranks would have drawn different weights: all drew those of rank 0.")
+    return notes

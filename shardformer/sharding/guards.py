@@ -1,0 +1,154 @@
+"""What a sharded model checks and refuses once it is in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.comm.collectives import checksum, gather_objects
+from shardformer.comm.params import gather_param, param_specs
+from shardformer.context import Axis
+from shardformer.errors import ConfigError, InputError
+from shardformer.sharding.agree import wait_for_all
+from shardformer.sharding.config import ShardConfig
+from shardformer.sharding.record import ShardRecord, record_of
+
+
+def guard_model(model: nn.Module, record: ShardRecord, config: ShardConfig) -> None:
+    """Installs the checks of a forward, lets ``save_pretrained`` write full weights, and refuses a resize."""
+    _Guard(model, record, config)
+    for module in model.modules():
+        own = _save_pretrained if module is model else _refuse_part
+        for name, method in (("save_pretrained", own), ("resize_token_embeddings", _refuse_resize)):
+            if hasattr(module, name):
+                setattr(module, name, method.__get__(module))
+    if hasattr(model, "save_pretrained"):
+        record.notes.append("save_pretrained writes full weights; resize_token_embeddings is refused.")
+
+
+class _Guard:
+    """Before a forward: what an error broke off is forgotten, gradients are hooked; once, inputs are compared."""
+
+    def __init__(self, model: nn.Module, record: ShardRecord, config: ShardConfig) -> None:
+        self._record, self._config = record, config
+        self._compared = not config.extra_kwargs.get("check_inputs", True) or record.context.tensor.size == 1
+        self._known = False
+        self._is_cut = config.enable_tensor_parallelism and record.context.tensor.size > 1
+        model.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch._C._current_graph_task_id() < 0:  # not a recomputation in a backward
+            for edge in self._record.edges:
+                edge.abandon()
+        if self._record.averager is not None:
+            self._record.averager.refresh()
+        self._refuse_outputs(model, kwargs)
+        if not self._known:
+            self._known = True
+            _refuse_new_parameters(model, self._record)
+        if not self._compared:
+            self._compared = True
+            compare_inputs([*args, *kwargs.values()], self._record.context.tensor)
+
+    def _refuse_outputs(self, model: nn.Module, kwargs: dict[str, Any]) -> None:
+        if not self._is_cut:
+            return
+        settings = getattr(model, "config", None)
+        for name, when in (
+            ("output_attentions", True),
+            ("output_hidden_states", self._config.enable_sequence_parallelism),
+        ):
+            asked = kwargs.get(name)
+            if when and (getattr(settings, name, False) if asked is None else asked):
+                part = "heads" if name == "output_attentions" else "stretch of the sequence"
+                raise ConfigError(
+                    f"{name}=True on a model that is sharded over {self._record.context}",
+                    rule=f"Between the blocks each tensor rank holds its own {part} only",
+                    remedy=f"Leave {name} off, or run the plain model for it",
+                )
+
+
+def _refuse_new_parameters(model: nn.Module, record: ShardRecord) -> None:
+    count = len(list(model.parameters()))  # names may change: by a wrapper around a layer
+    if count > record.num_parameters:
+        raise ConfigError(
+            f"This {type(model).__name__} has {count} parameters, and had {record.num_parameters} when it was sharded",
+            rule="Weights are compared, cut and their gradients agreed on between ranks when a model is sharded",
+            remedy="Build the whole model first, with its new head or its adapters, and shard it then",
+        )
+
+
+def compare_inputs(values: list[Any], axis: Axis) -> None:
+    """Raises InputError on every rank when the tensor ranks were not fed the same. A few numbers are gathered."""
+    every = gather_objects([checksum(v) for v in values if isinstance(v, Tensor)], axis)
+    if any(theirs != every[0] for theirs in every):
+        raise InputError(
+            f"The {axis.size} tensor ranks were fed different batches",
+            rule="Tensor ranks compute one batch together; only data ranks have batches of their own",
+            remedy="Draw the batch by the data rank: context.data.rank of context.data.size, not the global rank",
+        )
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The plain model's state dict: every parameter and buffer whole, on the CPU, on every rank.
+
+    All ranks of the tensor axis call it. Communicates one all-gather a sharded parameter.
+    """
+    record = record_of(model)
+    record.gathers += 1
+    axis, specs = record.context.tensor, param_specs(model)
+    wait_for_all(axis, "full_state_dict or save_pretrained", record.gathers)
+    known: dict[int, Tensor] = {}
+    out = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in known:
+            spec = specs.get(name)
+            known[id(value)] = value.detach() if spec is None else gather_param(value, spec, axis)
+        out[name] = known[id(value)].cpu()
+    return out
+
+
+def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
+    """As on the plain model: full weights, written by the first rank. All ranks call it."""
+    context = record_of(self).context
+    state = kwargs.pop("state_dict", None) or full_state_dict(self)
+    wait_for_all(context.data, "save_pretrained", record_of(self).gathers)
+    problem: Exception | None = None
+    if context.tensor.rank == 0 and context.data.rank == 0:
+        native: Callable[..., None] = type(self).save_pretrained
+        try:
+            native(self, save_directory, state_dict=state, **kwargs)
+        except Exception as error:
+            problem = error
+    said = [str(problem) if problem else ""]
+    for axis in (context.tensor, context.data):
+        said = [word for words in gather_objects(said, axis) for word in words]
+    if problem is not None:
+        raise problem
+    if any(said):
+        raise InputError(
+            f"The first rank could not write to {save_directory!r}: {max(said)}",
+            rule="The first rank writes for all",
+            remedy="Give a folder that it can write to",
+        )
+
+
+def _refuse_resize(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Refused: the table is cut over the ranks."""
+    raise ConfigError(
+        "resize_token_embeddings on a sharded model",
+        rule="The vocabulary is cut over the tensor ranks when the model is sharded",
+        remedy="Resize the plain model, then shard it",
+    )
+
+
+def _refuse_part(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Refused: only the model that was sharded knows how to gather its weights."""
+    raise ConfigError(
+        f"save_pretrained on a {type(self).__name__} inside of a sharded model",
+        rule="The model that was sharded saves itself; what stands in it holds this rank's parts",
+        remedy="Save the whole model, or write shardformer.full_state_dict(model) yourself",
+    )

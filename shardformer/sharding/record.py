@@ -1,0 +1,208 @@
+"""What was done to a model: kept beside it, and printed by ``describe``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from shardformer.comm.gradients import GradientAverager
+from shardformer.comm.params import param_specs
+from shardformer.context import ParallelContext
+from shardformer.errors import ConfigError
+from shardformer.layers.block import Block
+from shardformer.layers.sequence import SequenceRegion, WholeSequence
+from shardformer.sharding.listing import percent, table, whole_rows
+
+ATTRIBUTE = "_shardformer_record"
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One thing that was replaced: where, what stood there, what stands there now."""
+
+    path: str
+    before: str
+    after: str
+    kind: str = "module"
+
+
+@dataclass
+class ShardRecord:
+    """Everything about how a model was sharded.
+
+    Args:
+        context: the grid it lives on.
+        source: which link of the chain gave the policy.
+        options: the options of the config.
+        replacements: in the order in which they were made.
+        notes: things worth knowing, such as which attention kernel was chosen.
+        averager: what agrees on gradients with other ranks.
+        edges: where the tensor-parallel regions begin and end.
+        num_parameters: how many tensors the model trained when it was sharded.
+        gathers: how often its full weights were asked for.
+    """
+
+    context: ParallelContext
+    source: str
+    options: dict[str, bool | str]
+    replacements: list[Replacement] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    averager: GradientAverager | None = None
+    edges: list[Block | SequenceRegion | WholeSequence] = field(default_factory=list)
+    num_parameters: int = 0
+    gathers: int = 0
+
+    def add(self, path: str, before: Any, after: Any, kind: str = "module") -> None:
+        self.replacements.append(Replacement(path, _name(before), _name(after), kind))
+
+
+def record_of(model: nn.Module) -> ShardRecord:
+    """The record of a sharded model. Raises ConfigError for one that is not."""
+    record = model.__dict__.get(ATTRIBUTE)
+    if not isinstance(record, ShardRecord):
+        raise ConfigError(
+            f"This {type(model).__name__} is not sharded",
+            rule="What was done to a model is kept by the model that shard_model returned",
+            remedy="Call shardformer.shard_model(model) first, and give the model itself, not a wrapper of it",
+        )
+    return record
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backward in here accumulates gradients without agreeing on them with other ranks; the first one after it does.
+
+    For all but the last of the backwards of one optimizer step. Leaving it out is right too, and only costs traffic.
+
+    >>> with no_sync(model):                    # doctest: +SKIP
+    ...     model(**first_half).loss.backward()
+    >>> model(**second_half).loss.backward()    # doctest: +SKIP
+    """
+    averager = record_of(model).averager
+    with averager.paused() if averager is not None else nullcontext():
+        yield
+
+
+@dataclass(frozen=True)
+class Description:
+    """What ``describe`` gives: print it, or read its rows. In a path ``*`` stands for the index of a layer.
+
+    Args:
+        title: the model, the grid, the policy's source, the options that are on, how many parameters.
+        rows: (path, class before, class now, full shape, shape on this rank, how many) of what was cut.
+        changes: (path, before, now, how many) of all else that was replaced.
+        whole: (path, shape, how many, share of all parameters) of what every rank holds in full.
+        notes: sentences.
+        layers: path of a stack's layers -> how many there are.
+    """
+
+    title: str
+    rows: list[tuple[str, str, str, str, str, int]]
+    changes: list[tuple[str, str, str, int]]
+    whole: list[tuple[str, str, int, float]]
+    notes: list[str]
+    layers: dict[str, int]
+
+    def __str__(self) -> str:
+        lines = [self.title]
+        if self.rows:
+            rows = [(path, tuple(cells), n) for path, *cells, n in self.rows]
+            lines += ["", *table(("cut", "was", "is", "full", "on this rank"), rows, self.layers)]
+        if self.changes:
+            changed = [(path, (before, after), n) for path, before, after, n in self.changes]
+            lines += ["", *table(("changed", "was", "is"), changed, self.layers)]
+        if self.whole:
+            share = f"{percent(sum(share for *_, share in self.whole))} of all"
+            lines += ["", *table(("whole on every rank", "shape", share), whole_rows(self.whole), self.layers)]
+        return "\n".join([*lines, *[f"\n{note}" for note in self.notes]])
+
+
+def describe(model: nn.Module) -> Description:
+    """What was replaced by what, with full and local shapes, what stayed whole, and who said so.
+
+    Raises ConfigError for a model that is not sharded.
+    """
+    record, specs = record_of(model), param_specs(model)
+    layers: dict[str, int] = {}
+
+    def pattern(path: str) -> str:
+        return _pattern(model, path, layers)
+
+    rows: dict[tuple[str, ...], int] = {}
+    changes: dict[tuple[str, ...], int] = {}
+    for r in record.replacements:
+        shapes = _cut_shapes(model, r.path) if r.kind == "module" else None
+        kind = rows if shapes else changes
+        key = (pattern(r.path) or type(model).__name__, r.before, r.after, *(shapes or ()))
+        kind[key] = kind.get(key, 0) + 1
+    whole: dict[tuple[str, str], tuple[int, int]] = {}
+    for name, p in model.named_parameters():
+        if not specs[name].is_sharded:
+            of = (pattern(name), _shape(p.shape))
+            count, size = whole.get(of, (0, 0))
+            whole[of] = (count + 1, size + p.numel())
+    total = max(sum(prod(specs[n].shape) for n, _ in model.named_parameters()), 1)
+    return Description(
+        _title(model, record, total),
+        [(*row, n) for row, n in rows.items()],  # type: ignore[misc]
+        [(*change, n) for change, n in changes.items()],  # type: ignore[misc]
+        [(*of, n, size / total) for of, (n, size) in whole.items()],
+        list(record.notes),
+        layers,
+    )
+
+
+def _title(model: nn.Module, record: ShardRecord, total: int) -> str:
+    local = sum(p.numel() for p in model.parameters())
+    on = [n.removeprefix("enable_").replace("_", " ") for n, on in record.options.items() if on is True]
+    return (
+        f"{type(model).__name__} over {record.context}, by {record.source}\n"
+        f"on: {', '.join(on) or 'nothing'}\n"
+        f"{total:,} parameters, {local:,} of them on this rank ({local / total:.1%})"
+    )
+
+
+def _cut_shapes(model: nn.Module, path: str) -> tuple[str, str] | None:
+    """Full and local shape of the parameter at ``path``, or of the first of the module there that is cut."""
+    owner, _, own = path.rpartition(".")
+    parent = model.get_submodule(owner)
+    module = parent if own in parent._parameters or own in parent._buffers else model.get_submodule(path)
+    for name, spec in module.__dict__.get("shard_specs", {}).items():
+        if module is parent and name != own:
+            continue
+        param = module._parameters.get(name)
+        if param is not None and spec.is_sharded:
+            return _shape(spec.shape), _shape(param.shape)
+    return None
+
+
+def _name(thing: Any) -> str:
+    if isinstance(thing, str):
+        return thing
+    if isinstance(thing, nn.Module):
+        return type(thing).__name__
+    return getattr(thing, "__name__", repr(thing))
+
+
+def _pattern(model: nn.Module, path: str, layers: dict[str, int]) -> str:
+    """``path`` with ``*`` for the index of a stack of equal modules, whose number is noted in ``layers``."""
+    out: list[str] = []
+    module: Any = model
+    for part in path.split("."):
+        siblings = list(module.children()) if part.isdigit() and isinstance(module, nn.Module) else []
+        if siblings and len({type(m) for m in siblings}) == 1:
+            out.append("*")
+            layers.setdefault(".".join(out), len(siblings))
+        else:
+            out.append(part)
+        module = getattr(module, part, None)
+    return ".".join(out)
+
+
+def _shape(shape: Any) -> str:
+    return " x ".join(str(n) for n in shape) or "scalar"

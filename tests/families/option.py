@@ -1,0 +1,87 @@
+"""A family's small model with an option on, over two ranks as threads, against the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardformer
+from shardformer.comm.params import gather_param, param_specs
+from shardformer.comm.rehearsal import Rehearsal
+from shardformer.context import ParallelContext
+from shardformer.samples import SMALL, Batches, Sample, sample_loss
+
+FAMILIES = tuple(SMALL)
+# Of fp64 numbers; what a class computes in fp32 whatever comes (softmax, RMS norms) brings the noise of that.
+EXACT, CASTS = 1e-10, 1e-5
+SIZE = {"batch": 3, "sequence": 9}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a model gave, and what the first rank says of how it was sharded."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    said: shardformer.Description | None = None
+
+    @property
+    def notes(self) -> str:
+        assert self.said is not None
+        return "\n".join(self.said.notes)
+
+    def replaced(self) -> dict[str, int]:
+        """What stands where something was replaced and not cut, and how often."""
+        assert self.said is not None
+        counts: dict[str, int] = {}
+        for *_, now, count in self.said.changes:
+            counts[now] = counts.get(now, 0) + count
+        return counts
+
+
+def build(family: str, changes: Mapping[str, Any]) -> nn.Module:
+    torch.manual_seed(0)
+    return Sample(family, changes=changes)().double().train()
+
+
+def batch_of(family: str, **size: int) -> dict[str, Tensor]:
+    batch = Batches(Sample(family).head_class, **(size or SIZE))(0)
+    return {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+
+
+def plain(family: str, **changes: Any) -> Outcome:
+    return _trained(build(family, changes), batch_of(family))
+
+
+def sharded(family: str, option: str, ranks: int = 2, **changes: Any) -> Outcome:
+    """Loss and full gradients of a sharded model with ``option`` on."""
+    models, batch = [build(family, changes) for _ in range(ranks)], batch_of(family)
+
+    def train(context: ParallelContext) -> Outcome:
+        options: dict[str, Any] = {option: True}
+        model = shardformer.shard_model(models[context.tensor.rank], context=context, **options)
+        outcome, specs = _trained(model, batch), param_specs(model)
+        full = {name: gather_param(g, specs[name], context.tensor) for name, g in outcome.gradients.items()}
+        return Outcome(outcome.loss, full, shardformer.describe(model))
+
+    return Rehearsal(ranks).run(train)[0]
+
+
+def _trained(model: nn.Module, batch: dict[str, Tensor]) -> Outcome:
+    loss = sample_loss(model, batch)
+    loss.backward()
+    return Outcome(loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+
+
+def assert_same(ours: Outcome, theirs: Outcome, bound: float) -> None:
+    """The loss and every gradient, relative to its own largest number; for noise, to a little of that of all."""
+    assert abs(ours.loss - theirs.loss) <= bound * abs(theirs.loss), (ours.loss, theirs.loss)
+    assert theirs.gradients and ours.gradients.keys() == theirs.gradients.keys()
+    largest = max(float(g.abs().max()) for g in theirs.gradients.values())
+    for name, gradient in theirs.gradients.items():
+        difference = float((ours.gradients[name] - gradient).abs().max())
+        assert difference <= bound * (float(gradient.abs().max()) + 1e-2 * largest), (name, difference)

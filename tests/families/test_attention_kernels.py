@@ -1,0 +1,158 @@
+"""Flash attention in every family: the kernel runs, all gradients are the plain model's, scores are not held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardformer.errors import ConfigError
+from shardformer.layers import attention_kernels, own_attention
+from shardformer.layers.attention import _describe, check_flash_attention, use_flash_attention
+from shardformer.samples import sample_loss
+from tests.families.option import CASTS, EXACT, FAMILIES, assert_same, batch_of, build, plain, sharded
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+OPTION = "enable_flash_attention"
+# Nothing in these is computed in fp32: attention, norms and activations follow the dtype of the weights.
+IN_FP64 = ("bert", "roberta", "albert", "ernie", "whisper", "t5", "vit", "beit", "swin", "swinv2", "sam")
+# What takes the place of a method, where a class of attention has no door.
+OWN = {
+    "bloom": "bloom",
+    "chatglm": "chatglm",
+    "gpt_neo": "gpt_neo",
+    "gptj": "gptj",
+    "sam": "sam_vision",
+    "swinv2": "swinv2",
+}
+HELD_BY_THE_MODEL = {
+    "sam": "relative positions are a product with each query, which the model makes as large as the scores",
+    "swin": "the model itself adds relative positions to the mask of each shifted window",
+}
+TRAINED_BIAS = ("t5", "beit", "swin", "swinv2", "sam")
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom of five heads": ("bloom", {"n_head": 5, "hidden_size": 50}),
+    "falcon eager": ("falcon", {"attn_implementation": "eager"}),
+    "falcon of one KV head": ("falcon", {"new_decoder_architecture": False, "num_kv_heads": None, "multi_query": True}),
+    "falcon with ALiBi": ("falcon", {"alibi": True, "bias": True}),
+    "gpt_neo all local": ("gpt_neo", {"attention_types": [[["local"], 2]]}),
+    "gptj with all dims rotated": ("gptj", {"rotary_dim": 8}),
+    "sam eager": ("sam", {"attn_implementation": "eager"}),
+    "swin eager": ("swin", {"attn_implementation": "eager"}),
+    "gpt2 with upcast attention": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
+}
+
+
+@pytest.fixture
+def scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[int, int, int]]]:
+    """(heads, queries, keys) of what torch's attention was called with."""
+    found: set[tuple[int, int, int]] = set()
+    attention = F.scaled_dot_product_attention
+
+    def noted(query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Tensor:
+        found.add((query.shape[1], query.shape[2], key.shape[2]))
+        return attention(query, key, *rest, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    yield found
+    assert torch.backends.cuda.math_sdp_enabled(), "torch's switch, one for all threads, was left as it was"
+
+
+@pytest.mark.feature("flash attention")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_attention_calls_the_kernel_and_nobody_can_tell(family: str, scores: set[tuple[int, int, int]]) -> None:
+    ours = sharded(family, OPTION)
+    assert_same(ours, plain(family), EXACT if family in IN_FP64 else CASTS)
+    assert "torch flash attention for the CPU" in ours.notes
+    assert ("at a time for the position bias" in ours.notes) == (family in TRAINED_BIAS)
+    assert (OWN.get(family) in ours.replaced()) == (family in OWN)
+    assert scores
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_other_settings(name: str, scores: set[tuple[int, int, int]]) -> None:
+    family, changes = VARIANTS[name]
+    assert_same(sharded(family, OPTION, **changes), plain(family, **changes), CASTS)
+    assert scores
+
+
+class Ops(TorchDispatchMode):
+    """The names of the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.feature("memory-efficient attention")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_scores_of_the_whole_batch_are_held(
+    family: str,
+    scores: set[tuple[int, int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
+    monkeypatch.setattr(attention_kernels, "SCORES_AT_ONCE", 0)  # these are so small that all of them would be
+    model, held = build(family, {}), []
+    use_flash_attention(model, CPU)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.shape) or t, lambda t: t), Ops() as ops:
+        sample_loss(model, batch_of(family, batch=3, sequence=11))
+    assert "_scaled_dot_product_flash_attention_for_cpu" in ops.names
+    assert not {"_softmax", "_safe_softmax"} & ops.names
+    of_batch = [tuple(s) for s in held if len(s) == 4 and s[0] > 1 and tuple(s[1:]) in scores]
+    assert bool(of_batch) == (family in HELD_BY_THE_MODEL)
+    if family in HELD_BY_THE_MODEL:
+        record_property("feature", f"part: {HELD_BY_THE_MODEL[family]}")
+    assert "memory-efficient" in _describe(model, CUDA) or family == "falcon"
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("bloom", {"attention_dropout": 0.1}, r"with attention_dropout=0\.0"),
+        ("gpt_neo", {"attention_dropout": 0.1}, r"with attention_dropout=0\.0"),
+        ("gptj", {"attn_pdrop": 0.1}, r"with attn_pdrop=0\.0"),
+        ("swinv2", {"attention_probs_dropout_prob": 0.1}, r"with attention_probs_dropout_prob=0\.0"),
+        ("falcon", {"attention_dropout": 0.1, "alibi": True}, r"with attention_dropout=0\.0"),
+        ("falcon", {"alibi": True, "attn_implementation": "eager"}, "adds ALiBi twice"),
+        ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact=True"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused(family: str, changes: dict[str, Any], words: str) -> None:
+    model = build(family, changes)
+    before = model.config._attn_implementation
+    with pytest.raises(ConfigError, match=words):
+        use_flash_attention(model, CPU)
+    assert model.config._attn_implementation == before
+
+
+def test_dropout_that_a_class_leaves_out_is_no_reason_to_refuse() -> None:
+    check_flash_attention(build("falcon", {"attention_dropout": 0.1}), CPU)
+
+
+def test_a_method_that_has_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = own_attention.OwnAttention("_attn", own_attention.bloom, "attn_dropout")
+    monkeypatch.setitem(own_attention.OWN, "GPTJAttention", other)
+    with pytest.raises(ConfigError, match=r"GPTJAttention\), whose _attn takes \['query'"):
+        use_flash_attention(build("gptj", {}), CPU)
+
+
+def test_weights_cannot_be_asked_for_where_a_method_was_replaced() -> None:
+    model = build("gpt_neo", {})
+    use_flash_attention(model, CPU)
+    assert use_flash_attention(model, CPU)  # again, and nothing is hooked twice
+    assert all(len(m._forward_pre_hooks) <= 1 for m in model.modules())
+    with pytest.raises(ConfigError, match="called with output_attentions"):
+        model(**batch_of("gpt_neo"), output_attentions=True)

@@ -1,0 +1,33 @@
+"""Fused norms in every family: all that are recognised are replaced, and all gradients are the plain model's."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardformer.layers.norm import FusedLayerNorm, FusedRMSNorm, fused_norm
+from tests.families.option import CASTS, EXACT, FAMILIES, assert_same, build, plain, sharded
+
+OPTION = "enable_fused_normalization"
+# Computed in fp32 whatever comes: RMS norms, attention, rotations.
+IN_FP64 = ("bert", "roberta", "albert", "ernie", "whisper", "vit", "beit", "swin", "swinv2", "sam")
+KIND = {"t5": "t5", "llama": "llama", "qwen2": "llama", "qwen3": "llama", "mistral": "llama", "chatglm": "torch"}
+
+
+@pytest.mark.feature("fused norm")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_norm_of_a_family(family: str) -> None:
+    ours = sharded(family, OPTION)
+    assert_same(ours, plain(family), EXACT if family in IN_FP64 else CASTS)
+    norms = [m for m in build(family, {}).modules() if "norm" in type(m).__name__.lower()]
+    left = [m for m in norms if type(m).__name__ == "SamLayerNorm"]
+    replaced = FusedRMSNorm if family in KIND else FusedLayerNorm
+    assert {replaced.__name__: len(norms) - len(left)}.items() <= ours.replaced().items()
+    assert ("stay as they are" in ours.notes) == bool(left)
+    assert family not in KIND or {fused_norm(m).kind for m in norms} == {KIND[family]}
+
+
+def test_sams_norm_over_channels_that_come_first_is_left_and_said() -> None:
+    ours = sharded("sam", OPTION)
+    assert "Norms that stay as they are: 5 SamLayerNorm (neither a layer norm nor an RMS norm over the last dim)" in (
+        ours.notes
+    )

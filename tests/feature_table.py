@@ -1,0 +1,357 @@
+"""The table of families and features, docs/features.md: what the tests that carry the mark said.
+
+    @pytest.mark.feature("sequence parallel")          # a column
+    @pytest.mark.parametrize("family", ["bert", ...])  # a row, by its model type; or feature(..., family="bert")
+    def test_...(family, record_property):
+        ...
+        record_property("feature", f"refused: {error}")  # the cell is not a plain yes: a word, and its footnote
+
+A cell is yes when all of its tests passed, no when one failed, empty when there is none. A family that is not in ROWS
+gets a row of its own. ``make features`` writes the page; a run of all tests fails when it is not what they said.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from shardformer.errors import ConfigError, nearest
+
+PAGE = "docs/features.md"
+EMPTY, NOT_YET, NOT_RUN = "–", "not yet", "not run"
+WORDS = ("yes", "part", "refused")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A family: how people call it, and its model types; for timm, ``timm:`` and the model's class."""
+
+    title: str
+    families: tuple[str, ...]
+
+
+ROWS = (
+    Row("BERT", ("bert",)),
+    Row("T5", ("t5",)),
+    Row("LLaMA 1, 2 and 3", ("llama",)),
+    Row("GPT-2", ("gpt2",)),
+    Row("OPT", ("opt",)),
+    Row("BLOOM", ("bloom",)),
+    Row("ChatGLM 2", ("chatglm",)),
+    Row("ViT", ("vit",)),
+    Row("Whisper", ("whisper",)),
+    Row("SAM", ("sam",)),
+    Row("BLIP-2", ("blip-2",)),
+    Row("Falcon", ("falcon",)),
+    Row("RoBERTa", ("roberta",)),
+    Row("ALBERT", ("albert",)),
+    Row("ERNIE", ("ernie",)),
+    Row("GPT-Neo", ("gpt_neo",)),
+    Row("GPT-J", ("gptj",)),
+    Row("BEiT", ("beit",)),
+    Row("Swin", ("swin",)),
+    Row("Swin V2", ("swinv2",)),
+    Row("Qwen 2", ("qwen2",)),
+    Row("Qwen 3", ("qwen3",)),
+    Row("Mistral", ("mistral",)),
+    Row("ViT and DeiT of timm", ("timm:VisionTransformer",)),
+    Row("distilled DeiT of timm", ("timm:VisionTransformerDistilled",)),
+    Row("BEiT of timm", ("timm:Beit",)),
+    Row("Swin of timm", ("timm:SwinTransformer",)),
+    Row("Swin V2 of timm", ("timm:SwinTransformerV2",)),
+    Row("EVA-02 of timm", ("timm:Eva",)),
+)
+COLUMNS: Mapping[str, str] = {
+    "tensor parallel": "`shard_model(model)` over two ranks or more",
+    "pipeline parallel": "layers on different ranks",
+    "lazy initialization": "no rank ever holds the whole model",
+    "memory-efficient attention": "`enable_flash_attention`, torch's memory-efficient kernel",
+    "flash attention": "`enable_flash_attention`, torch's flash kernel or the flash-attn package",
+    "JIT-fused operators": "`enable_jit_fused`",
+    "fused norm": "`enable_fused_normalization`",
+    "sequence parallel": "`enable_sequence_parallelism`",
+    "overlap": "`enable_sequence_overlap`, beside sequence parallelism",
+}
+"""Each feature, and how it is asked for."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A test with the mark: the family and the columns that it speaks of, where it stands, what it is called."""
+
+    family: str
+    columns: tuple[str, ...]
+    path: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What stands in the table: a word, the test that it links to, a footnote."""
+
+    word: str
+    label: str = ""
+    note: str = ""
+
+
+@dataclass
+class Outcome:
+    """How a case ended: every phase of it, and what it said of its cell."""
+
+    phases: set[str] = field(default_factory=set)
+    says: list[str] = field(default_factory=list)
+
+    @property
+    def word(self) -> str:
+        return next((word for word in ("failed", "skipped") if word in self.phases), "passed")
+
+
+Cells = dict[tuple[str, str], Cell]
+"""(a row's title, a column) -> what stands there."""
+
+
+# --------------------------------------------------------------------------------------------------------- what is what
+
+
+def case_of(item: pytest.Item) -> Case | None:
+    """What a test's marks say, None without any. Raises UsageError for a mark that no cell belongs to."""
+    marks = list(item.iter_markers("feature"))
+    if not marks:
+        return None
+    columns = [str(name) for mark in reversed(marks) for name in mark.args]
+    params: Mapping[str, object] = getattr(getattr(item, "callspec", None), "params", {})
+    said = [mark.kwargs["family"] for mark in marks if "family" in mark.kwargs]
+    family = said[0] if said else params.get("family")
+    unknown = [name for name in columns if name not in COLUMNS]
+    if unknown or not columns:
+        raise pytest.UsageError(
+            f"{item.nodeid}: feature({', '.join(map(repr, unknown))}). The features are {', '.join(COLUMNS)}. "
+            + (nearest(unknown[0], COLUMNS) if unknown else "Name one.")
+        )
+    if not isinstance(family, str):
+        raise pytest.UsageError(
+            f"{item.nodeid}: feature{mark_text(columns)} of no family. A cell is a family's: the test's parameter "
+            "`family`, a model type, names it. Add the parameter, or write feature(..., family=...)."
+        )
+    path = item.path.relative_to(item.config.rootpath).as_posix()
+    return Case(family, tuple(dict.fromkeys(columns)), path, getattr(item, "originalname", item.name))
+
+
+def mark_text(columns: Sequence[str]) -> str:
+    return f"({', '.join(map(repr, columns))})"
+
+
+def rows_of(families: Iterable[str]) -> list[Row]:
+    """ROWS, and behind them a row for each other family."""
+    known = {name for row in ROWS for name in row.families}
+    return [*ROWS, *(Row(name, (name,)) for name in sorted(set(families) - known))]
+
+
+def labels_of(cases: Iterable[Case]) -> dict[tuple[str, str], str]:
+    """(path, name) of each test -> what the page calls it: its name, with its file's where two have one name."""
+    tests = dict.fromkeys((case.path, case.name) for case in cases)
+    names = [name for _, name in tests]
+    return {(path, name): name if names.count(name) == 1 else f"{Path(path).stem}.{name}" for path, name in tests}
+
+
+def cells_of(cases: Mapping[str, Case], outcomes: Mapping[str, Outcome], before: Cells) -> Cells:
+    """What the page has to say; of a cell whose tests were all skipped, what it said before."""
+    labels = labels_of(cases.values())
+    out: Cells = {}
+    for row in rows_of(case.family for case in cases.values()):
+        for column in COLUMNS:
+            here = {n: c for n, c in cases.items() if c.family in row.families and column in c.columns}
+            if not here:
+                continue
+            ended = [outcomes.get(nodeid, Outcome()) for nodeid in here]
+            first = next(iter(here.values()))
+            label = labels[first.path, first.name]
+            if all(outcome.word == "skipped" for outcome in ended):
+                out[row.title, column] = before.get((row.title, column), Cell(NOT_RUN, label))
+            elif any(outcome.word == "failed" for outcome in ended):
+                out[row.title, column] = Cell("no", label)
+            else:
+                said = dict.fromkeys(said for outcome in ended for said in outcome.says)
+                words = [said.partition(": ")[0] for said in said]
+                notes = [" ".join(note.split()) for said in said if (note := said.partition(": ")[2])]
+                out[row.title, column] = Cell(words[0] if words else "yes", label, " ".join(dict.fromkeys(notes)))
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------------- the page
+
+
+INTRO = f"""# Families and features
+
+What works for which family. Each cell is the result of the tests that it links to: small random models of the family,
+cut and compared with the plain ones. `make features` runs these tests and writes this page; `make test` fails when the
+page says anything else.
+
+- **yes**: all tests of the cell pass. Where a number follows, its note says more.
+- **part**: it works, and not everywhere; the note says where.
+- **refused**: the program says no before anything changes; the note is what it says.
+- **{EMPTY}**: no test says anything. It may work, and `shardformer verify` tells.
+- **{NOT_RUN}**: where the page was written, something that the tests need was missing.
+- **{NOT_YET}**: for no family.
+
+A family that is not here may work as well: [ten minutes for a new family](add-a-model.md).
+"""
+
+
+def page_of(cases: Iterable[Case], cells: Cells) -> str:
+    """docs/features.md."""
+    cases = list(cases)
+    labels = labels_of(cases)
+    tested = {column for case in cases for column in case.columns}
+    notes = list(dict.fromkeys(cell.note for cell in cells.values() if cell.note))
+
+    def shown(title: str, column: str) -> str:
+        cell = cells.get((title, column), Cell(EMPTY if column in tested else NOT_YET))
+        note = f"[^{notes.index(cell.note) + 1}]" if cell.note else ""
+        return (f"[{cell.word}][{cell.label}]" if cell.label else cell.word) + note
+
+    table = [["family", "model type", *COLUMNS], ["---"] * (2 + len(COLUMNS))]
+    for row in rows_of(case.family for case in cases):
+        types = ", ".join(f"`{name}`" for name in row.families)
+        table.append([row.title, types, *(shown(row.title, column) for column in COLUMNS)])
+    asked = [["feature", "how it is asked for", "tests"], ["---"] * 3]
+    for column, how in COLUMNS.items():
+        said = dict.fromkeys(labels[case.path, case.name] for case in cases if column in case.columns)
+        asked.append([column, how, ", ".join(f"[{label}]" for label in said) or EMPTY])
+    links = [f"[{label}]: ../{path}" for (path, _), label in sorted(labels.items(), key=lambda item: item[1])]
+    footnotes = [f"[^{number}]: {note}" for number, note in enumerate(notes, 1)]
+    parts = [INTRO, _lines(table), "## The tests\n", _lines(asked), "\n".join(links) + "\n"]
+    return "\n".join([*parts, *(["\n".join(footnotes) + "\n"] if footnotes else [])])
+
+
+def _lines(table: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in table)
+
+
+def read_page(text: str) -> Cells:
+    """What a page says: ``page_of`` the other way round, without the empty cells."""
+    notes = dict(re.findall(r"^\[\^(\d+)\]: (.*)$", text, re.MULTILINE))
+    rows = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    out: Cells = {}
+    for row in rows:
+        for column, shown in zip(COLUMNS, row[2:] if len(row) == len(COLUMNS) + 2 else []):
+            found = re.fullmatch(r"\[([^\]]+)\]\[([^\]^]+)\](?:\[\^(\d+)\])?", shown)
+            if found:
+                out[row[0], column] = Cell(found[1], found[2], notes.get(found[3], ""))
+    return out
+
+
+def stale(now: Cells, page: Cells) -> ConfigError | None:
+    """What is wrong with a page whose cells are not those of now; where a link leads does not count."""
+    wrong = []
+    for key in sorted(now.keys() | page.keys()):
+        here, there = now.get(key, Cell(EMPTY)), page.get(key, Cell(EMPTY))
+        if (here.word, here.note) != (there.word, there.note):
+            as_well = " for another reason" if here.word == there.word else ""
+            wrong.append(f"{key[1]} of {key[0]} is {there.word!r} there and {here.word!r}{as_well} now")
+    if not wrong:
+        return None
+    more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+    return _stale("; ".join(wrong[:5]) + more)
+
+
+def _stale(what: str) -> ConfigError:
+    return ConfigError(
+        f"{PAGE} is not what the tests say: {what}",
+        rule="The table is written from the results of the tests",
+        remedy="Run `make features`, look at what changed, and commit the page",
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- the plugin
+
+
+class FeatureTable:
+    """Sees which tests have the mark and how they end, and writes the page or compares it at the session's end."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.path = config.rootpath / PAGE
+        self.writes: bool = config.getoption("write_features")
+        self.collects: bool = config.getoption("collectonly")
+        self.whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+        self.cases: dict[str, Case] = {}
+        self.outcomes: dict[str, Outcome] = {}
+        self.message = ""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Before anything is deselected."""
+        self.cases = {item.nodeid: case for item in items if (case := case_of(item)) is not None}
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        if any(item.nodeid in self.cases for item in items):
+            self.whole = False
+
+    def pytest_collection_finish(self) -> None:
+        if self.writes and not self.whole:
+            raise pytest.UsageError(
+                "--write-features with some of the tests. The page is written from all tests with the mark `feature`. "
+                "Run `make features`, or `pytest -m feature --write-features` without paths."
+            )
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.nodeid in self.cases:
+            outcome = self.outcomes.setdefault(report.nodeid, Outcome())
+            outcome.phases.add(report.outcome)
+            outcome.says = [str(value) for name, value in report.user_properties if name == "feature"]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        wrong = self._finish()
+        if wrong is not None:
+            self.message = str(wrong)
+            if session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _finish(self) -> ConfigError | None:
+        """Writes or compares; gives what is wrong with the page."""
+        if not self.cases or not self.whole:
+            return None
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        before = read_page(text)
+        if self.collects:
+            return self._collected(before)
+        if self.outcomes.keys() != self.cases.keys():
+            return None  # stopped before the end
+        for nodeid, outcome in self.outcomes.items():
+            if any(said.partition(": ")[0] not in WORDS for said in outcome.says):
+                return ConfigError(
+                    f"{nodeid} says of its cell: {outcome.says}",
+                    rule=f"A test says a word, a colon and a note, and the words are {', '.join(WORDS)}",
+                    remedy='Write record_property("feature", "refused: ...")',
+                )
+        cells = cells_of(self.cases, self.outcomes, before)
+        page = page_of(self.cases.values(), cells)
+        if self.writes:
+            self.path.write_text(page, encoding="utf-8")
+            self.message = f"wrote {PAGE}"
+        elif page != text and all(outcome.word != "failed" for outcome in self.outcomes.values()):
+            return stale(cells, before) or _stale("rows, links or words around the table have changed")
+        return None
+
+    def _collected(self, before: Cells) -> ConfigError | None:
+        """Nothing ran: whether the page has a word in the cells that have tests, and in no others."""
+        tested = cells_of(self.cases, {}, before)
+        return stale({key: before.get(key, Cell("tested")) for key in tested}, before)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.message:
+            terminalreporter.section("features")
+            terminalreporter.line(self.message)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-features", action="store_true", help=f"write {PAGE} from the tests with the mark feature")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(FeatureTable(config), "feature-table")

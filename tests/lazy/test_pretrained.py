@@ -1,0 +1,245 @@
+"""Saved weights that are read in parts: the same as loading them whole with transformers and sharding that."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from shardformer.comm.params import param_specs
+from shardformer.comm.rehearsal import Rehearsal
+from shardformer.context import ParallelContext
+from shardformer.errors import ConfigError
+from shardformer.lazy.materialize import materialize
+from shardformer.lazy.pretrained import from_pretrained
+from shardformer.samples import SMALL, Batches, Sample, sample_loss
+from shardformer.sharder import shard_model
+from shardformer.sharding.record import describe
+from tests.lazy.families import FAMILIES, assert_same, build
+
+BERT = Sample("bert")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def save(model: Any, folder: Path, shard_size: str = "5GB") -> Path:
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    return folder
+
+
+def loaded_by_both(kind: Any, folder: Path, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """By us and then given its values, and by transformers; both leave the same random state."""
+    torch.manual_seed(5)
+    plain = kind.from_pretrained(folder, **options)
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    ours = from_pretrained(kind, folder, **options)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.is_meta for p in ours.parameters())
+    assert ours.training is plain.training is False
+    return ours, plain
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_loads_as_with_transformers(family: str, tmp_path: Path) -> None:
+    """From several files; mixtral's experts and other weights are saved under other names and shapes."""
+    model = build(family)
+    save(model, tmp_path, shard_size="60KB")
+    ours, plain = loaded_by_both(type(model), tmp_path)
+    assert_same(materialize(ours), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "auto", torch.float64], ids=str)
+def test_a_dtype_is_asked_for(dtype: Any, tmp_path: Path) -> None:
+    save(build("llama", torch.float16), tmp_path)
+    ours, plain = loaded_by_both(transformers.LlamaForCausalLM, tmp_path, dtype=dtype)
+    assert_same(materialize(ours), plain)
+
+
+@pytest.mark.parametrize(
+    ("saved", "kind", "head", "other"),
+    [
+        ("BertModel", "BertForMaskedLM", "cls.predictions.bias", "pooler.dense.bias"),  # saved without "bert."
+        ("BertForMaskedLM", "BertModel", "pooler.dense.bias", "cls.predictions.bias"),
+        ("BertForMaskedLM", "BertForSequenceClassification", "classifier.bias", "cls.predictions.bias"),
+    ],
+)
+def test_another_head_is_new_and_the_same_as_with_transformers(
+    saved: str, kind: str, head: str, other: str, tmp_path: Path
+) -> None:
+    save(Sample("bert", saved)(), tmp_path)
+    ours, plain = loaded_by_both(getattr(transformers, kind), tmp_path)
+    notes = " ".join(vars(ours)["_shardformer_loading"])
+    assert_same(materialize(ours), plain)
+    new, _, unused = notes.partition("Saved, and not in this model: ")
+    assert head in new.partition("Not saved, so new, with random numbers: ")[2] and other in unused
+
+
+def test_an_auto_class_and_fields_of_the_config(tmp_path: Path) -> None:
+    save(BERT(), tmp_path)
+    model = from_pretrained(transformers.AutoModelForSequenceClassification, tmp_path, num_labels=7)
+    assert type(model) is transformers.BertForSequenceClassification
+    assert model.get_parameter("classifier.weight").shape[0] == 7
+
+
+def test_generation_settings_come_along(tmp_path: Path) -> None:
+    model: Any = Sample("gpt2")()
+    model.generation_config.max_new_tokens = 17
+    model.generation_config.save_pretrained(tmp_path)
+    save(model, tmp_path)
+    ours: Any = from_pretrained(type(model), tmp_path)
+    assert ours.generation_config.max_new_tokens == 17 and ours.name_or_path == str(tmp_path)
+
+
+def test_tied_weights_that_were_saved_twice_are_tied_where_they_are_equal(tmp_path: Path) -> None:
+    save(BERT(), tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    table = state["bert.embeddings.word_embeddings.weight"]
+    for same in (True, False):
+        save_file({**state, "cls.predictions.decoder.weight": table.clone() if same else table + 1}, file)
+        ours, plain = loaded_by_both(transformers.BertForMaskedLM, tmp_path)
+        assert_same(materialize(ours), plain)
+
+
+@pytest.mark.feature("lazy initialization")
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", sorted(SMALL.keys() - {"chatglm"}))  # which transformers does not have
+def test_a_training_step_is_that_of_the_loaded_model(family: str, size: int, tmp_path: Path) -> None:
+    sample = Sample(family)
+    kind: Any = getattr(transformers, sample.head_class)
+    torch.manual_seed(3)
+    save(sample(), tmp_path)
+    batch, plain = Batches(sample.head_class)(0), kind.from_pretrained(tmp_path)
+    sample_loss(plain, batch).backward()
+    lazy = [from_pretrained(kind, tmp_path) for _ in range(size)]
+
+    def train(context: ParallelContext) -> None:
+        rank = context.tensor.rank
+        model = shard_model(lazy[rank], context=context)
+        assert str(tmp_path) in str(describe(model))
+        sample_loss(model, batch).backward()
+        specs = param_specs(model)
+        for name, param in model.named_parameters():
+            full = plain.get_parameter(name)
+            assert torch.equal(param, specs[name].slice(full, rank)), name
+            if full.grad is not None:
+                torch.testing.assert_close(param.grad, specs[name].slice(full.grad, rank), rtol=1e-4, atol=1e-6)
+
+    Rehearsal(size).run(train)
+
+
+def test_new_heads_are_the_same_on_all_ranks_whatever_their_seeds(tmp_path: Path) -> None:
+    save(Sample("bert", "BertModel")(), tmp_path)
+    lazy = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        lazy.append(from_pretrained(transformers.BertForSequenceClassification, tmp_path))
+
+    def head(context: ParallelContext) -> tuple[torch.Tensor, str]:
+        model = shard_model(lazy[context.tensor.rank], context=context)
+        return model.get_parameter("classifier.weight"), str(describe(model))
+
+    (one, said), (other, _) = Rehearsal(2).run(head)
+    assert torch.equal(one, other)
+    assert "Not saved, so new, with random numbers: classifier.bias, classifier.weight" in said
+
+
+def test_the_files_may_be_written_over_once_the_values_are_there(tmp_path: Path) -> None:
+    plain: Any = BERT()
+    save(plain, tmp_path)
+    ours = materialize(from_pretrained(transformers.BertForMaskedLM, tmp_path))
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"\0" * file.stat().st_size)
+    assert torch.equal(ours.get_parameter("cls.predictions.bias"), plain.get_parameter("cls.predictions.bias"))
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in ours.state_dict().items())
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no config.*Correct the path"):
+        from_pretrained(transformers.BertModel, tmp_path / "nowhere")
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    BERT.config().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"no weights in.*model.safetensors"):
+        from_pretrained(transformers.BertModel, tmp_path)
+
+
+def test_a_file_that_the_index_names_is_missing(tmp_path: Path) -> None:
+    save(BERT(), tmp_path, shard_size="60KB")
+    next(tmp_path.glob("model-00002*")).unlink()
+    with pytest.raises(ConfigError, match=r"model-00002.*cannot be read.*No such file"):
+        from_pretrained(transformers.BertForMaskedLM, tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a model", None], ids=["empty", "text", "cut short"])
+def test_a_file_that_is_no_safetensors_file(content: bytes | None, tmp_path: Path) -> None:
+    save(BERT(), tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100] if content is None else content)
+    with pytest.raises(ConfigError, match=r"model.safetensors' cannot be read.*anew"):
+        from_pretrained(transformers.BertForMaskedLM, tmp_path)
+
+
+def test_files_that_vanish_before_the_values_are_made(tmp_path: Path) -> None:
+    save(BERT(), tmp_path)
+    model = from_pretrained(transformers.BertForMaskedLM, tmp_path)
+    shutil.rmtree(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be read any more"):
+        Rehearsal(1).run(lambda context: shard_model(model, context=context))
+
+
+def test_shapes_that_do_not_fit(tmp_path: Path) -> None:
+    save(BERT(), tmp_path)
+    with pytest.raises(ConfigError, match=r"dense.bias' is \(70,\) in .* and \(80,\) in this.*5 more"):
+        from_pretrained(transformers.BertForMaskedLM, tmp_path, intermediate_size=80)
+
+
+def test_layers_that_were_not_saved(tmp_path: Path) -> None:
+    save(BERT(), tmp_path)
+    with pytest.raises(ConfigError, match=r"no weights for bert.encoder.layer.2\..*as many layers"):
+        from_pretrained(transformers.BertForMaskedLM, tmp_path, num_hidden_layers=3)
+
+
+def test_weights_of_another_model(tmp_path: Path) -> None:
+    save(BERT(), tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({f"other.{name}": value for name, value in load_file(file).items()}, file)
+    with pytest.raises(ConfigError, match=r"Nothing in .* fits BertForMaskedLM.*'other\."):
+        from_pretrained(transformers.BertForMaskedLM, tmp_path)
+
+
+def test_an_option_that_is_none(tmp_path: Path) -> None:
+    save(BERT(), tmp_path)
+    with pytest.raises(ConfigError, match="no option 'hiden_size'"):
+        from_pretrained(transformers.BertForMaskedLM, tmp_path, hiden_size=3)
+
+
+def test_quantized_weights(tmp_path: Path) -> None:
+    save(BERT(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(ConfigError, match="is quantized"):
+        from_pretrained(transformers.BertForMaskedLM, tmp_path)
+
+
+def test_ranks_that_read_different_files_are_refused(tmp_path: Path) -> None:
+    folders = [save(Sample("bert")(), tmp_path / "a"), save(Sample("bert")(), tmp_path / "b", shard_size="60KB")]
+    lazy = [from_pretrained(transformers.BertForMaskedLM, folder) for folder in folders]
+    with pytest.raises(ConfigError, match="Ranks disagree"):
+        Rehearsal(2).run(lambda context: shard_model(lazy[context.tensor.rank], context=context))

@@ -1,0 +1,216 @@
+"""A model that is built without values gets those of an eager build, to the bit."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import init
+
+from shardformer.errors import ConfigError
+from shardformer.lazy.materialize import materialize
+from shardformer.lazy.recipe import place_of, recipe
+from shardformer.lazy.recorder import LazyInit, Recorder
+from shardformer.samples import Sample
+from tests.lazy.families import FAMILIES, assert_same, build
+
+
+def with_values(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """The model built as always, and without values and filled afterwards; both leave the same random state."""
+    torch.manual_seed(7)
+    plain = make()
+    state = torch.get_rng_state()
+    torch.manual_seed(7)
+    with LazyInit():
+        lazy = make()
+    assert torch.equal(torch.get_rng_state(), state)
+    materialize(lazy)
+    assert torch.equal(torch.get_rng_state(), state)
+    return lazy, plain
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_gets_the_weights_buffers_and_ties_of_an_eager_build(family: str, dtype: torch.dtype) -> None:
+    plain = build(family, dtype)
+    state = torch.get_rng_state()
+    with LazyInit():
+        lazy = build(family, dtype)
+    assert torch.equal(torch.get_rng_state(), state)  # so that what is drawn next is the same too
+    assert all(p.is_meta for p in lazy.parameters())
+    assert_same(materialize(lazy), plain)
+
+
+class Initialised(nn.Module):
+    """Every init function of torch, and what people do beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("uniform_", "normal_", "ones_", "zeros_", "xavier_uniform_", "xavier_normal_", "trunc_normal_",
+                     "kaiming_uniform_", "kaiming_normal_", "orthogonal_", "eye_"):  # fmt: skip
+            weight = nn.Parameter(torch.empty(9, 7))
+            getattr(init, name)(weight)
+            self.register_parameter(name, weight)
+        self.wide = nn.Parameter(init.trunc_normal_(torch.empty(9, 7), std=5.0, a=-1.0, b=1.0))
+        self.sparse = nn.Parameter(init.sparse_(torch.empty(9, 7), sparsity=0.5))
+        self.dirac = nn.Parameter(init.dirac_(torch.empty(4, 4, 3)))
+        self.drawn = nn.Parameter(torch.randn(5, 3) * 0.5 + torch.rand(3))
+        self.normal = nn.Parameter(torch.normal(1.0, 2.0, size=(4, 4)))
+        self.own = nn.Parameter(torch.empty(33).normal_(generator=torch.Generator().manual_seed(5)))
+        self.scaled = nn.Parameter(torch.empty(6, 6).exponential_())
+        with torch.no_grad():
+            self.scaled[0] = 2.0
+            self.scaled[:, 1] = torch.ones(6)
+            self.scaled[torch.tensor([3, 5])] = torch.randn(2, 6)
+            self.scaled[2].fill_(3.0)
+            self.scaled[:, ::2].mul_(2.0)
+            self.scaled[self.scaled > 1.0] = 1.0
+            self.drawn /= self.drawn.norm()
+        self.copied = nn.Parameter(self.scaled.detach().t().clone())
+        self.register_buffer("steps", torch.zeros(4) + torch.arange(4))
+        self.register_buffer("mean", self.drawn.detach().mean())
+        self.plain_attribute = torch.ones(3) * math.pi
+        self.listed = [torch.full((2,), 1.5), "a"]
+        self.norm = nn.BatchNorm1d(5)
+        self.weight_norm = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+
+
+def test_what_torch_can_do_to_a_weight_is_written_down() -> None:
+    lazy, plain = with_values(Initialised)
+    assert_same(lazy, plain)
+    assert isinstance(lazy, Initialised) and isinstance(plain, Initialised)
+    assert torch.equal(lazy.plain_attribute, plain.plain_attribute)
+    assert isinstance(lazy.listed[0], Tensor) and torch.equal(lazy.listed[0], torch.full((2,), 1.5))
+
+
+def test_what_is_done_to_the_whole_model_inside_is_done() -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4)).to("cpu")
+        model.apply(lambda m: init.normal_(m.weight) if isinstance(m, nn.Linear) else None)
+        model[1].weight.requires_grad_(False)
+        return model.to(torch.bfloat16).double()
+
+    assert_same(*with_values(make))
+
+
+def test_a_value_that_is_asked_for_is_the_true_one() -> None:
+    torch.manual_seed(0)
+    expected = torch.randn(3, 3)
+    torch.manual_seed(0)
+    with LazyInit():
+        weight = torch.randn(3, 3)
+        assert weight.device.type == "cpu" and not weight.is_meta  # as init functions want to know
+        assert weight.sum().item() == expected.sum().item()
+        assert torch.equal(weight, expected)
+        assert bool((weight > 0).any()) == bool((expected > 0).any())
+    assert weight.is_meta
+
+
+def test_only_the_numbers_that_are_kept_are_drawn_again() -> None:
+    """nn.Embedding draws, and transformers draws anew and zeroes a row: the first draw is not in the recipe."""
+    with LazyInit():
+        model = Sample("bert")()
+    place = place_of(model.get_parameter("bert.embeddings.word_embeddings.weight"))
+    assert place is not None
+    steps = [str(step.func).removeprefix("aten.").partition(".")[0] for step in recipe(place)]
+    assert steps == ["normal_", "zero_"]
+
+
+def test_parameters_that_share_memory_go_on_sharing_it() -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[1].weight.data = model[0].weight.data
+        return model
+
+    lazy, plain = with_values(make)
+    assert_same(lazy, plain)
+    first, second = lazy.get_parameter("0.weight"), lazy.get_parameter("1.weight")
+    assert first is not second and first.data_ptr() == second.data_ptr()
+
+
+def test_a_model_without_lazy_weights_is_left_alone() -> None:
+    model = nn.Linear(2, 2)
+    before = model.weight
+    assert materialize(model).weight is before
+
+
+def test_the_device_is_chosen_when_values_are_made() -> None:
+    with LazyInit():
+        model = nn.Linear(2, 2)
+    assert materialize(model, torch.device("cpu")).weight.device.type == "cpu"
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def test_the_meta_device_inside_is_refused() -> None:
+    said = r"meta device inside of LazyInit.*shardformer.from_pretrained"
+    with pytest.raises(ConfigError, match=said), LazyInit(), torch.device("meta"):
+        nn.Linear(2, 2)
+
+
+def test_from_pretrained_of_transformers_inside_is_refused(tmp_path: Path) -> None:
+    model = Sample("bert")()
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    with pytest.raises(ConfigError, match=r"shardformer.from_pretrained"), LazyInit():
+        type(model).from_pretrained(tmp_path)  # type: ignore[attr-defined]
+
+
+def test_meta_weights_of_another_origin_are_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"nothing says what.*'weight'.*LazyInit"):
+        materialize(model)
+
+
+def test_a_conversion_after_the_end_is_refused() -> None:
+    with LazyInit():
+        model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"'weight'.*\.half\(\) inside"):
+        materialize(model.half())
+
+
+def test_a_copy_after_the_end_is_refused() -> None:
+    with LazyInit():
+        model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="'weight'"):
+        materialize(copy.deepcopy(model))
+
+
+def test_what_is_copied_from_nowhere_is_refused() -> None:
+    nowhere = torch.empty(2, 2, device="meta")
+    with LazyInit():
+        model = nn.Linear(2, 2)
+        with torch.no_grad():
+            model.weight.copy_(nowhere)
+    with pytest.raises(ConfigError, match=r"nothing says what.*'weight'"):
+        materialize(model)
+
+
+def test_a_weight_that_is_written_to_after_the_end_is_refused() -> None:
+    with LazyInit():
+        model = nn.Linear(2, 2)
+    init.zeros_(model.bias)
+    with pytest.raises(ConfigError, match=r"'bias'.*after LazyInit ended"):
+        materialize(model)
+
+
+def test_what_torch_refuses_is_refused_where_it_is_called() -> None:
+    with pytest.raises(RuntimeError, match=r"expand|size"), LazyInit():
+        torch.zeros(3, 3).copy_(torch.zeros(2, 2))
+
+
+def test_an_error_inside_ends_the_recording() -> None:
+    with pytest.raises(ZeroDivisionError), LazyInit():
+        1 / 0  # noqa: B018
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_a_recorder_alone_makes_nothing_without_values() -> None:
+    with Recorder():
+        assert not nn.Linear(2, 2).weight.is_meta

@@ -1,0 +1,338 @@
+"""A model that is built without values and sharded is the one that is built whole and sharded."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from shardformer.comm.params import param_specs
+from shardformer.comm.rehearsal import Rehearsal
+from shardformer.context import ParallelContext, launch_from_torch
+from shardformer.errors import ConfigError, PolicyError
+from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
+from shardformer.lazy import recipe
+from shardformer.lazy.recorder import LazyInit
+from shardformer.policies.infer.twin import shrunk
+from shardformer.pool import WorkerPool
+from shardformer.samples import SMALL, Batches, Sample, sample_loss
+from shardformer.sharder import ShardFormer, shard_model
+from shardformer.sharding.config import ShardConfig
+from shardformer.sharding.guards import full_state_dict
+from shardformer.sharding.policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardformer.sharding.record import describe
+from tests.policies.toy import ToyLM, ToyPolicy
+
+OPTIONS = {"enable_sequence_parallelism": True, "enable_fused_normalization": True}
+
+
+def built(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return make()
+
+
+def built_lazily(make: Callable[[], nn.Module], ranks: int, seeds: list[int] | None = None) -> list[nn.Module]:
+    """One for each rank."""
+    models = []
+    for rank in range(ranks):
+        with LazyInit():
+            models.append(built(make, seeds[rank] if seeds else 0))
+    return models
+
+
+def assert_parts_of(model: nn.Module, plain: nn.Module, rank: int) -> None:
+    specs = param_specs(model)
+    for name, param in model.named_parameters():
+        assert torch.equal(param, specs[name].slice(plain.get_parameter(name), rank)), name
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, plain.get_buffer(name)), name
+    assert any(spec.is_sharded for spec in specs.values())
+
+
+@pytest.mark.feature("lazy initialization")
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
+@pytest.mark.parametrize("size", [2, 4])  # 127 tokens, 6 heads and 2 KV heads divide by neither or one of them
+@pytest.mark.parametrize("family", sorted(SMALL))
+def test_parts_and_a_training_step_are_those_of_the_eager_model(
+    family: str, size: int, options: dict[str, bool]
+) -> None:
+    if family in ("swin", "swinv2", "sam", "blip-2"):  # which refuse it
+        options = {name: on for name, on in options.items() if "sequence" not in name}
+    sample = Sample(family)
+    batch, plain, lazy = Batches(sample.head_class)(0), built(sample), built_lazily(sample, size)
+    whole = plain.state_dict()
+    eager = [built(sample) for _ in range(size)]
+
+    def train(context: ParallelContext) -> None:
+        rank = context.tensor.rank
+        ours = shard_model(lazy[rank], context=context, **options)
+        assert_parts_of(ours, plain, rank)
+        theirs = shard_model(eager[rank], context=context, **options)
+        for model in (ours, theirs):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            sample_loss(model, batch).backward()
+            optimizer.step()
+        ours_after, theirs_after = full_state_dict(ours), full_state_dict(theirs)
+        assert ours_after.keys() == theirs_after.keys() == whole.keys()
+        assert all(torch.equal(ours_after[name], value) for name, value in theirs_after.items())
+        assert any(not torch.equal(ours_after[name], value) for name, value in whole.items())
+        assert "Built without values" in str(describe(ours))
+
+    Rehearsal(size).run(train)
+
+
+@pytest.mark.parametrize("head", ["T5EncoderModel", "T5ForSequenceClassification"])
+def test_other_heads(head: str) -> None:
+    sample = Sample("t5", head)
+    plain, lazy = built(sample), built_lazily(sample, 2)
+    Rehearsal(2).run(lambda c: assert_parts_of(shard_model(lazy[c.tensor.rank], context=c), plain, c.tensor.rank))
+
+
+def test_one_rank_alone_gets_everything() -> None:
+    sample = Sample("gpt2")
+    plain, (lazy,) = built(sample), built_lazily(sample, 1)
+    context = Rehearsal(1).context(0)
+    model, _ = ShardFormer(ShardConfig(context=context)).optimize(lazy)
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_of_ones_own_with_a_policy_of_its_own() -> None:
+    plain, lazy = built(ToyLM), built_lazily(ToyLM, 2)
+
+    def shard(context: ParallelContext) -> None:
+        assert_parts_of(
+            shard_model(lazy[context.tensor.rank], ToyPolicy(), context=context), plain, context.tensor.rank
+        )
+
+    Rehearsal(2).run(shard)
+
+
+def test_a_policy_that_is_found_fits_a_model_without_values() -> None:
+    lazy = []
+    for _ in range(2):
+        with LazyInit():
+            lazy.append(stable_lm())
+
+    def shard(context: ParallelContext) -> None:
+        model = shard_model(lazy[context.tensor.rank], context=context)
+        assert "inferred" in str(describe(model))
+        assert_parts_of(model, plain, context.tensor.rank)
+
+    plain = stable_lm()
+    Rehearsal(2).run(shard)
+
+
+def stable_lm() -> nn.Module:
+    """A small model of a family that is not registered."""
+    torch.manual_seed(0)
+    model: nn.Module = transformers.StableLmForCausalLM(shrunk(transformers.StableLmConfig()))
+    return model
+
+
+def test_a_model_that_nothing_is_known_of_asks_for_a_policy_as_it_does_with_values() -> None:
+    lazy, said = built_lazily(ToyLM, 2), []
+    for models in (lazy, [built(ToyLM), built(ToyLM)]):
+        with pytest.raises(PolicyError, match="No policy for ToyLM") as caught:
+            Rehearsal(2).run(lambda context, models=models: shard_model(models[context.tensor.rank], context=context))
+        said.append(str(caught.value))
+    assert (
+        "found by inference" in said[0]
+        and "found by inference" in said[1]
+        and all(p.is_meta for p in lazy[0].parameters())
+    )
+
+
+def train_on_processes(data: int) -> tuple[float, float]:
+    context = launch_from_torch(data=data)
+    sample = Sample("llama")
+    batch = Batches(sample.head_class)(0)
+    part = {k: v[context.data.rank * 4 // data : (context.data.rank + 1) * 4 // data] for k, v in batch.items()}
+    plain = built(sample)
+    with LazyInit():
+        lazy = built(sample)
+    model = shard_model(lazy, context=context)
+    assert_parts_of(model, plain, context.tensor.rank)
+    loss = sample_loss(model, part)
+    loss.backward()
+    return float(loss.detach()), float(sample_loss(plain, part).detach())
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_real_processes_agree_on_it_too(pool4: WorkerPool, data: int) -> None:
+    for loss, expected in pool4.run(train_on_processes, data):
+        assert abs(loss - expected) < 1e-5
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_one_full_tensor_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is made and not kept, the most that lives at once is the largest full tensor."""
+    sample = Sample("gpt2", changes={"n_layer": 4})
+    lazy = built_lazily(sample, 2)[0]
+    living, peak = [0], [0]
+
+    def freed(size: int) -> None:
+        living[0] -= size
+
+    def allocate(place: recipe.Place) -> Any:
+        storage = torch.empty(place.num_bytes, dtype=torch.uint8).untyped_storage()
+        living[0] += place.num_bytes
+        peak[0] = max(peak[0], living[0])
+        weakref.finalize(storage, freed, place.num_bytes)
+        return storage
+
+    monkeypatch.setattr(recipe, "_allocate", allocate)
+    largest = max(p.nbytes for p in lazy.parameters())
+    whole = sum(p.nbytes for p in lazy.parameters())
+    for place in {recipe.place_of(p) for p in lazy.parameters()}:
+        assert place is not None
+        recipe.compute(place)
+    assert peak[0] == largest < whole / 4
+
+
+def test_a_cast_before_the_cut_holds_no_full_tensor_of_the_new_dtype() -> None:
+    with LazyInit():
+        model = nn.Linear(64, 64).to(torch.bfloat16)
+        part = model.weight.detach().narrow(0, 0, 8).clone()
+        joined = torch.cat([model.weight.detach()[:2], model.weight.detach()[5:7]])
+    for taken in (part, joined):
+        place = recipe.place_of(taken)
+        assert place is not None
+        sizes = [(v.dtype, v.place.num_bytes) for s in recipe.recipe(place) for v in s.out if v is not None]
+        assert (torch.bfloat16, 64 * 64 * 2) not in sizes
+    assert torch.equal(_values(part), _values(model.weight)[:8])
+    assert torch.equal(_values(joined), _values(model.weight)[[0, 1, 5, 6]])
+
+
+def _values(tensor: Tensor) -> Tensor:
+    place = recipe.place_of(tensor)
+    assert place is not None
+    return recipe.view_of(tensor).of(recipe.compute(place)).clone()
+
+
+# ---------------------------------------------------------------------------------------- what a policy does to weights
+
+
+class Halved(nn.Module):
+    """A column-parallel layer of a user's own, which cuts with torch alone."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.bias = None if bias is None else nn.Parameter(bias)
+
+    @classmethod
+    def from_native_module(cls, module: Any, process_group: Any = None, **kwargs: Any) -> nn.Module:
+        rows = len(module.weight) // 2
+        weight = torch.empty(rows, module.in_features, device=module.weight.device)
+        with torch.no_grad():
+            weight.copy_(module.weight[rows:])
+        return cls(weight, module.bias.detach().chunk(2)[1].clone())
+
+
+def scale(module: nn.Module) -> None:
+    with torch.no_grad():
+        module.get_parameter("second.weight").mul_(2.0)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+
+
+class PairPolicy(Policy):
+    def preprocess(self) -> nn.Module:
+        self.model.first.weight.data.add_(1.0)
+        model: nn.Module = self.model
+        return model
+
+    def module_policy(self) -> Any:
+        return {
+            Pair: ModulePolicyDescription(
+                sub_module_replacement=[SubModuleReplacementDescription("first", Halved)], param_replacement=[scale]
+            )
+        }
+
+
+def test_what_a_policy_does_to_weights_is_done() -> None:
+    plain, lazy = built(Pair), built_lazily(Pair, 2)
+
+    def shard(context: ParallelContext) -> nn.Module:
+        return shard_model(lazy[context.tensor.rank], PairPolicy(), context=context)
+
+    for model in Rehearsal(2).run(shard):
+        assert torch.equal(model.get_parameter("first.weight"), plain.get_parameter("first.weight")[4:] + 1.0)
+        assert torch.equal(model.get_parameter("first.bias"), plain.get_parameter("first.bias")[4:])
+        assert torch.equal(model.get_parameter("second.weight"), plain.get_parameter("second.weight") * 2.0)
+
+
+def test_a_linear_with_a_forward_of_its_own_is_told_from_one_that_only_looks_so() -> None:
+    class Same(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return input @ self.weight.t() + self.bias
+
+    class Turned(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return input @ self.weight + self.bias
+
+    with LazyInit():
+        same, turned = Same(8, 8), Turned(8, 8)
+    Linear1D_Col.from_native_module(same)
+    for kind in (Linear1D_Col, Linear1D_Row):
+        with pytest.raises(ConfigError, match="forward of its own"):
+            kind.from_native_module(turned)
+
+
+# ---------------------------------------------------------------------------------------------------- ranks that differ
+
+
+def test_where_seeds_differ_all_ranks_draw_the_numbers_of_the_first() -> None:
+    sample = Sample("bert")
+    plain, lazy = built(sample, 5), built_lazily(sample, 2, seeds=[5, 6])
+
+    def shard(context: ParallelContext) -> str:
+        model = shard_model(lazy[context.tensor.rank], context=context)
+        assert_parts_of(model, plain, context.tensor.rank)
+        return str(describe(model))
+
+    assert all("those of rank 0" in said for said in Rehearsal(2).run(shard))
+
+
+def test_ranks_that_build_in_different_ways_are_refused() -> None:
+    sample = Sample("bert")
+    wider = Sample("bert", changes={"initializer_range": 0.5})
+    lazy = [built_lazily(sample, 1)[0], built_lazily(wider, 1)[0]]
+    with pytest.raises(ConfigError, match=r"Ranks disagree.*normal_"):
+        Rehearsal(2).run(lambda context: shard_model(lazy[context.tensor.rank], context=context))
+
+
+def test_a_lazy_and_an_eager_rank_are_refused() -> None:
+    sample = Sample("bert")
+    models = [built(sample), *built_lazily(sample, 1)]
+    with pytest.raises(ConfigError, match="Ranks disagree"):
+        Rehearsal(2).run(lambda context: shard_model(models[context.tensor.rank], context=context))
+
+
+def test_where_sharding_fails_the_model_is_as_it_was() -> None:
+    (lazy,) = built_lazily(Sample("llama"), 1)
+    before = {name: id(p) for name, p in lazy.named_parameters()}
+    with pytest.raises(ConfigError):
+        Rehearsal(2).run(lambda context: shard_model(lazy, Failing(), context=context))
+    assert {name: id(p) for name, p in lazy.named_parameters()} == before
+    assert all(p.is_meta for p in lazy.parameters())
+
+
+class Failing(Policy):
+    def module_policy(self) -> Any:
+        return {"model": ModulePolicyDescription(param_replacement=[_fail])}
+
+
+def _fail(module: nn.Module) -> None:
+    raise ConfigError("It fails", rule="None", remedy="None")

@@ -1,0 +1,48 @@
+"""An attention and an MLP whose outputs a layer adds at once leave together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from torch import nn
+
+from shardformer.comm.recorder import Recorder
+from shardformer.comm.rehearsal import Rehearsal
+from shardformer.context import ParallelContext
+from shardformer.samples import MAIN, Batches, Sample, sample_loss
+from shardformer.sharder import shard_model
+
+PARALLEL = {"gptj": {}, "falcon": {}, "falcon of one KV head": {"new_decoder_architecture": False, "multi_query": True}}
+
+
+def collectives(family: str, changes: dict[str, Any], training: bool = True, **options: bool) -> Counter[str]:
+    """What the blocks of one forward communicate."""
+    models: list[nn.Module] = [Sample(family, changes=changes)().train(training) for _ in range(2)]
+
+    def forward(context: ParallelContext) -> Counter[str]:
+        model = shard_model(models[context.tensor.rank], context=context, **options)
+        with Recorder(context) as recorder:
+            sample_loss(model, Batches(MAIN[family])(0))
+        return Counter(call.op for call in recorder.calls if call.purpose == "block")
+
+    return Rehearsal(2).run(forward)[0]
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_two_exits_are_one(name: str) -> None:
+    changes: dict[str, Any] = {"num_kv_heads": None} if name == "falcon of one KV head" else {}
+    changes |= PARALLEL[name]
+    assert collectives(name.partition(" ")[0], changes)["all_reduce"] == 1 + 2  # the embedding, two layers
+    cut = collectives(name.partition(" ")[0], changes, enable_sequence_parallelism=True)
+    assert cut["reduce_scatter"] == 2
+
+
+def test_what_is_dropped_out_by_itself_leaves_by_itself() -> None:
+    assert collectives("gptj", {"resid_pdrop": 0.1})["all_reduce"] == 1 + 4
+
+
+def test_what_is_added_one_after_the_other_leaves_by_itself() -> None:
+    old = {"new_decoder_architecture": False, "parallel_attn": False, "num_kv_heads": None}
+    assert collectives("falcon", old)["all_reduce"] == 1 + 4

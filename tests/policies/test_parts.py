@@ -1,0 +1,208 @@
+"""Parameters that an attention holds itself, heads whose width is read off the input, and what is kept whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardformer
+from shardformer.comm.recorder import Recorder
+from shardformer.comm.rehearsal import Rehearsal
+from shardformer.context import ParallelContext
+from shardformer.errors import PolicyError
+from shardformer.layers.split_norm import SplitNorm
+from shardformer.policies.infer.prove import Truth, fault
+from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.sharder import shard_model
+
+B, S, HIDDEN, HEADS = 2, 7, 30, 5
+
+
+class Biased(nn.Module):
+    """Biases of q and v beside a weight of all three, a bias a head, a scale a head, and a table for all heads."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False), nn.Linear(HIDDEN, HIDDEN)
+        self.q_bias, self.v_bias = nn.Parameter(torch.randn(HIDDEN)), nn.Parameter(torch.randn(HIDDEN))
+        self.register_buffer("k_bias", torch.zeros(HIDDEN), persistent=False)
+        self.table = nn.Parameter(torch.randn(2 * S - 1, HEADS))
+        self.scale = nn.Parameter(torch.rand(HEADS, 1, 1))
+        self.shift = nn.Parameter(torch.randn(HIDDEN // HEADS))
+        self.norm = nn.LayerNorm(HIDDEN) if norm else nn.Identity()
+        positions = torch.arange(S)
+        self.register_buffer("index", positions[:, None] - positions[None, :] + S - 1, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, c = x.shape
+        y = F.linear(x, self.qkv.weight, torch.cat((self.q_bias, self.k_bias, self.v_bias)))
+        q, k, v = y.reshape(b, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        scores = (q + self.shift) @ k.transpose(-2, -1) * self.scale + self.table[self.index].permute(2, 0, 1)
+        out: Tensor = self.out(self.norm((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, n, c)))
+        return out
+
+
+class Layer(nn.Module):
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.attn = Biased(norm)
+        self.mlp = nn.Sequential(nn.Linear(HIDDEN, 41), nn.GELU(), nn.Linear(41, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        out: Tensor = x + self.mlp(x)
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(norm) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+ATTENTION = Attention(
+    "attn",
+    qkv="qkv",
+    q="q?",
+    out="out",
+    attributes={"num_heads": "heads", "head_count?": "heads"},
+    parameters={
+        "q_bias": "width",
+        "k_bias": "width",
+        "v_bias": "width",
+        "table": ("heads", -1),
+        "scale": "heads",
+        "shift": "inside",
+        "absent?": "heads",
+    },
+    width_of_input=True,
+    norms={"norm": "heads"},
+)
+
+
+class PartsPolicy(RolePolicy):
+    stack = Stack("layers", [ATTENTION, MLP("mlp", up="0", down="2")])
+    num_heads = ".num_heads"
+
+
+def changed(**changes: Any) -> type[RolePolicy]:
+    """The policy with other words on the attention."""
+    stack = Stack("layers", [replace(ATTENTION, **changes), PartsPolicy.stack.blocks[1]])
+    return type("Changed", (PartsPolicy,), {"stack": stack})
+
+
+def truth(norm: bool = False) -> Truth:
+    x = torch.randn(B, S, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return Truth.of(Model(norm).double(), lambda model: model(x))
+
+
+MODES: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "sequence": {"enable_sequence_parallelism": True},
+    "overlap": {"enable_sequence_parallelism": True, "enable_sequence_overlap": True},
+}
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_nobody_can_tell(ranks: int, mode: str) -> None:
+    assert fault(truth(), PartsPolicy, ranks, **MODES[mode]) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"width_of_input": False}, "shape '[2, 7, 30]' is invalid"),
+        ({"parameters": {**ATTENTION.parameters, "scale": "inside"}}, "must match the size of tensor"),
+        ({"parameters": {n: k for n, k in ATTENTION.parameters.items() if n != "shift"}}, "shift is a parameter of"),
+    ],
+)
+def test_each_word_is_needed(changes: dict[str, Any], said: str) -> None:
+    assert said in (fault(truth(), changed(**changes), 2) or "")
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_a_block_still_enters_once(mode: str) -> None:
+    """Though its projection's module is not called: one collective at each edge of four blocks, and each way.
+
+    The first entry has no gradient to hand on; the sequence is gathered once more at the end of the stack.
+    """
+
+    def train(context: ParallelContext) -> dict[str, int]:
+        model = shard_model(Model(), PartsPolicy, context=context, **MODES[mode])
+        with Recorder(context) as recorder:
+            model(torch.randn(B, S, HIDDEN, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+        counts: dict[str, int] = {}
+        for (op, _, why), (count, _) in recorder.table().items():
+            if why == "block":
+                counts[op] = counts.get(op, 0) + count
+        return counts
+
+    cut = {"all_gather": 4 + 4 + 1, "reduce_scatter": 4 + 3}
+    assert Rehearsal(2).run(train)[0] == ({"all_reduce": 4 + 3} if mode == "plain" else cut)
+
+
+def test_layouts_are_told_and_full_weights_gathered() -> None:
+    def shard(context: ParallelContext) -> tuple[str, dict[str, Tensor]]:
+        model = shard_model(Model(), PartsPolicy, context=context)
+        return str(shardformer.describe(model)), shardformer.full_state_dict(model)
+
+    plain = Model().state_dict()
+    for said, state in Rehearsal(2).run(shard):
+        assert re.search(r"attn\.scale +parameter +a part +5 x 1 x 1 +[32] x 1 x 1", said), said
+        assert all(torch.equal(state[name], plain[name]) for name in plain) and state.keys() == plain.keys()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_norm_over_all_heads_sums_its_statistics(ranks: int) -> None:
+    assert fault(truth(norm=True), PartsPolicy, ranks) is None
+    with mock.patch.object(SplitNorm, "_mean", lambda self, x: x.mean(-1, keepdim=True)):
+        assert fault(truth(norm=True), PartsPolicy, ranks) is not None
+
+
+def square() -> nn.Module:
+    model: Any = Model()
+    model.layers[0].attn.scale = nn.Parameter(torch.rand(HEADS, HEADS, 1))
+    return model
+
+
+def saved() -> nn.Module:
+    model: Any = Model()
+    model.layers[1].attn.register_buffer("k_bias", torch.zeros(HIDDEN))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "parameters", "said"),
+    [
+        (Model, {"q_bia": "width"}, r"no parameter or buffer 'layers\.0\.attn\.q_bia'.*'q_bias'"),
+        (Model, {"q_bias": "heads"}, r"attn\.q_bias has the shape \(30,\).*size of what it counts, here 5"),
+        (Model, {"table": ("heads", 0)}, r"attn\.table has the shape \(13, 5\).*Name the dim"),
+        (square, {"scale": "heads"}, r"attn\.scale has the shape \(5, 5, 1\).*\('heads', dim\)"),
+        (saved, ATTENTION.parameters, r"layers\.1\.attn\.k_bias is a buffer that is saved"),
+        (Model, {**ATTENTION.parameters, "qkv.weight": "inside"}, r"qkv\.weight is named, and .* is replaced"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make: Callable[[], nn.Module], parameters: dict[str, Any], said: str) -> None:
+    with pytest.raises(PolicyError, match=said):
+        Rehearsal(2).run(lambda context: shard_model(make(), changed(parameters=parameters), context=context))
+
+
+def test_a_wrong_count_is_refused_where_it_is_written() -> None:
+    with pytest.raises(PolicyError, match=r"parameters=\{'scale': 'head'\}.*'heads'"):
+        Attention("attn", "o", parameters={"scale": "head"})

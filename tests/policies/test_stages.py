@@ -1,0 +1,128 @@
+"""Layers that stand in stages, each with heads of its own: nested stacks, counts read from the attention's module."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardformer.comm.rehearsal import Rehearsal
+from shardformer.errors import ConfigError, PolicyError
+from shardformer.policies.infer.prove import Truth, fault
+from shardformer.policies.paths import matching
+from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.sharder import shard_model
+from shardformer.sharding.record import describe
+
+
+class Heads(nn.Module):
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        out: Tensor = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return out
+
+
+class Layer(nn.Module):
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.attn, self.mlp = Heads(dim, num_heads), nn.Sequential(nn.Linear(dim, 9), nn.GELU(), nn.Linear(9, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        out: Tensor = x + self.mlp(x)
+        return out
+
+
+class Stage(nn.Module):
+    def __init__(self, dim: int, num_heads: int, depth: int) -> None:
+        super().__init__()
+        self.merge = nn.Linear(dim // 2, dim)
+        self.blocks = nn.ModuleList(Layer(dim, num_heads) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.merge(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Staged(nn.Module):
+    """(B, S, 6) -> (B, S, 24): three heads of 4, then eight of 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Stage(12, 3, 1), Stage(24, 8, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class StagedPolicy(RolePolicy):
+    stack = Stack(
+        "layers.*.blocks",
+        [
+            Attention("attn", qkv="qkv", out="out", attributes={"num_heads": "heads"}),
+            MLP("mlp", up="0", down="2"),
+        ],
+    )
+    whole = ("layers.*.merge",)
+    against_sequence = "windows make other sequences of it"
+    num_heads = ".num_heads"
+
+
+class Misnamed(StagedPolicy):
+    num_heads = ".num_head"
+
+
+def truth() -> Truth:
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    return Truth.of(Staged().double(), lambda model: model(x))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_each_stage_is_cut_by_its_own_heads(ranks: int) -> None:
+    assert fault(truth(), StagedPolicy, ranks) is None
+
+
+def test_a_stage_with_fewer_heads_than_ranks_keeps_its_attention_whole() -> None:
+    said = Rehearsal(4).run(lambda context: str(describe(shard_model(Staged(), StagedPolicy, context=context))))[0]
+    assert "Whole, since 3 heads are fewer than 4 ranks: layers.0.blocks.*.attn." in said
+    assert "layers.1.blocks" not in said.partition("Whole, since")[2]
+
+
+def test_an_index_stands_for_every_stage() -> None:
+    names = ["layers", "layers.0", "layers.0.blocks", "layers.1.blocks", "layers.x.blocks", "layers.0.blocks.1"]
+    assert matching("layers.*.blocks", names) == ["layers.0.blocks", "layers.1.blocks"]
+    policy = StagedPolicy()
+    policy.set_model(Staged())
+    assert [stack.layers for stack in policy.stacks()] == ["layers.0.blocks", "layers.1.blocks"]
+    assert policy.replicated() == ["layers.0.merge", "layers.1.merge"]
+
+
+def test_sequence_parallelism_is_refused() -> None:
+    with pytest.raises(ConfigError, match="of this Staged it is known that windows"):
+        Rehearsal(2).run(
+            lambda context: shard_model(Staged(), StagedPolicy, context=context, enable_sequence_parallelism=True)
+        )
+
+
+def test_an_attribute_that_is_not_there_is_named() -> None:
+    with pytest.raises(PolicyError, match=r"'\.num_head', and the Heads has no such field.*'num_heads'"):
+        Rehearsal(2).run(lambda context: shard_model(Staged(), Misnamed, context=context))
+
+
+def test_a_stack_that_matches_nothing_is_refused() -> None:
+    class Elsewhere(StagedPolicy):
+        stack = Stack("stages.*.blocks", StagedPolicy.stack.blocks)
+
+    with pytest.raises(PolicyError, match=r"There is no module 'stages\.\*\.blocks'.*'layers"):
+        Rehearsal(2).run(lambda context: shard_model(Staged(), Elsewhere, context=context))

@@ -1,0 +1,132 @@
+"""Fused norms and chains where a model has what they do not know: left alone and said, or refused where that is all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardformer
+from shardformer.comm.params import gather_param, param_specs
+from shardformer.comm.rehearsal import Rehearsal
+from shardformer.context import ParallelContext
+from shardformer.errors import ConfigError
+from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.sharding.fuse_norms import check_norms
+from shardformer.sharding.policy import Policy
+from tests.policies.toy import HIDDEN, FeedForward, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
+
+
+class DoubledNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class NormedAttention(SelfAttention):
+    """A norm over all heads of q."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_norm = nn.RMSNorm(HIDDEN, eps=1e-6)
+        self.q = nn.Sequential(self.q, self.q_norm)
+
+
+class Activated(FeedForward):
+    def __init__(self, *activations: nn.Module) -> None:
+        super().__init__()
+        self.acts = nn.ModuleList(activations)
+
+    def act(self, x: Tensor) -> Tensor:
+        for activation in self.acts:
+            x = activation(x)
+        return x
+
+
+class NormedPolicy(RolePolicy):
+    stack = Stack(
+        "layers",
+        [
+            Attention(
+                "attn", q="q.0", k="k", v="v", out="o", norms={"q.1": "heads"}, attributes={"num_heads": "heads"}
+            ),
+            MLP("mlp", up="fc1", down="fc2"),
+        ],
+        final_norm="norm",
+    )
+    embeddings, head, num_heads = "embed", "head", ToyPolicy.num_heads
+
+
+def toy(change: Callable[[Any], None]) -> ToyLM:
+    torch.manual_seed(0)
+    model = ToyLM()
+    for layer in model.layers:
+        change(layer)
+    return model.double()
+
+
+def check(change: Callable[[Any], None], policy: type[Policy] = ToyPolicy, **options: bool) -> str:
+    """Whether the toy with ``options`` over two ranks trains as the plain one; what is said of it."""
+    plain, models = toy(change), [toy(change) for _ in range(2)]
+    expected = toy_loss(plain, toy_batch(0))
+    expected.backward()
+
+    def train(context: ParallelContext) -> str:
+        arguments: dict[str, Any] = options
+        model = shardformer.shard_model(models[context.tensor.rank], policy, context=context, **arguments)
+        loss, specs = toy_loss(model, toy_batch(0)), param_specs(model)
+        loss.backward()
+        torch.testing.assert_close(loss, expected)
+        for (name, param), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert param.grad is not None
+            torch.testing.assert_close(gather_param(param.grad, specs[name], context.tensor), theirs.grad, msg=name)
+        return str(shardformer.describe(model))
+
+    return Rehearsal(2).run(train)[0]
+
+
+def with_norm_over_heads(layer: Any) -> None:
+    layer.attn = NormedAttention()
+    del layer.attn.q_norm
+
+
+def with_doubled_norm(layer: Any) -> None:
+    layer.norm1 = DoubledNorm(HIDDEN)
+
+
+def test_a_norm_that_is_cut_stays_and_is_said() -> None:
+    said = check(with_norm_over_heads, NormedPolicy, enable_fused_normalization=True)
+    assert "Norms that stay as they are: 2 SplitNorm (its statistics are summed over the ranks)." in said
+    assert "FusedLayerNorm" in said
+
+
+def test_a_norm_that_computes_something_else_stays_and_is_said() -> None:
+    said = check(with_doubled_norm, enable_fused_normalization=True)
+    assert "2 DoubledNorm (neither a layer norm nor an RMS norm over the last dim)." in said
+
+
+def test_a_model_of_such_norms_alone_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), DoubledNorm(4))
+    with pytest.raises(ConfigError, match="was given a DoubledNorm"):
+        check_norms(model)
+
+
+def test_what_no_chain_knows_stays_and_is_said() -> None:
+    def change(layer: Any) -> None:
+        layer.mlp = Activated(nn.Mish(), nn.Tanh())
+
+    said = check(change, enable_jit_fused=True)
+    assert "In no chain: 2 Mish." in said
+    assert "None of activation and gate: no block that is cut has one." in said
+
+
+def test_a_model_without_what_chains_know_is_refused() -> None:
+    def change(layer: Any) -> None:
+        layer.mlp = Activated(nn.Mish())
+
+    with pytest.raises(ConfigError, match="for an activation Mish"):
+        check(change, enable_jit_fused=True)
+    with pytest.raises(ConfigError, match="no activation that is a module of its own"):
+        check(lambda layer: None, enable_jit_fused=True)

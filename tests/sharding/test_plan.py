@@ -1,0 +1,328 @@
+"""Rules are checked both ways: every rule finds what it names, and every large weight is explained by a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from torch import nn
+
+from shardformer.context import Axis
+from shardformer.errors import ConfigError, PolicyError, ShardFormerError
+from shardformer.layers.embedding import VocabParallelEmbedding1D
+from shardformer.layers.linear import Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
+from shardformer.policies.roles import MLP, Attention, Stack
+from shardformer.sharding import first_form
+from shardformer.sharding.plan import Plan, make_plan
+from shardformer.sharding.policy import (
+    Argument,
+    BlockDescription,
+    Col_Layer,
+    Layer,
+    ModulePolicyDescription,
+    Policy,
+    Row_Layer,
+    StackDescription,
+    SubModuleReplacementDescription,
+)
+from tests.policies.toy import Layer as ToyLayer
+from tests.policies.toy import SelfAttention, ToyLM, ToyPolicy
+
+
+class Written(Policy):
+    """A policy that says what the test gives it."""
+
+    def __init__(self, said: Any, stacks: list[StackDescription] | None = None) -> None:
+        super().__init__()
+        self._said, self._stacks = said, stacks or []
+
+    def module_policy(self) -> Any:
+        return self._said
+
+    def stacks(self) -> list[StackDescription]:
+        return self._stacks
+
+
+def plan_of(policy: Policy, model: nn.Module | None = None, size: int = 2) -> Plan:
+    """The plan of one of ``size`` ranks. Nothing is communicated."""
+    policy.set_model(model or ToyLM())
+    policy.axis = Axis("tensor", size)
+    plan = make_plan(policy.model, policy)
+    first_form.check(policy, policy.model)
+    return plan
+
+
+def refused(policy: Policy, *words: str, model: nn.Module | None = None, size: int = 2) -> ShardFormerError:
+    with pytest.raises((PolicyError, ConfigError)) as caught:
+        plan_of(policy, model, size)
+    error = caught.value
+    assert error.what and error.rule and error.remedy
+    for word in words:
+        assert word in str(error), error
+    return error
+
+
+def cut(*suffixes: str, target: Any = Linear1D_Col, **kwargs: Any) -> ModulePolicyDescription:
+    return ModulePolicyDescription(
+        sub_module_replacement=[SubModuleReplacementDescription(suffix, target, **kwargs) for suffix in suffixes]
+    )
+
+
+# ------------------------------------------------------------------------------------------------ rules without a match
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        (nn.GRU, "There is"),
+        ("SelfAttentoin", "'SelfAttention'"),
+        ("layer.*.attn", "'layers.0.attn'"),
+        ("layers.7", "'layers.1'"),
+        ("layers.*.*.*.q", ""),
+    ],
+)
+def test_a_rule_that_matches_no_module(key: Any, hint: str) -> None:
+    name = key if isinstance(key, str) else key.__name__
+    refused(Written({key: ModulePolicyDescription()}), f"The rule for {name!r} matches no module of ToyLM", hint)
+
+
+@pytest.mark.parametrize("key", ["SelfAttention", SelfAttention, "layers.*.attn", "tests.policies.toy.SelfAttention"])
+def test_a_rule_finds_its_modules_by_name_class_and_path(key: Any) -> None:
+    plan = plan_of(Written({key: cut("q")}))
+    assert [path for path, _, _ in plan.replacements()] == ["layers.0.attn.q", "layers.1.attn.q"]
+
+
+def test_a_class_does_not_match_its_subclasses() -> None:
+    refused(Written({nn.Module: ModulePolicyDescription()}), "'Module' matches no module")
+
+
+def test_a_submodule_that_does_not_exist() -> None:
+    refused(Written({"Layer": cut("attn.qq")}), "'layers.0.attn.qq'", "'attn.q'", "ignore_if_not_exist=True")
+    refused(Written({"": cut("haed")}), "no module 'haed'", "'head'")
+
+
+def test_a_submodule_that_may_lack() -> None:
+    plan = plan_of(Written({"Layer": cut("attn.qq", "attn.q", ignore_if_not_exist=True)}))
+    assert [path for path, _, _ in plan.replacements()] == ["layers.0.attn.q", "layers.1.attn.q"]
+
+
+@pytest.mark.parametrize(
+    ("attribute", "words"),
+    [
+        ("attn.num_haeds", ("no attribute 'num_haeds' on 'layers.0.attn'", "'num_heads'")),
+        ("atn.num_heads", ("no attribute 'num_heads' on 'layers.0.atn'", "'attn'")),
+    ],
+)
+def test_an_attribute_that_does_not_exist(attribute: str, words: tuple[str, ...]) -> None:
+    refused(Written({"Layer": ModulePolicyDescription(attribute_replacement={attribute: 2})}), *words)
+
+
+def test_a_method_that_does_not_exist() -> None:
+    description = ModulePolicyDescription(method_replacement={"foward": lambda self, x: x})
+    refused(Written({"Layer": description}), "no method 'foward' on 'layers.0' (Layer)", "'forward'")
+
+
+@pytest.mark.parametrize("broken", [{"entry": "atn"}, {"columns": ["attn.x"]}, {"row": "attn.y"}])
+def test_a_block_that_names_what_is_not_there(broken: Mapping[str, Any]) -> None:
+    block = BlockDescription(**{"entry": "attn", "columns": ["attn.q"], "row": "attn.o", **broken})
+    description = cut("attn.q", "attn.o")
+    description.blocks = [block]
+    refused(Written({"Layer": description}), "There is no module 'layers.0.a")
+
+
+@pytest.mark.parametrize(
+    "stack", [StackDescription("layer"), StackDescription("layers", "ln"), StackDescription("layers", None, ("e", "x"))]
+)
+def test_a_stack_that_names_what_is_not_there(stack: StackDescription) -> None:
+    refused(Written({}, [stack]), "There is no module")
+
+
+# ----------------------------------------------------------------------------------------------------- rules that clash
+
+
+def test_two_rules_for_one_module() -> None:
+    refused(Written({"Layer": cut("attn.q"), ToyLayer: cut("attn.q")}), "Two rules replace 'layers.0.attn.q'")
+    refused(Written({"Layer": cut("attn.q", "attn.q")}), "Two rules replace 'layers.0.attn.q'")
+    refused(Written({"Layer": cut("attn.q"), "SelfAttention": cut("q")}), "Two rules replace 'layers.0.attn.q'")
+
+
+def test_a_rule_inside_of_what_another_replaces() -> None:
+    refused(Written({"Layer": cut("attn"), "SelfAttention": cut("q")}), "'layers.0.attn'", "one inside the other")
+
+
+def test_a_rule_for_the_whole_model() -> None:
+    refused(Written({"": cut("")}), "replaces the whole model", "inject_policy")
+
+
+def test_a_target_that_cannot_make_itself_of_a_module() -> None:
+    refused(Written({"Layer": cut("attn.q", target=nn.Linear)}), "'layers.0.attn.q' is to become a Linear")
+
+
+def test_a_policy_that_is_no_dict_of_descriptions() -> None:
+    refused(Written(None), "module_policy() gave None", "docs/policies.md")
+    refused(Written({"Layer": {"attn.q": Linear1D_Col}}), "module_policy() gave {'attn.q'")
+
+
+class SaysNothing(Policy):
+    pass
+
+
+def test_a_policy_that_says_nothing() -> None:
+    refused(SaysNothing(), "The policy says nothing", "docs/policies.md")
+
+
+def test_a_tied_weight_of_which_one_owner_is_not_named() -> None:
+    tied = ToyLM(tied=True)
+    table = cut("embed", target=VocabParallelEmbedding1D)
+    refused(Written({"": table}), "head.weight is tied to embed.weight", "Name 'head' too", model=tied)
+    assert table.sub_module_replacement is not None
+    table.sub_module_replacement.append(SubModuleReplacementDescription("head", VocabParallelLMHead1D))
+    assert len(list(plan_of(Written({"": table}), tied).replacements())) == 2
+
+
+def test_a_parameter_at_the_edge_of_a_block() -> None:
+    model = ToyLM()
+    model.layers[0].mlp.scale = nn.Parameter(model.norm.weight.detach().clone())  # type: ignore[union-attr]
+    refused(ToyPolicy(), "layers.0.mlp.scale", "a module of its own", model=model)
+
+
+# -------------------------------------------------------------------------------------------------------- roles' tables
+
+
+class Other(ToyPolicy):
+    """A table with some of its entries changed."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        vars(self).update(changes)
+
+
+def block(*blocks: Attention | MLP) -> Stack:
+    return Stack("layers", blocks)
+
+
+GOOD_ATTENTION, GOOD_MLP = ToyPolicy.stack.blocks  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"stack": Stack("layer", [GOOD_MLP])}, ("no module 'layer'", "'layers.0'")),
+        ({"stack": block(Attention("atn", q="q", k="k", v="v", out="o"))}, ("no module 'layers.*.atn'", "'attn'")),
+        ({"stack": block(Attention("attn", q="wq", k="k", v="v", out="o"))}, ("no module 'layers.*.attn.wq'",)),
+        ({"stack": block(MLP("mlp", up="up", down="fc2"))}, ("no module 'layers.*.mlp.up'",)),
+        ({"stack": block(MLP("mlp", up=["up?"], down="fc2"))}, ("no module 'layers.*.mlp.up'",)),
+        ({"stack": block(MLP("mlp", up="fc1", down="norm"))}, ("layers.*.mlp.norm is a Identity", "nn.Linear")),
+        ({"stack": block(MLP("mlp", up="fc1", down="fc1"))}, ("41 output features", "30 input features")),
+        ({"stack": Stack("layers", [GOOD_ATTENTION, GOOD_MLP], final_norm="nrm")}, ("no module 'nrm'", "'norm'")),
+        ({"embeddings": "embd"}, ("no module 'embd'", "'embed'")),
+        ({"whole": ("positions",)}, ("no module 'positions'",)),
+        ({"num_heads": "n_head"}, ("num_heads is 'n_head'", "no config", "num_heads = 12")),
+        ({"num_heads": 4}, ("layers.*.attn.o has 30 features", "4 heads")),
+        ({"num_kv_heads": 1}, ("layers.*.attn.k has 30 features", "1 heads of 6")),
+        ({"num_kv_heads": 2}, ("5 query heads on 2 KV heads", "Check the head counts")),
+        ({"stack": block(GOOD_ATTENTION)}, ("No rule explains 'layers.0.mlp.fc1.weight' (41, 30)", "`whole`")),
+        ({"embeddings": ()}, ("No rule explains 'embed.weight' (101, 30)", "%")),
+        ({"head": ()}, ("No rule explains 'head.weight' (101, 30)",)),
+    ],
+)
+def test_a_table_that_does_not_fit_the_model(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    refused(Other(**changes), *words)
+
+
+def test_what_may_lack_and_what_stays_whole_on_purpose() -> None:
+    extra = Attention("cross", q="q", k="k", v="v", out="o", optional=True)
+    gate = MLP("mlp", up=["fc1", "gate?"], down="fc2")
+    plan = plan_of(Other(stack=block(GOOD_ATTENTION, extra, gate), embeddings=(), whole=("embed", "pooler?")))
+    assert [path for path, _, _ in plan.replacements() if path.startswith("layers.0")] == [
+        f"layers.0.{name}" for name in ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.fc1", "mlp.fc2")
+    ]
+
+
+def test_more_ranks_than_there_are_heads_or_features() -> None:
+    refused(ToyPolicy(), "A tensor size of 6 is more than the 5 attention heads", "1, 2, 3, 4, 5", size=6)
+    only_mlp = Other(stack=block(GOOD_MLP), whole=("layers",))
+    refused(only_mlp, "42 is more than the 41 features of layers.*.mlp.fc1", "41 or less", size=42)
+
+
+# ------------------------------------------------------------------------------------------------------- the first form
+
+
+class First(Policy):
+    """A first-form policy that lists the given layers of a Layer, and returns what else it is given."""
+
+    said: Any = None
+
+    def __init__(self, *layers: Layer, **answers: Any) -> None:
+        super().__init__()
+        argument = Argument(param_funcs=[lambda: list(layers)])
+        self.answers: dict[str, Any] = {"argument_policy": {"Layer": argument}, **answers}
+        for name in self.answers:
+            vars(self)[name] = lambda *_, name=name: self.answers[name]
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (Col_Layer(weight="attn.qq.weight"), ("no module 'layers.0.attn.qq'", "'attn.q'")),
+        (Col_Layer(), ("Col_Layer(weight=None, bias=None)", "weight=")),
+        (Col_Layer(weight="weight"), ("weight='weight'",)),
+        (Row_Layer(weight="attn.o.weight", bias="attn.q.bias"), ("one and the same layer",)),
+        (Layer(weight="attn.o.weight"), ("without replace_layer", "Col_Layer or Row_Layer")),
+    ],
+)
+def test_a_layer_that_names_nothing(layer: Layer, words: tuple[str, ...]) -> None:
+    refused(First(layer), *words)
+
+
+def test_a_layer_that_may_lack_and_one_with_a_class_of_its_own() -> None:
+    plan = plan_of(
+        First(
+            Col_Layer(weight="attn.qq.weight", ignore=True),
+            Layer(weight="attn.o.weight", replace_layer=Linear1D_Row),
+        )
+    )
+    assert [(path, sub.target_module) for path, _, sub in plan.replacements()][:1] == [
+        ("layers.0.attn.o", Linear1D_Row)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ({"argument_policy": None}, ("argument_policy() gave None", "Argument(")),
+        ({"argument_policy": {"Layer": Argument()}}, ("The Argument for Layer says nothing", "no functions")),
+        ({"argument_policy": {"Layer": Argument(param_funcs=[Policy.attn_in])}}, ("says nothing: attn_in",)),
+        ({"argument_policy": {"Layer": Argument({"attn.n_heads": 2})}}, ("no attribute 'n_heads'", "'num_heads'")),
+        ({"binding_policy": {"embed.weight": "haed.weight"}}, ("parameter 'haed.weight'", "'head.weight'")),
+        ({"inject_policy": (SelfAttention, SelfAttention)}, ("names SelfAttention, but the model is a ToyLM",)),
+    ],
+)
+def test_an_answer_that_does_not_fit_the_model(answers: dict[str, Any], words: tuple[str, ...]) -> None:
+    refused(First(Col_Layer(weight="attn.q.weight"), **answers), *words)
+
+
+# --------------------------------------------------------------------------------------------------- what ranks compare
+
+
+def scaled(factor: float) -> float:
+    return factor
+
+
+def test_a_plan_is_the_same_text_in_every_process() -> None:
+    lines = plan_of(Written({"Layer": cut("attn.q", kwargs={"init": scaled, "gather_output": True})})).lines()
+    assert (
+        lines[0] == "layers.0.attn.q: Linear [(30, 30), (30,)] -> Linear1D_Col {'init': scaled, 'gather_output': True}"
+    )
+    assert "0x" not in "\n".join([*lines, *plan_of(ToyPolicy()).lines()])
+
+
+def test_ranks_with_other_numbers_of_heads_have_one_plan() -> None:
+    lines = []
+    for rank in range(2):
+        policy = ToyPolicy()
+        policy.set_model(ToyLM())
+        policy.axis = Axis("tensor", 2, rank)
+        lines.append(make_plan(policy.model, policy).lines())
+    assert lines[0] == lines[1] and len(lines[0]) > 10

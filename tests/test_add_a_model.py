@@ -1,0 +1,99 @@
+"""docs/add-a-model.md: its files and commands, one after the other, in an empty folder, as a newcomer runs them."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardformer.policies.blocks import MLP, Attention, Experts, Stack
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "add-a-model.md").read_text(encoding="utf-8")
+FILES = {
+    text.split("\n", 1)[0].removeprefix("# "): text
+    for text in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+}
+COMMANDS = [
+    line for text in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL) for line in text.splitlines() if line
+]
+
+
+def ran(folder: Path, line: str) -> str:
+    """What a command of the page prints; a file behind ``>`` is written."""
+    command, _, to = line.partition(" > ")
+    program, *arguments = shlex.split(command)
+    start = (
+        [sys.executable] if program == "python" else [sys.executable, "-c", "from shardformer.cli import main; main()"]
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PET_")} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*start, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if to:
+        (folder / to).write_text(done.stdout)
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page's files, what its first one saves, and what is inferred of that."""
+    folder = tmp_path_factory.mktemp("page")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    ran(folder, "python save.py")
+    for line in COMMANDS:
+        if "infer" in line:
+            ran(folder, line)
+    return folder
+
+
+def test_the_page_has_these_files_and_commands() -> None:
+    assert list(FILES) == ["save.py", "phi.py", "nystromformer.py", "train.py"]
+    assert [line.split()[1] for line in COMMANDS] == ["infer", "infer", "verify", "verify", "run"]
+
+
+def test_what_is_printed_is_what_the_page_shows(folder: Path) -> None:
+    printed = runpy.run_path(str(folder / "phi.py"))["PhiPolicy"]
+    names: dict[str, Any] = {}
+    exec(FILES["phi.py"], names)
+    for name in ("stack", "embeddings", "head", "whole"):
+        assert getattr(printed, name) == getattr(names["PhiPolicy"], name)
+    assert "Whole" not in (folder / "phi.py").read_text()
+
+
+def test_the_comments_say_what_was_not_understood(folder: Path) -> None:
+    comments = [line for line in (folder / "found.py").read_text().splitlines() if line.startswith("#")]
+    (why,) = [line for line in comments if "layer.*.attention.self.query" in line]
+    assert "groups=6, weight of size [6, 1, 65, 1]" in why and "to have 6 channels, but got 3" in why
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if "verify" in line])
+def test_nobody_can_tell(folder: Path, line: str) -> None:
+    assert "Nobody can tell." in ran(folder, line)
+
+
+def test_a_registered_policy_is_used(folder: Path) -> None:
+    (line,) = [line for line in COMMANDS if " run " in line]
+    said = ran(folder, line)
+    assert "by the policy registered by the user for 'nystromformer'" in said
+    assert re.search(r"attention\.self\.query, key, value +Linear +Linear1D_Col", said)
+
+
+def test_every_word_for_what_a_forward_does_is_one() -> None:
+    words = re.findall(r"(\w+)=", PAGE[PAGE.index("| the forward |") : PAGE.index("[Roles]")])
+    assert set(words) <= {field.name for kind in (Attention, MLP, Experts, Stack) for field in fields(kind)}
+
+
+def test_what_is_to_be_edited_is_there() -> None:
+    for name, words in re.findall(r"^\| `(\w+/\w+\.py)` \| (.*) \|$", PAGE, re.MULTILINE):
+        text = (ROOT / "shardformer" / name).read_text(encoding="utf-8")
+        assert all(re.search(rf"^{word}\b", text, re.MULTILINE) for word in re.findall(r"`([A-Z]+)`", words))
+    assert 'PolicyLocation("' in (ROOT / "shardformer" / "policies" / "registry.py").read_text(encoding="utf-8")

@@ -1,0 +1,24 @@
+"""Pools of workers that import timm: their own, so that no other test runs where it was imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from shardformer.pool import Pools, WorkerPool
+from tests.timm.process import FOLDER, is_there
+
+
+@pytest.fixture(scope="session")
+def timm_pools() -> Iterator[Pools]:
+    """``timm_pools(n)``: n workers in which ``tests.timm.process.timm()`` gives timm."""
+    if not is_there():
+        pytest.fail(f"timm is neither in this environment nor in {FOLDER}: make test puts it there")
+    with Pools() as pools:
+        yield pools
+
+
+@pytest.fixture(scope="session")
+def timm_worker(timm_pools: Pools) -> WorkerPool:
+    return timm_pools(1)

@@ -1,0 +1,317 @@
+"""Nobody can tell: timm's models, sharded, against the plain ones. All of it runs in workers that import timm."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardformer
+from shardformer.comm.rehearsal import Rehearsal
+from shardformer.context import ParallelContext
+from shardformer.errors import ShardFormerError
+from shardformer.policies.infer.prove import Truth, fault
+from shardformer.policies.registry import resolve_policy
+from shardformer.pool import Pools, WorkerPool
+from shardformer.verify import verify
+from tests.timm.models import MODELS, STAGED, Small, images, loss
+from tests.timm.process import timm
+
+SEQUENCE = {"enable_sequence_parallelism": True}
+MODES: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "sequence": SEQUENCE,
+    "overlap": {**SEQUENCE, "enable_sequence_overlap": True},
+}
+TRIED = [(name, mode) for name in MODELS for mode in MODES if mode == "plain" or name not in STAGED]
+FEATURES = {"plain": "tensor parallel", "sequence": "sequence parallel", "overlap": "overlap"}
+FLASH, NORMS = {"enable_flash_attention": True}, {"enable_fused_normalization": True}
+
+
+def of(name: str, *features: str) -> Any:
+    """A parameter that fills cells of docs/features.md."""
+    return pytest.param(name, marks=pytest.mark.feature(*features, family=f"timm:{MODELS[name][1]}"))
+
+
+def in_worker(pool: WorkerPool, fn: Callable[..., Any], *args: Any) -> Any:
+    return pool.run(fn, *args)[0]
+
+
+def differences(name: str, ranks: tuple[int, ...], changes: dict[str, Any], options: dict[str, bool]) -> list[str]:
+    """What is wrong over each number of ranks, which are threads of this worker; all gradients are compared."""
+    torch.manual_seed(0)
+    model = Small(name, changes)().double()
+    x = images(0)["x"].double()
+    truth = Truth.of(model, lambda sharded: sharded(x))
+    policy = type(resolve_policy(model, None)[0])
+    return [f"over {n}: {said}" for n in ranks if (said := fault(truth, policy, n, **options)) is not None]
+
+
+def sharded(name: str, options: dict[str, bool], use: Callable[[Any], Any], ranks: int = 2) -> Any:
+    """What ``use`` gives for the sharded model on the first rank."""
+
+    plain = Small(name)()
+
+    def shard(context: ParallelContext) -> Any:
+        return use(shardformer.shard_model(copy.deepcopy(plain), context=context, **options))
+
+    return Rehearsal(ranks).run(shard)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [pytest.param(name, mode, marks=of(name, FEATURES[mode]).marks) for name, mode in TRIED]
+)
+def test_nobody_can_tell(timm_worker: WorkerPool, name: str, mode: str) -> None:
+    assert in_worker(timm_worker, differences, name, (2, 4), {}, MODES[mode]) == []
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_stages_over_three_ranks(timm_worker: WorkerPool, name: str) -> None:
+    """Each has one of the three heads of the first stage, and two of the six of the second."""
+    assert in_worker(timm_worker, differences, name, (3,), {}, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "mode"),
+    [
+        ("vit", 2, "overlap"),
+        ("vit with all between", 4, "sequence"),
+        ("deit distilled", 2, "plain"),
+        ("beit", 2, "sequence"),
+        ("beit", 4, "plain"),
+        ("eva02", 2, "overlap"),
+        ("eva02 with a norm in the mlp", 2, "sequence"),
+        ("swin", 2, "plain"),
+        ("swin", 4, "plain"),
+        ("swin v2", 2, "plain"),
+    ],
+)
+def test_weights_after_three_steps(timm_pools: Pools, name: str, tensor: int, mode: str) -> None:
+    report = verify(Small(name), images, tensor=tensor, loss_fn=loss, config=MODES[mode], pool=timm_pools(tensor))
+    assert report.passed, str(report)
+    assert report.gradient.where and any("over tensor (block)" in name for name in report.collectives)
+
+
+@pytest.mark.parametrize(("name", "mode"), [("beit", "plain"), ("eva02", "overlap"), ("swin v2", "plain")])
+def test_tensor_times_data(timm_pools: Pools, name: str, mode: str) -> None:
+    report = verify(Small(name), images, tensor=2, data=2, loss_fn=loss, config=MODES[mode], pool=timm_pools(4))
+    assert report.passed, str(report)
+
+
+# --------------------------------------------------------------------------------------- would it be noticed if not so?
+
+
+def without(what: str, name: str, options: dict[str, bool]) -> list[str]:
+    stand_in: Any = {
+        "shardformer.sharding.sharder.average_gradients": lambda *_: None,
+        "shardformer.layers.block.start_all_reduce": lambda x, *_, **__: _Done(x),
+    }[what]
+    with patch(what, stand_in):
+        return differences(name, (2,), {}, options)
+
+
+class _Done:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def wait(self) -> Tensor:
+        return self.x
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "mode", "said"),
+    [
+        ("shardformer.layers.block.start_all_reduce", "beit", "plain", "output differs"),
+        ("shardformer.sharding.sharder.average_gradients", "vit with all between", "plain", "attn.q_norm.weight"),
+        ("shardformer.sharding.sharder.average_gradients", "beit", "sequence", "blocks.0.gamma_1 differs"),
+        ("shardformer.sharding.sharder.average_gradients", "swin v2", "plain", "attn.cpb_mlp.0.weight differs"),
+    ],
+)
+def test_what_is_not_summed_is_noticed(timm_worker: WorkerPool, what: str, name: str, mode: str, said: str) -> None:
+    found = in_worker(timm_worker, without, what, name, MODES[mode])
+    assert len(found) == 1 and said in found[0], found
+
+
+# ------------------------------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    "name", [of(name, "fused norm") for name in ("vit with all between", "beit", "eva02", "swin", "swin v2")]
+)
+def test_fused_norms(timm_worker: WorkerPool, name: str) -> None:
+    assert in_worker(timm_worker, differences, name, (2,), {}, NORMS) == []
+
+
+def switched(name: str) -> tuple[str, list[bool]]:
+    def use(model: Any) -> tuple[str, list[bool]]:
+        return str(shardformer.describe(model)), [m.fused_attn for m in model.modules() if hasattr(m, "fused_attn")]
+
+    said: tuple[str, list[bool]] = sharded(name, FLASH, use)
+    return said
+
+
+def test_flash_attention(timm_worker: WorkerPool) -> None:
+    """Swin computes the scores by itself unless told otherwise; the others call torch's attention anyway."""
+    for name in ("vit with all between", "beit", "eva with shared kv heads", "swin"):
+        assert in_worker(timm_worker, differences, name, (2,), {}, FLASH) == []
+    said, switches = in_worker(timm_worker, switched, "swin")
+    assert "Attention: WindowAttention on" in said and "the plain one where a position bias trains" in said
+    assert switches == [True] * 4
+    assert "has attention of its own in WindowAttention" in in_worker(timm_worker, error_of, "swin v2", FLASH)
+
+
+@pytest.mark.parametrize(
+    "name", [of(name, "JIT-fused operators") for name in ("vit with all between", "beit", "eva02", "swin")]
+)
+def test_compiled_chains(timm_worker: WorkerPool, name: str) -> None:
+    options = {"enable_jit_fused": True, **NORMS}
+    with timm_worker.with_timeout(300) as pool:
+        assert in_worker(pool, differences, name, (2,), {"drop_path_rate": 1e-9}, options) == []
+
+
+# ---------------------------------------------------------------------------------------------------- stochastic depth
+
+
+def dropped(mode: dict[str, bool], checkpointed: bool) -> list[list[bool]]:
+    """Which samples each DropPath dropped: six in the forward and, when checkpointed, once more from the last layer on.
+
+    The first layer drops none, and a recomputation ends before the last DropPath of a layer.
+    """
+    context = ParallelContext.from_world({"tensor": 2, "data": 1})
+    torch.manual_seed(0)
+    model: Any = Small("vit", {"drop_path_rate": 0.5, "depth": 4})()
+    found: list[list[bool]] = []
+    for module in model.modules():
+        if type(module).__name__ == "DropPath":
+            module.register_forward_hook(lambda m, args, out: found.append((out.flatten(1) == 0).all(1).tolist()))
+    model = shardformer.shard_model(model.train(), context=context, **mode)
+    model.set_grad_checkpointing(checkpointed)
+    loss(model, images(0)).backward()
+    return found
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("mode", list(MODES))
+def test_ranks_drop_the_same_samples(timm_pools: Pools, mode: str, checkpointed: bool) -> None:
+    first, second = timm_pools(2).run(dropped, MODES[mode], checkpointed)
+    assert first == second and len({tuple(samples) for samples in first}) > 1
+    assert first[6:] == ([first[4], first[2], first[0]] if checkpointed else [])
+
+
+# -------------------------------------------------------------------------------- what is said, and what cannot be done
+
+
+def test_the_class_is_the_family(timm_worker: WorkerPool) -> None:
+    said = in_worker(timm_worker, described, "deit distilled")
+    assert "by the registered family 'timm:VisionTransformer'" in said
+    assert "LayerNorm  SplitNorm" in in_worker(timm_worker, described, "eva02 with a norm in the mlp")
+    swin = in_worker(timm_worker, described, "swin", 4)
+    assert "Whole, since 3 heads are fewer than 4 ranks: layers.0.blocks.*.attn." in swin
+    assert "attn.relative_position_bias_table  parameter" in swin
+
+
+def described(name: str, ranks: int = 2) -> str:
+    said: str = sharded(name, {}, lambda model: str(shardformer.describe(model)), ranks)
+    return said
+
+
+def test_full_weights_are_those_of_the_plain_model(timm_worker: WorkerPool) -> None:
+    for name in ("beit", "swin v2"):
+        assert in_worker(timm_worker, full_weights, name) == ([], [])
+
+
+def full_weights(name: str) -> tuple[list[str], list[str]]:
+    torch.manual_seed(0)
+    plain = Small(name)().state_dict()
+    torch.manual_seed(0)
+    state = sharded(name, {}, shardformer.full_state_dict)
+    return list(plain.keys() ^ state.keys()), [n for n, value in plain.items() if not torch.equal(state[n], value)]
+
+
+def error_of(name: str, options: dict[str, bool], method: str = "") -> str:
+    try:
+        sharded(name, options, lambda model: getattr(model, method)(torch.ones(2, 3, 32, 32)) if method else None)
+    except ShardFormerError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("name", [of(name, "sequence parallel", "overlap") for name in STAGED])
+def test_sequence_parallelism_is_refused(
+    timm_worker: WorkerPool, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    said = in_worker(timm_worker, error_of, name, SEQUENCE)
+    assert "its windows cut the image anew" in said
+    record_property("feature", "refused: " + said.partition("it is known that ")[2].partition(". ")[0])
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "said"),
+    [
+        ("forward_intermediates", {}, "nothing"),
+        ("forward_intermediates", SEQUENCE, "its own stretch of the sequence"),
+        ("set_input_size", {}, "Call set_input_size on the plain model"),
+        ("reset_classifier", {}, "Call reset_classifier on the plain model"),
+    ],
+)
+def test_methods_that_do_not_know_of_ranks(
+    timm_worker: WorkerPool, method: str, options: dict[str, bool], said: str
+) -> None:
+    assert said in in_worker(timm_worker, error_of, "beit", options, method)
+
+
+def test_another_class_of_timm_is_named(timm_pools: Pools) -> None:
+    with pytest.raises(ShardFormerError, match=r"it is of the model type 'timm:MlpMixer'"):
+        timm_pools(1).run(shard_mixer)
+
+
+def shard_mixer() -> None:
+    mixer = timm("models.mlp_mixer").MlpMixer(img_size=32, patch_size=8, embed_dim=24, num_blocks=1, num_classes=3)
+    Rehearsal(2).run(lambda context: shardformer.shard_model(mixer, context=context))
+
+
+def test_transformers_runs_beside_it(timm_worker: WorkerPool) -> None:
+    assert in_worker(timm_worker, bert_beside_timm) is None
+
+
+def bert_beside_timm() -> str | None:
+    timm()
+    from shardformer.policies.models.bert import BertPolicy
+    from shardformer.samples import Sample
+
+    ids = torch.arange(10).view(2, 5)
+    return fault(Truth.of(Sample("bert")().double(), lambda model: model(input_ids=ids)), BertPolicy, 2)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "timm.md"
+
+
+def run_the_page() -> tuple[str, bool]:
+    """What the script of docs/timm.md prints, and whether timm's own model takes the weights that it ends with."""
+    plain = timm().create_model("vit_tiny_patch16_224", num_classes=10, img_size=64, depth=3)
+    source = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)[0]
+    names: dict[str, Any] = {}
+    with redirect_stdout(io.StringIO()) as printed:
+        exec(compile(source, str(PAGE), "exec"), names)
+    plain.load_state_dict(names["state"])
+    return printed.getvalue(), bool(names["loss"] < 1.0)
+
+
+def test_the_script_of_the_page_runs(timm_pools: Pools) -> None:
+    (printed, learnt), (nothing, _) = timm_pools(2).run(run_the_page)
+    assert "VisionTransformer over tensor=2" in printed and nothing == ""
+    assert re.search(r"attn.num_heads +3 +2", printed) and learnt
+
+
+def test_timm_is_not_imported_by_the_tests(timm_worker: WorkerPool) -> None:
+    with pytest.raises(ImportError, match="for the workers"):
+        timm()
