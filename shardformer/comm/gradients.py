@@ -15,6 +15,7 @@ averaging for the backwards of all but the last micro-batch, which is right for 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 from shardformer.comm.collectives import start_sum
@@ -140,6 +141,7 @@ class GradientAverager:
     Buckets of about 25 MB (the first of 1 MB) are filled in reverse order of the parameters and sent, in the same order
     on every rank, as soon as they are full; what is left, with zeros for parameters that got no gradient here, follows
     when backward ends. A parameter that got a gradient on no rank keeps ``grad=None``, as on one device.
+    It ends when nobody holds it; see ``live_with``.
 
     Communicates one all-reduce a bucket, of its gradients and one number a parameter.
     """
@@ -154,6 +156,10 @@ class GradientAverager:
         self._buckets: list[_Bucket] = []
         self._next = 0
         self.refresh()
+
+    def live_with(self, module: nn.Module) -> None:
+        """Goes on as long as the module is there: the parameters alone do not keep what agrees on their gradients."""
+        module.__dict__["_gradient_averager"] = self
 
     def refresh(self) -> None:
         """Before a forward: takes up parameters that were frozen before, forgets a backward that was broken off."""
@@ -181,29 +187,42 @@ class GradientAverager:
             self._paused = before
 
     def _hook(self, entry: Entry) -> tuple[Any, ...]:
+        # The parameter is reached from its hooks by weak references alone: the collector does not see through the node
+        # of autograd that keeps them, and a model that nobody holds any more, with its groups, would stay.
+        averager, held = weakref.ref(self), weakref.ref(entry)
+
         def arriving(grad: Tensor) -> Tensor | None:
-            if entry.bucket is not None and entry.bucket.flat is not None:
-                self._flush()  # a second gradient in one backward: what is on its way must land first
-            if isinstance(entry.scale, Tensor):
-                return grad * entry.scale.to(grad)
-            return grad * entry.scale if entry.scale != 1 else None
+            me, one = averager(), held()
+            return me._arriving(one, grad) if me is not None and one is not None else None
 
         def accumulated(param: Tensor) -> None:
-            entry.changed = True
-            if self._paused:
-                return
-            self._dirty = True
-            if not self._queued:
-                self._queued = True
-                Variable._execution_engine.queue_callback(self._end_backward)
-            if not entry.arrived:
-                entry.arrived = True
-                assert entry.bucket is not None
-                entry.bucket.pending -= 1
-            self._launch_full()
+            me, one = averager(), held()
+            if me is not None and one is not None:
+                me._accumulated(one)
 
         param: Any = entry.param
         return param.register_hook(arriving), param.register_post_accumulate_grad_hook(accumulated)
+
+    def _arriving(self, entry: Entry, grad: Tensor) -> Tensor | None:
+        if entry.bucket is not None and entry.bucket.flat is not None:
+            self._flush()  # a second gradient in one backward: what is on its way must land first
+        if isinstance(entry.scale, Tensor):
+            return grad * entry.scale.to(grad)
+        return grad * entry.scale if entry.scale != 1 else None
+
+    def _accumulated(self, entry: Entry) -> None:
+        entry.changed = True
+        if self._paused:
+            return
+        self._dirty = True
+        if not self._queued:
+            self._queued = True
+            Variable._execution_engine.queue_callback(self._end_backward)
+        if not entry.arrived:
+            entry.arrived = True
+            assert entry.bucket is not None
+            entry.bucket.pending -= 1
+        self._launch_full()
 
     def _launch_full(self) -> None:
         while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:

@@ -59,7 +59,7 @@ class Block:
     columns: list[Linear1D_Col] = field(default_factory=list)
     _source: Tensor | None = None
     _node: Any = None
-    _is_closed: bool = False
+    _is_watched: bool = False
     _entered: Tensor | None = None
     _outputs: dict[int, Tensor] = field(default_factory=dict)
 
@@ -98,7 +98,7 @@ class Block:
             self._entered = self._gather(x, self.sequence)
         if self.width is not None:
             self._entered = Entered.of(self._entered, self)
-        self._node = None if self._is_closed else self._entered.grad_fn
+        self._node = self._entered.grad_fn if self._is_watched else None
         if training and self.random:
             self._stream.enter(x)
         return self._entered
@@ -140,6 +140,11 @@ class Block:
         twin.columns = deepcopy(self.columns, memo)
         return twin
 
+    def watch(self, module: nn.Module) -> None:
+        """Checks the first forward of ``module``, the entry and the exit's holder: see ``check_closed``."""
+        self._is_watched = True
+        module.register_forward_hook(self.check_closed)
+
     def check_closed(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """After the first forward with gradients of an entry module that holds the exit too.
 
@@ -147,15 +152,16 @@ class Block:
         its whole gradient, and the entry would add them up.
         """
         out = next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn is not None), None)
-        if self._is_closed or self._node is None or out is None:
+        entered, self._node = self._node, None
+        if entered is None or out is None:
             return
-        self._is_closed = True
+        self._is_watched = False
         reached, seen = [out.grad_fn], set()
         while reached:
             node: Any = reached.pop()
             if node is None or node in seen or type(node).__name__ == "RowExitBackward":
                 continue
-            if node is self._node:
+            if node is entered:
                 raise PolicyError(
                     f"The {type(module).__name__} hands on what entered a block beside the block's exit",
                     rule="All that enters a block leaves by its row-parallel linear; a residual is added outside of it",
@@ -163,7 +169,6 @@ class Block:
                 )
             seen.add(node)
             reached += [following for following, _ in node.next_functions]
-        self._node = None
 
     def abandon(self) -> None:
         """Forgets a forward that an error broke off inside, and goes back to the random numbers outside."""
@@ -351,4 +356,4 @@ def register_entry(module: nn.Module, block: Block, *, holds_exit: bool = False)
     """Makes ``module`` the entry of ``block``: its first tensor argument enters before its forward runs."""
     module.register_forward_pre_hook(block.enter_module, with_kwargs=True)
     if holds_exit:
-        module.register_forward_hook(block.check_closed)
+        block.watch(module)

@@ -96,7 +96,11 @@ def average_gradients(
     if not config.enable_sequence_parallelism:
         for module, block in blocks:
             _watch_side(module, block, {id(e.param): e for e in entries if id(e.param) not in cut})
-    return GradientAverager(entries, config.extra_kwargs.get("bucket_bytes", BUCKET_BYTES))
+    averager = GradientAverager(entries, config.extra_kwargs.get("bucket_bytes", BUCKET_BYTES))
+    for module in model.modules():  # the user may keep a part of the model alone
+        if any(True for _ in module.parameters(recurse=False)):
+            averager.live_with(module)
+    return averager
 
 
 @dataclass(eq=False)

@@ -173,7 +173,8 @@ class _Holder(nn.Module):
 
 def _copied() -> float:
     axis, plain = Axis.of(None), _Net()
-    model = deepcopy(_Holder(axis)).net
+    holder = deepcopy(_Holder(axis))
+    model = holder.net
     both = [_data(0), _data(1)]
     model(both[axis.rank]).backward()
     return _worst(model, _want(plain, [plain(x) for x in both]))
@@ -195,9 +196,10 @@ def _summands() -> tuple[Tensor | None, Tensor | None]:
         Entry(whole, axis, axis.size, axis.size),
         Entry(rows, axis, held[split.indices(axis.rank)][:, None], held[:, None], shared),
     ]
-    GradientAverager(entries)
+    averager = GradientAverager(entries)
     for _ in range(2):
         ((axis.rank + 1) * whole.sum() + 10 * (axis.rank + 1) * rows.sum()).backward()
+    del averager  # held until here: the hooks do not hold it
     return whole.grad, rows.grad
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
 from shardformer.policies import registry
 from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
 from shardformer.pool import WorkerPool
-from shardformer.samples import Batches, Sample, sample_loss
+from shardformer.samples import MAIN, Batches, Sample, sample_loss
 from shardformer.sharder import ModelSharder, ShardFormer, shard_model
 from shardformer.sharding.config import ShardConfig
 from shardformer.sharding.first_form import ColumnOrEmbedding
@@ -318,6 +320,41 @@ def test_outputs_of_a_model_that_is_not_cut() -> None:
         return len(model(input_ids=torch.arange(6).view(1, 6), output_attentions=True).attentions)
 
     assert Rehearsal(2).run(run) == [2, 2]
+
+
+# ---------------------------------------------------------------------------------------- models that nobody holds
+
+
+def left_over(family: str) -> int:
+    """How many parameters of a model that was trained are alive when the model is not."""
+    context = launch_from_torch(tensor=2)
+    model = shard_model(Sample(family)(), context=context, enable_sequence_parallelism=True)
+    sample_loss(model, Batches(MAIN[family])(0)).backward()
+    refs = [weakref.ref(p) for p in model.parameters()]
+    del model
+    gc.collect()
+    return sum(ref() is not None for ref in refs)
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "albert"])
+def test_a_model_that_nobody_holds_is_freed(pool2: WorkerPool, family: str) -> None:
+    assert pool2.run(left_over, family) == [0, 0]
+
+
+def part_alone() -> list[tuple[int, int]]:
+    """Checksums of the gradients of a part of a model, the rest of which is gone, on data of this rank's own."""
+    context = launch_from_torch(tensor=1, data=2)
+    model: Any = shard_model(Sample("llama")(), context=context)
+    part = model.model
+    del model
+    gc.collect()
+    part(input_ids=torch.arange(6).view(1, 6) + context.data.rank).last_hidden_state.square().sum().backward()
+    return [checksum(p.grad) for p in part.parameters()]
+
+
+def test_a_part_of_a_model_goes_on_agreeing_on_its_gradients(pool2: WorkerPool) -> None:
+    mine, theirs = pool2.run(part_alone)
+    assert mine == theirs
 
 
 # ------------------------------------------------------------------------------------------ words that are wrong
