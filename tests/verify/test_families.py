@@ -185,7 +185,8 @@ class Short:
     def __call__(self, step: int) -> dict[str, Tensor]:
         ids = torch.randint(5, 127, (3, self.sequence + 1), generator=torch.Generator().manual_seed(step))
         # a causal model predicts the next token: with a single one there is none, so it gets two
-        length = max(self.sequence, 2) if MAIN[self.family].endswith(("LMHeadModel", "ForCausalLM")) else self.sequence
+        causal = self.family == "chatglm" or MAIN[self.family].endswith(("LMHeadModel", "ForCausalLM"))
+        length = max(self.sequence, 2) if causal else self.sequence
         return {"input_ids": ids[:, :length], "labels": ids[:, :length].clone()}
 
 
