@@ -10,14 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.comm.recorder import Recorder
 from shardformer.context import Axis
 from shardformer.layers.logits import RULES, VocabParallelLogits, shard_logits
-from shardformer.layout import even_bounds
 from shardformer.pool import WorkerPool
+from tests.layers.vocab import SHAPE, B, S, V, make, own, plain_of, same
 
-B, S, V = 2, 3, 127
-SHAPE = (B, S, V)
 MASK = torch.arange(V) % 3 == 0
 LABELS = torch.tensor([[0, 63, -100], [126, 64, 31]])
 
@@ -176,32 +173,6 @@ def before(x: Tensor, look: Operation, how: Callable[[Tensor], Any]) -> Tensor:
 TABLE = {"sharded": SHARDED, "loss": LOSSES, "gathered": GATHERED, "written": WRITTEN}
 
 # ---------------------------------------------------------------------------------------------- functions that are sent
-
-
-def make(dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = SHAPE) -> tuple[Tensor, Tensor, Tensor, Recorder]:
-    """The plain logits, this rank's part of them, the part as the full logits, and a recorder of what is sent."""
-    axis = Axis.of(None)
-    bounds = even_bounds(shape[-1], axis.size)
-    plain = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
-    local = plain[..., bounds[axis.rank] : bounds[axis.rank + 1]].clone().requires_grad_()
-    # A head's output is not a leaf.
-    return plain.requires_grad_(), local, shard_logits(local * 1, axis, bounds), Recorder(axis)
-
-
-def own(full: Tensor, axis_dim: int = -1) -> Tensor:
-    axis = Axis.of(None)
-    bounds = even_bounds(full.shape[axis_dim], axis.size)
-    return full.narrow(axis_dim, bounds[axis.rank], bounds[axis.rank + 1] - bounds[axis.rank])
-
-
-def plain_of(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, VocabParallelLogits) else x
-
-
-def same(ours: Tensor, theirs: Tensor) -> None:
-    """16-bit numbers are the same to a last bit, as a sum of gradients may be taken in another order."""
-    last_bit = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-6}.get(theirs.dtype, 1e-12)
-    torch.testing.assert_close(plain_of(ours), theirs, rtol=last_bit, atol=last_bit)
 
 
 def beside_the_plain_tensor(kind: str, name: str, dtype: torch.dtype) -> None:
