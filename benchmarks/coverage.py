@@ -25,7 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.models.auto import modeling_auto
 
-import shardformer
 from shardformer.comm.rehearsal import Rehearsal
 from shardformer.errors import ShardFormerError
 from shardformer.layers.linear import is_linear
@@ -48,14 +47,18 @@ from shardformer.policies.infer.inputs import batches_for, runner
 from shardformer.policies.infer.prove import Truth, fault, loss_of
 from shardformer.policies.infer.twin import Twin, model_of, twin_of
 from shardformer.policies.registry import resolve_policy
+from shardformer.pool import WorkerPool
 from shardformer.sharding.config import ShardConfig
 from shardformer.sharding.plan import make_plan
 from shardformer.sharding.policy import Policy
+from shardformer.verify import verify
 
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION")
 ENOUGH = 0.8
 SECONDS = 30
 """Of the processor, after which an architecture is given up; all times are those of the processor."""
+POOL_S = 300.0
+"""Within which a comparison in processes ends."""
 NUMEL = 400_000_000
 """Of a model without a twin, which is looked at itself."""
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "coverage.md"
@@ -314,20 +317,27 @@ def small(model_type: str, name: str) -> nn.Module:
 
 def batch(model_type: str, name: str, step: int) -> Mapping[str, Tensor]:
     """The batch that the twin takes, another one for each step as far as tokens go."""
-    return {n: x.roll(step, -1) if n == "input_ids" else x for n, x in twin_of(native(model_type, name)).batch.items()}
+    taken = batch_of(model_type, name)
+    return {n: x.roll(step, -1) if n == "input_ids" else x for n, x in taken.items()}
+
+
+@lru_cache(maxsize=1)
+def batch_of(model_type: str, name: str) -> Mapping[str, Tensor]:
+    return twin_of(native(model_type, name)).batch
 
 
 def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    return loss_of(runner(model, batch)(model))
+    return loss_of(runner(model, batch)(model), alike=True)
 
 
-def verified(model_type: str, name: str) -> dict[str, Any]:
-    """What ``shardformer.verify`` says of the twin: in fp64 where it computes in that, over two processes."""
+def verified(model_type: str, name: str, pool: WorkerPool) -> dict[str, Any]:
+    """What ``shardformer.verify`` says of the twin: in fp64 where it computes in that, over the two processes."""
     arguments = model_type, name
     try:
         dtype = next(small(*arguments).parameters()).dtype
-        report = shardformer.verify(partial(small, *arguments), partial(batch, *arguments), loss_fn=loss, dtype=dtype)
-        return {"verify": model_type, "passed": report.passed, "said": str(report).splitlines()[0][:200]}
+        model_fn, batch_fn = partial(small, *arguments), partial(batch, *arguments)
+        report = verify(model_fn, batch_fn, loss_fn=loss, dtype=dtype, pool=pool)
+        return {"verify": model_type, "passed": report.passed, "said": clean(str(report).splitlines()[-1])}
     except Exception as error:
         return {"verify": model_type, "passed": False, "said": short(error)}
 
@@ -426,10 +436,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(f"{model_type}: {said}", highlight=False)
     able = sorted(t for t, r in records.items() if r.outcome == "sharded" and args.only.fullmatch(t))
     chosen = random.Random(args.seed).sample(able, min(args.verify, len(able)))
-    for model_type in track([t for t in chosen if t not in verdicts], "verify", console=console, disable=not chosen):
-        verdict = verdicts[model_type] = verified(model_type, records[model_type].name)
-        keep(verdict)
-        console.print(f"{model_type}: {verdict['said']}", highlight=False)
+    with WorkerPool(2, timeout_s=POOL_S) as pool:
+        for model_type in track(
+            [t for t in chosen if t not in verdicts], "verify", console=console, disable=not chosen
+        ):
+            verdict = verdicts[model_type] = verified(model_type, records[model_type].name, pool)
+            keep(verdict)
+            console.print(f"{model_type}: {verdict['said']}", highlight=False)
     if args.table:
         ordered = [records[t] for t in sorted(records)]
         PAGE.write_text(page(ordered, [verdicts[t] for t in sorted(verdicts)]), encoding="utf-8")

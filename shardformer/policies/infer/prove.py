@@ -66,15 +66,15 @@ def _config(context: ParallelContext, options: Mapping[str, Any]) -> ShardConfig
     return ShardConfig(context=context, **options)
 
 
-def loss_of(output: Any) -> Tensor:
-    """The mean squares of all that a model gives, as one number."""
+def loss_of(output: Any, *, alike: bool = False) -> Tensor:
+    """The mean squares of all that a model gives, as one number; ``alike`` weighs the samples of a batch alike."""
     floats = [x for x in tree_leaves(_fields(output)) if isinstance(x, Tensor) and x.is_floating_point()]
-    return torch.stack([_weighted(x).double() for x in floats]).sum()
+    return torch.stack([_weighted(x, x.shape[alike:]).double() for x in floats]).sum()
 
 
-def _weighted(x: Tensor) -> Tensor:
-    """A number of which no two places have the same gradient."""
-    weights = torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype, device=x.device).view(x.shape)
+def _weighted(x: Tensor, shape: torch.Size) -> Tensor:
+    """A number of which no two places of the last dims, of that shape, have the same gradient."""
+    weights = torch.linspace(0.5, 1.5, shape.numel(), dtype=x.dtype, device=x.device).view(shape)
     return (x * weights).square().mean()
 
 
