@@ -133,7 +133,7 @@ def join_group(store: str, imports: Sequence[str]) -> None:
         importlib.import_module(name)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # A TCPStore asks the name server who each peer is: seconds, where there is no network or a poor one.
-    meeting = dist.FileStore(store, world_size)  # type: ignore[attr-defined]
+    meeting = dist.FileStore(store, world_size)  # type: ignore[attr-defined]  # there, but not re-exported
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size)
     gc.freeze()  # the next collections need not search what is imported by now
 

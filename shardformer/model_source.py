@@ -73,7 +73,8 @@ class Pretrained:
         kind = getattr(transformers, self.head)
         config = self.config()
         if self.random:
-            return kind(config)  # type: ignore[no-any-return]
+            fresh: nn.Module = kind(config)
+            return fresh
         try:
             model: nn.Module = kind.from_pretrained(self.where, config=config, local_files_only=self.local)
         except OSError as error:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -286,7 +287,7 @@ def ranks_differ(rank: int, how: str) -> tuple[nn.Module, dict[str, Any]]:
     if how == "frozen" and rank:
         model = frozen()
     if how == "dtype" and rank:
-        model.norm.double()  # type: ignore[operator]
+        model.norm.double()
     if how == "policy" and rank:
         arguments["policy"] = OnlyMLP
     if how == "options" and rank:
@@ -462,8 +463,8 @@ def _second_try() -> list[str]:
     tries: list[Any] = ["no group", wrong, right]
     answers = []
     for group in tries:
-        model = ToyLM()
-        answers.append(refusal_of(lambda: shard_model(model, ToyPolicy, tensor_parallel_process_group=group)).kind)  # noqa: B023
+        act = partial(shard_model, ToyLM(), ToyPolicy, tensor_parallel_process_group=group)
+        answers.append(refusal_of(act).kind)
     return answers
 
 
@@ -565,7 +566,6 @@ def _use(how: str) -> Refusal:
     options: dict[str, Any] = SEQUENCE if how == "hidden states" else {}
     model = shard_model(Sample("gpt2")(), **options)
     batch: dict[str, Any] = Batches("GPT2LMHeadModel")(0)
-    act: Callable[[], Any] = lambda: model(**batch).loss.backward()  # noqa: E731
     if how == "token":
         batch["input_ids"][1, 2] = 127
     elif how == "negative token":
@@ -582,13 +582,12 @@ def _use(how: str) -> Refusal:
         batch["output_attentions"] = True
     elif how == "hidden states":
         batch["output_hidden_states"] = True
-    elif how == "resize":
-        act = lambda: model.resize_token_embeddings(130)  # noqa: E731
-    elif how == "resize inside":
-        act = lambda: model.transformer.resize_token_embeddings(130)  # noqa: E731
-    elif how == "save inside":
-        act = lambda: model.transformer.save_pretrained("nowhere")  # noqa: E731
-    return refusal_of(act, model)
+    acts: dict[str, Callable[[], Any]] = {
+        "resize": lambda: model.resize_token_embeddings(130),
+        "resize inside": lambda: model.transformer.resize_token_embeddings(130),
+        "save inside": lambda: model.transformer.save_pretrained("nowhere"),
+    }
+    return refusal_of(acts.get(how, lambda: model(**batch).loss.backward()), model)
 
 
 @pytest.mark.parametrize(

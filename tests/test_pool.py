@@ -114,7 +114,7 @@ def kill_itself() -> None:
 
 
 def crash() -> None:
-    faulthandler._sigsegv()  # type: ignore[attr-defined]
+    faulthandler._sigsegv()  # type: ignore[attr-defined]  # private, so typeshed has it not
 
 
 def die_alone(rank: int, how: Callable[[], None]) -> None:

@@ -136,9 +136,9 @@ def frozen(model: nn.Module, family: str) -> Values:
     return {**out, **named("weight", weights(model))}
 
 
-def frozen_embedding(model: nn.Module, family: str) -> Values:
+def frozen_embedding(model: Any, family: str) -> Values:
     """The first block's input needs no gradient."""
-    model.get_input_embeddings().weight.requires_grad_(False)  # type: ignore[operator]
+    model.get_input_embeddings().weight.requires_grad_(False)
     for name, p in model.named_parameters():
         if "position" in name or "wpe" in name or "embeddings" in name.lower():
             p.requires_grad_(False)
@@ -198,13 +198,13 @@ def checkpointed_reentrant(model: nn.Module, family: str) -> Values:
     return _checkpointed(model, family, True)
 
 
-def lengths_in_one_backward(model: nn.Module, family: str) -> Values:
+def lengths_in_one_backward(model: Any, family: str) -> Values:
     """Forwards of several lengths, then one backward, which recomputes them all; a short evaluation in between."""
     out = {}
     for lengths in ((13, 9, 17), (13, 14, 12)):  # of the second, some ranks hold stretches of equal length
         for use_reentrant in (False, True):
-            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})  # type: ignore[operator]
-            model.enable_input_require_grads()  # type: ignore[operator]
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            model.enable_input_require_grads()
             model.zero_grad()
             loss = sum((i + 1) * loss_of(model, family, i, length) for i, length in enumerate(lengths))
             with torch.no_grad():
@@ -228,11 +228,11 @@ class Recomputed(nn.Module):
         return checkpoint(partial(self.layer, **kwargs), *args, use_reentrant=True)
 
 
-def wrapped_in_checkpoints(model: nn.Module, family: str) -> Values:
+def wrapped_in_checkpoints(model: Any, family: str) -> Values:
     """Sequences as long as usual and such that some rank has none of it, all ranks in a forward without gradients,
     which only its recomputation shows to be one of training."""
-    model.enable_input_require_grads()  # type: ignore[operator]
-    model.config.use_cache = False  # type: ignore[union-attr, assignment]
+    model.enable_input_require_grads()
+    model.config.use_cache = False
     layers: Any = model.get_submodule({"llama": "model.layers", "gpt2": "transformer.h"}[family])
     for i, layer in enumerate(layers):
         layers[i] = Recomputed(layer)
@@ -243,10 +243,10 @@ def wrapped_in_checkpoints(model: nn.Module, family: str) -> Values:
     return {**out, **named("short gradient", gradients(model))}
 
 
-def _checkpointed(model: nn.Module, family: str, use_reentrant: bool) -> Values:
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})  # type: ignore[operator]
+def _checkpointed(model: Any, family: str, use_reentrant: bool) -> Values:
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     if use_reentrant:  # otherwise nothing that goes into the first layer needs a gradient
-        model.enable_input_require_grads()  # type: ignore[operator]
+        model.enable_input_require_grads()
     out = {}
     for step in range(2):
         loss = loss_of(model, family, step)
@@ -305,8 +305,8 @@ def copied(model: nn.Module, family: str) -> Values:
     return {**out, **named("weight of the copy", weights(twin)), **named("weight", weights(model))}
 
 
-def copied_after_checkpoints(model: nn.Module, family: str) -> Values:
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+def copied_after_checkpoints(model: Any, family: str) -> Values:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     return copied(model, family)
 
 
@@ -456,13 +456,13 @@ DROPOUT = {
 def with_and_without_checkpoints(family: str, options: Mapping[str, Any], use_reentrant: bool) -> dict[str, Any]:
     """The gradients of one seed with activations kept, recomputed, and recomputed by a copy made after that."""
     context = ParallelContext.from_world({})
-    model = shard_model(build(family, **DROPOUT[family]), config=ShardConfig(context=context, **options))
+    model: Any = shard_model(build(family, **DROPOUT[family]), config=ShardConfig(context=context, **options))
     found, states = [], []
     for is_recomputed in (False, True, True):
         if is_recomputed:
-            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})  # type: ignore[operator]
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
             if use_reentrant:
-                model.enable_input_require_grads()  # type: ignore[operator]
+                model.enable_input_require_grads()
         torch.manual_seed(3)
         loss_of(model, family).backward()
         found.append(gradients(model))
@@ -563,9 +563,9 @@ def in_autocast(family: str, options: Mapping[str, Any], recompute: bool) -> dic
     plain = build(family).float()
     exact, plain_bf16 = run(plain, False), run(plain, True)
     context = ParallelContext.from_world({})
-    model = shard_model(build(family).float(), config=ShardConfig(context=context, **options))
+    model: Any = shard_model(build(family).float(), config=ShardConfig(context=context, **options))
     if recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     run(model, True)  # compares what the ranks were fed
     with Recorder(context) as recorder:
         ours = run(model, True)
@@ -616,12 +616,12 @@ WAYS: dict[str, dict[str, Any]] = {
 def generated(family: str, options: Mapping[str, Any], length: int) -> dict[str, tuple[Tensor, Tensor]]:
     """For each way (plain, sharded): the tokens that follow prompts of unequal length."""
 
-    def run(model: nn.Module) -> dict[str, Tensor]:
+    def run(model: Any) -> dict[str, Tensor]:
         out = {}
         for name, way in WAYS.items():
             torch.manual_seed(7)
             settings = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False, "pad_token_id": 0, **way}
-            out[name] = model.generate(ids, attention_mask=mask, **settings)  # type: ignore[operator]
+            out[name] = model.generate(ids, attention_mask=mask, **settings)
         return out
 
     ids = torch.randint(5, 127, (3, length), generator=torch.Generator().manual_seed(0))
@@ -654,14 +654,14 @@ def test_generate_gives_the_same_tokens(pools: Pools, family: str, mode: str, te
 
 def saved(family: str, folder: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Trains a step, saves, and loads with transformers alone."""
-    trained = build(family)
+    trained: Any = build(family)
     _trained(trained, family, 0)
     context = ParallelContext.from_world({})
-    model = shard_model(build(family), config=ShardConfig(context=context, **options))
+    model: Any = shard_model(build(family), config=ShardConfig(context=context, **options))
     _trained(model, family, 0)
     state = full_state_dict(model)
-    model.save_pretrained(folder)  # type: ignore[operator]
-    loaded = type(trained).from_pretrained(folder, dtype=torch.float64)  # type: ignore[attr-defined]
+    model.save_pretrained(folder)
+    loaded = type(trained).from_pretrained(folder, dtype=torch.float64)
     want = trained.state_dict()
     assert list(state) == list(want), "the keys of the plain model in its order"
     tied = {name: value.data_ptr() for name, value in want.items()}
@@ -694,8 +694,8 @@ def test_a_saved_model_with_a_data_axis(pool4: WorkerPool, tmp_path: Path) -> No
 
 def saved_over_data(folder: str) -> float:
     context = ParallelContext.from_world({"data": 2})
-    model = shard_model(build("llama"), config=ShardConfig(context=context))
-    model.save_pretrained(folder)  # type: ignore[operator]
-    plain = build("llama")
-    loaded = type(plain).from_pretrained(folder, dtype=torch.float64)  # type: ignore[attr-defined]
+    model: Any = shard_model(build("llama"), config=ShardConfig(context=context))
+    model.save_pretrained(folder)
+    plain: Any = build("llama")
+    loaded = type(plain).from_pretrained(folder, dtype=torch.float64)
     return max(float((loaded.get_parameter(name) - value).abs().max()) for name, value in plain.named_parameters())

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from inspect import Parameter, Signature
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 def takes(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
@@ -24,10 +27,10 @@ def takes(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]
             verb(kind(**given))
 
         hints = get_type_hints(kind, include_extras=True)
-        parameters = [_parameter(field, hints[field.name]) for field in fields(kind)]  # type: ignore[arg-type]
+        parameters = [_parameter(field, hints[field.name]) for field in fields(kind)]
         called.__name__, called.__qualname__, called.__module__ = verb.__name__, verb.__qualname__, verb.__module__
         called.__doc__ = verb.__doc__
-        called.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        vars(called)["__signature__"] = Signature(parameters)
         called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return called
 

@@ -6,8 +6,6 @@ split_sequence   forward take a stretch   backward all-gather        where what 
 join_sequence    forward all-gather       backward take a stretch
 """
 
-# mypy: disable-error-code="no-untyped-call"
-
 from __future__ import annotations
 
 from typing import Any

@@ -57,7 +57,8 @@ def use_flash_attention(
         config._attn_implementation = ATTENTION_NAME
     for module in model.modules():
         if type(module).__name__ in SDPA:
-            module.config._attn_implementation = "sdpa"  # type: ignore[union-attr]
+            own: Any = module.config
+            own._attn_implementation = "sdpa"
     for path, name, function in replace_own(model):
         if replaced is not None:
             replaced(path, name, function)
@@ -107,7 +108,7 @@ def _source(cls: Any) -> str:
 def _attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
     """The classes called attention that compute one, with their code; wrappers around them do not count."""
     classes = {type(m) for m in model.modules() if "attention" in type(m).__name__.lower()}
-    sources = {cls: _source(cls) for cls in sorted(classes, key=lambda c: c.__name__)}  # type: ignore[arg-type]
+    sources = {cls: _source(cls) for cls in sorted(classes, key=lambda c: c.__name__)}  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
     computes = re.compile(r"get_interface\(|softmax\(|scaled_dot_product_attention\(")
     return {cls: source for cls, source in sources.items() if computes.search(source)}
 
@@ -174,7 +175,7 @@ def _dropouts(module: nn.Module, source: str) -> list[str]:
     """The attributes that hold the rate of the dropout of attention weights."""
     kind = type(module).__name__
     if kind in SDPA:
-        return ["attention_dropout"] if module.config.alibi else []  # type: ignore[union-attr]
+        return ["attention_dropout"] if attrgetter("config.alibi")(module) else []
     return [name for name in (OWN[kind].dropout,) if name] if kind in OWN else DROPOUT_OF_CALL.findall(source)
 
 

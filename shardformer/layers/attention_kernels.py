@@ -227,7 +227,7 @@ def _in_chunks(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Te
     if not trains and bias.shape[0] == 1 and (mask is None or mask.shape[0] == 1):
         return _fused(query, key, value, _added(bias, mask, query), 0.0, scale, False)
     key, value = _repeated(key, groups), _repeated(value, groups)
-    out: Tensor = _InChunks.apply(query, key, value, bias, mask, scale)  # type: ignore[no-untyped-call]
+    out: Tensor = _InChunks.apply(query, key, value, bias, mask, scale)
     return out
 
 

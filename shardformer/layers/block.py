@@ -12,7 +12,6 @@ first of them that sees one of those very tensors computes all, and the others t
 anything else computes by itself.
 """
 
-# mypy: disable-error-code="no-untyped-call"
 # B batch, S sequence, H hidden, F features of one linear; lower case: this rank's part (s = S / tensor, f = F / tensor)
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -247,14 +246,15 @@ class _ColumnGroup(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, joined: Tensor | None, how: _How, *weights: Tensor | None) -> tuple[Tensor, ...]:
-        pairs = list(zip(weights[::2], weights[1::2], strict=True))
+        # every linear has a weight
+        pairs = cast("list[tuple[Tensor, Tensor | None]]", list(zip(weights[::2], weights[1::2], strict=True)))
         transposed = [c.transposed for c in how.columns]
         if how.ring:
             assert how.sequence is not None
             seen, outputs = _multiply_in_ring(x, how, pairs)
         else:
             seen = x if joined is None else joined
-            outputs = [matmul_in(seen, w, b, t) for (w, b), t in zip(pairs, transposed, strict=True)]  # type: ignore[arg-type]
+            outputs = [matmul_in(seen, w, b, t) for (w, b), t in zip(pairs, transposed, strict=True)]
         ctx.how, ctx.transposed = how, transposed
         ctx.has_bias = [b is not None for _, b in pairs]
         ctx.save_for_backward(seen, *[w for w, _ in pairs])
@@ -296,7 +296,7 @@ def _start_input_grad(
 
 
 def _multiply_in_ring(
-    x: Tensor, how: _How, pairs: Sequence[tuple[Tensor | None, Tensor | None]]
+    x: Tensor, how: _How, pairs: Sequence[tuple[Tensor, Tensor | None]]
 ) -> tuple[Tensor, list[Tensor]]:
     assert how.sequence is not None
     full = how.sequence.full
@@ -305,7 +305,6 @@ def _multiply_in_ring(
 
     def multiply(stretch: Tensor, start: int, end: int) -> None:
         for (w, b), out, column in zip(pairs, outputs, how.columns, strict=True):
-            assert w is not None
             out[:, start:end] = matmul_in(stretch, w, b, column.transposed)
 
     return ring_gather(x, how.axis, full, multiply), outputs

@@ -105,7 +105,7 @@ class Chain(Tensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in METADATA:
-            return super().__torch_function__(func, tuple(types), args, kwargs)  # type: ignore[no-untyped-call]
+            return super().__torch_function__(func, tuple(types), args, kwargs)  # type: ignore[no-untyped-call]  # torch gives its bases no types
         noted = _note(func, args, kwargs or {})
         if noted is not None:
             return noted
@@ -116,7 +116,7 @@ class Chain(Tensor):
         return out
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes func for self
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         # below autograd, which has the chain's node; here come operations that no Python function announced
@@ -156,7 +156,7 @@ def finish(x: Tensor) -> Tensor:
     if not fuses(x.program, x.inputs[0].device):
         x.check_unchanged()
         return _one_by_one(x.program, x.inputs)
-    plain: Tensor = _Values.apply(x)  # type: ignore[no-untyped-call]
+    plain: Tensor = _Values.apply(x)
     return plain
 
 
@@ -182,7 +182,7 @@ def extend(x: Tensor, op: Op | None, operand: Tensor | None = None, now: bool = 
     inputs = inputs if operand is None else (*inputs, operand)
     if now and not fuses(program, inputs[0].device):
         return _one_by_one(program, inputs)
-    out: Tensor = _Record.apply(program, now, *inputs)  # type: ignore[no-untyped-call]
+    out: Tensor = _Record.apply(program, now, *inputs)
     return out
 
 

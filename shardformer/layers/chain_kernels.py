@@ -145,7 +145,7 @@ class _Kernel:
             return self._compiled(*inputs)
         try:
             # without duck shapes: N may be equal to H in the first batch and not in the second
-            with symbolic_shapes_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+            with symbolic_shapes_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]  # put there when imported
                 outputs = self._compiled(*inputs)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise _cannot_compile(self._signature, error) from error

@@ -14,6 +14,7 @@ product with the weight of one of the block's columns to the block. For anything
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from shardformer.layers.block import Block
 
-SHAPE: Any = Tensor.shape.__get__  # type: ignore[attr-defined]
+SHAPE: Any = getattr_static(Tensor, "shape").__get__
 
 
 class Entered(Tensor):

@@ -169,12 +169,12 @@ class Linear1D_Col(_ParallelLinear):
         if self.expand is not None:
             width, held = self.expand
             y = y.unflatten(-1, (-1, width))[..., list(held), :].flatten(-2)
-        bias = self.bias
+        bias: Tensor | None = self.bias
         if self.gather_output:
             lengths = tuple(self.split.length(r) for r in range(self.axis.size))
             y = _in_full_order(join_slices(y, self.axis, -1, lengths), self.split)
             if self.skip_bias_add and bias is not None:
-                bias = _in_full_order(join_slices(bias, self.axis, 0, lengths), self.split)  # type: ignore[assignment]
+                bias = _in_full_order(join_slices(bias, self.axis, 0, lengths), self.split)
         return (y, bias) if self.skip_bias_add else y
 
 
@@ -246,11 +246,12 @@ class Linear1D_Row(_ParallelLinear):
     def forward(self, x: Tensor) -> Any:
         if not self.parallel_input:
             x = self._part_of(x)
-        weight, bias = self.weight, self.bias
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight = x.to(dtype), weight.to(dtype)  # type: ignore[assignment]
-            bias = None if bias is None else bias.to(dtype)  # type: ignore[assignment]
+            x, weight = x.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
         sequence = self.block.sequence if self.block is not None else None
         if sequence is not None and not sequence.active:
             sequence = None
@@ -276,7 +277,7 @@ class Linear1D_Row(_ParallelLinear):
         if self.earlier is not None:
             (other, its_weight), self.earlier = self.earlier, None
             x, weight = torch.cat((x, other), -1), torch.cat((weight, its_weight), 0 if self.transposed else 1)
-        y: Tensor = RowExit.apply(x, weight, self.transposed, self.axis, sequence)  # type: ignore[no-untyped-call]
+        y: Tensor = RowExit.apply(x, weight, self.transposed, self.axis, sequence)
         return y
 
     def _part_of(self, x: Tensor) -> Tensor:

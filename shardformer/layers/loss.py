@@ -13,8 +13,6 @@ own log-softmax keeps when logits are large.
 
 # T tokens, V vocabulary, R ranks, K numbers a token; lower case: this rank's part (v columns of V)
 
-# mypy: disable-error-code="no-untyped-call"
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

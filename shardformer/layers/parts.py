@@ -30,14 +30,14 @@ def hold_part(
 
     Raises ConfigError when a split is not of its dim's length.
     """
-    full = getattr(module, name)
+    full: Tensor = getattr(module, name)
     spec = ShardSpec(tuple(full.shape), dict(splits))
     if name in module._buffers:
         module._buffers[name] = spec.slice(full, rank)
-        return full  # type: ignore[no-any-return]
+        return full
     shared = {} if shared is None else shared
     if id(full) not in shared:
         shared[id(full)] = nn.Parameter(spec.slice(full, rank), requires_grad=full.requires_grad)
     module.register_parameter(name, shared[id(full)])
     module.__dict__.setdefault("shard_specs", {})[name] = spec
-    return full  # type: ignore[no-any-return]
+    return full

@@ -2,8 +2,6 @@
 
 # B batch, S sequence, V vocabulary; lower case: this rank's part (v columns of V)
 
-# mypy: disable-error-code="no-untyped-call"
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -60,7 +58,7 @@ class VocabSharded(Tensor):
         """Everything is done by ``__new__``."""
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes func for self
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """What gets here was not called by name: autograd itself, or code written in C++."""
@@ -90,7 +88,7 @@ class VocabSharded(Tensor):
         self._full = join_slices(local, self.axis, self.vocab_dim, lengths).to(self.full_dtype)
         return self._full
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # mypy drops the keyword's name in a dunder
         first, last = self.bounds[self.axis.rank], self.bounds[self.axis.rank + 1]
         return (
             f"{type(self).__name__}(shape={tuple(self.full_shape)}, dtype={self.full_dtype}, "

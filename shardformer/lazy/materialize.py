@@ -62,10 +62,11 @@ def fill(model: nn.Module, device: torch.device | str | None = None) -> nn.Modul
     done: dict[int, Tensor] = {}
     target = torch.device(device or "cpu")
     for module in model.modules():
-        for table in (module._parameters, module._buffers):
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for table in tables:
             for name, tensor in list(table.items()):
                 if tensor is not None:
-                    table[name] = _filled(tensor, storages, done, target)  # type: ignore[assignment]
+                    table[name] = _filled(tensor, storages, done, target)
         for name, value in list(vars(module).items()):  # what is kept beside the tables does not move with the model
             if name not in ("_parameters", "_buffers", "_modules"):
                 new = _filled_in(value, storages, done)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ def from_pretrained(
         _tie_equal(model)
     model.name_or_path = model.config.name_or_path = str(where)
     vars(model)[NOTES] = [f"The weights are those of {str(where)!r}.", *_notes(info)]
-    return model  # type: ignore[no-any-return]
+    return cast(nn.Module, model)
 
 
 def _config_and_class(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from inspect import getattr_static
 from types import TracebackType
 from typing import Any, Self
 
@@ -39,8 +40,8 @@ OVERWRITING = {"normal_", "uniform_", "random_", "zero_", "fill_", "copy_", "exp
 """Leave nothing of what stood there before, and draw as many numbers whatever that was."""
 
 VERSION = "_shardformer_version"
-IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
-DEVICE: Any = Tensor.device.__get__
+IS_META: Any = getattr_static(Tensor, "is_meta").__get__
+DEVICE: Any = getattr_static(Tensor, "device").__get__
 
 
 class Disguise(TorchFunctionMode):
@@ -69,15 +70,15 @@ class Recorder(TorchDispatchMode):
         self._disguise = Disguise()
 
     def __enter__(self) -> Self:
-        self._disguise.__enter__()  # type: ignore[no-untyped-call]
-        super().__enter__()  # type: ignore[no-untyped-call]
+        self._disguise.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch gives its bases no types
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        self._disguise.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch gives its bases no types
+        self._disguise.__exit__(kind, error, trace)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -133,13 +134,15 @@ def describe(model: nn.Module) -> Description:
     def pattern(path: str) -> str:
         return _pattern(model, path, layers)
 
-    rows: dict[tuple[str, ...], int] = {}
-    changes: dict[tuple[str, ...], int] = {}
+    rows: Counter[tuple[str, str, str, str, str]] = Counter()
+    changes: Counter[tuple[str, str, str]] = Counter()
     for r in record.replacements:
         shapes = _cut_shapes(model, r.path) if r.kind == "module" else None
-        kind = rows if shapes else changes
-        key = (pattern(r.path) or type(model).__name__, r.before, r.after, *(shapes or ()))
-        kind[key] = kind.get(key, 0) + 1
+        change = (pattern(r.path) or type(model).__name__, r.before, r.after)
+        if shapes is None:
+            changes[change] += 1
+        else:
+            rows[*change, *shapes] += 1
     whole: dict[tuple[str, str], tuple[int, int]] = {}
     for name, p in model.named_parameters():
         if not specs[name].is_sharded:
@@ -149,8 +152,8 @@ def describe(model: nn.Module) -> Description:
     total = max(sum(prod(specs[n].shape) for n, _ in model.named_parameters()), 1)
     return Description(
         _title(model, record, total),
-        [(*row, n) for row, n in rows.items()],  # type: ignore[misc]
-        [(*change, n) for change, n in changes.items()],  # type: ignore[misc]
+        [(*row, n) for row, n in rows.items()],
+        [(*change, n) for change, n in changes.items()],
         [(*of, n, size / total) for of, (n, size) in whole.items()],
         list(record.notes),
         layers,

@@ -108,10 +108,10 @@ def _loss(job: Job, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     if job.loss_fn is not None:
         return job.loss_fn(model, batch)
     output = model(**batch)
-    loss = getattr(output, "loss", None)
+    loss: Tensor | None = getattr(output, "loss", None)
     if loss is None:
         raise _no_loss(model, output)
-    return loss  # type: ignore[no-any-return]
+    return loss
 
 
 def _no_loss(model: nn.Module, output: Any) -> ConfigError:

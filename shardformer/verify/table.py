@@ -18,10 +18,10 @@ WIDTH = 120
 
 def as_text(report: Report) -> str:
     """The report without colours, at most 120 columns wide."""
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False, legacy_windows=False)
+    text = io.StringIO()
+    console = Console(file=text, width=WIDTH, color_system=None, highlight=False, legacy_windows=False)
     print_report(console, report)
-    lines: list[str] = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def print_report(console: Console, report: Report, title: str = "") -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import pytest
 from shardformer.cli import demo as cli_demo
 from shardformer.cli import main
 from shardformer.demo.comparison import Outcome
-from shardformer.pool import Pools
+from shardformer.pool import Pools, WorkerPool
 from shardformer.samples import Sample
 
 SHARDFORMER = [sys.executable, "-c", "from shardformer.cli import main; main()"]
@@ -27,7 +27,7 @@ def run(pools: Pools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     """Runs the demo in this process, in the workers of the session: status, standard output and standard error."""
 
     @contextmanager
-    def lend(num_workers: int, **_: object):  # type: ignore[no-untyped-def]
+    def lend(num_workers: int, **_: object) -> Iterator[WorkerPool]:
         with pools(num_workers).with_timeout(240.0) as pool:
             yield pool
 

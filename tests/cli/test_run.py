@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -170,7 +171,7 @@ def test_a_rank_that_ended_early_is_named_and_not_the_one_that_missed_it(tmp_pat
     assert "rank 1 had ended before rank 0 was done" in last and "failed first" not in last and "peer" not in last
 
 
-def failure(exitcode: int, message: str = "", time_s: float = 0.0, **note: object) -> SimpleNamespace:
+def failure(exitcode: int, message: str = "", time_s: float = 0.0, **note: object) -> Any:
     found = {"message": message, "extraInfo": {"time_s": time_s, **note}} if message else "<NONE>"
     return SimpleNamespace(
         exitcode=exitcode, timestamp=int(time_s), error_file_data={"message": found}, signal_name=lambda: "SIGX"
@@ -187,8 +188,8 @@ def failure(exitcode: int, message: str = "", time_s: float = 0.0, **note: objec
         ({0: failure(-15), 1: failure(-15)}, 0),
     ],
 )
-def test_the_cause_is_told_from_its_consequences(failures: dict[int, SimpleNamespace], first: int) -> None:
-    assert f"rank {first} failed first" in describe_failures(failures).splitlines()[-1]  # type: ignore[arg-type]
+def test_the_cause_is_told_from_its_consequences(failures: dict[int, Any], first: int) -> None:
+    assert f"rank {first} failed first" in describe_failures(failures).splitlines()[-1]
 
 
 OURS = ["ConfigError", "x=3", "It is even", "Use 2"]
@@ -209,8 +210,8 @@ OURS = ["ConfigError", "x=3", "It is even", "Use 2"]
         ({1: failure(1, "x=3", 1, parts=OURS, world_size=4), 0: failure(-15)}, range(2), "run: rank 1 of 4: exit"),
     ],
 )
-def test_the_last_line_says_who(failures: dict[int, SimpleNamespace], ranks: range, words: str) -> None:
-    assert words in describe_failures(failures, ranks).splitlines()[-1]  # type: ignore[arg-type]
+def test_the_last_line_says_who(failures: dict[int, Any], ranks: range, words: str) -> None:
+    assert words in describe_failures(failures, ranks).splitlines()[-1]
 
 
 # ---------------------------------------------------------------------------------------------------------------- hosts

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def run(pools: Pools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     """Runs a command in this process, in the workers of the session: status, standard output and standard error."""
 
     @contextmanager
-    def lend(num_workers: int, **_: object):  # type: ignore[no-untyped-def]
+    def lend(num_workers: int, **_: object) -> Iterator[WorkerPool]:
         with pools(num_workers).with_timeout(240.0) as pool:
             yield pool
 

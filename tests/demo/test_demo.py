@@ -6,6 +6,7 @@ import dataclasses
 import io
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,9 +37,9 @@ TOKENS = bytes_as_tokens(bytes(range(256)) * 4)
         ({"model": "bert", "layers": 2, "family": "bert"}, r"--model bert beside --family bert --layers 2"),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused(changes: dict[str, object], message: str) -> None:
+def test_a_setting_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Settings(**changes)  # type: ignore[arg-type]
+        Settings(**changes)
 
 
 # ----------------------------------------------------------------------------------------------------------------- text
@@ -203,19 +204,21 @@ def test_runs_that_both_break_down_do_not_pass() -> None:
 
 
 def test_a_terminal_of_80_columns_shows_moving_bars() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=25)
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=80, height=25)
     with cli_demo._watch(console, 40) as watch:
         tell = watch("one process")
         tell(Note(20, 3.1234, 12_345.6))
         tell(Note(40, 2.5678, 12_345.6))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = text.getvalue()
     assert "\x1b[" in shown and "40/40" in shown and "loss 2.5678   12,346 tokens/s" in shown
 
 
 def test_the_table_fits_80_columns_for_long_numbers() -> None:
-    console = Console(file=io.StringIO(), width=80)
+    text = io.StringIO()
+    console = Console(file=text, width=80)
     run = Run([2.0] * 100, 123_456_789, 12_345_678_900, 99_000_000_000, 1234, 0.001)
     console.print(cli_demo._table(Settings(steps=100, tensor=16), Outcome(run, [run] * 16)))
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    lines = text.getvalue().splitlines()
     assert max(map(len, lines)) <= 80 and sum("loss, step" in line for line in lines) == 11
     assert all(line[-1] in " ╮┤│╯" for line in lines if line.strip() != "side by side")

@@ -186,10 +186,11 @@ class Stack(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.ModuleList([Gate(body)])
         self.double()
-        self.call, self.region = call, None
+        self.call = call
+        self.region: SequenceRegion | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        region: SequenceRegion | None = self.region
+        region = self.region
         if region is not None:
             x = region.split(x, True)
         x = x + self.call(self.layers[0], x)
@@ -199,7 +200,7 @@ class Stack(nn.Module):
 def cut(stack: Stack, axis: Axis, mode: str) -> Block:
     """What the sharder does to a layer."""
     if mode != "plain":
-        stack.region = SequenceRegion(axis, overlap=mode == "overlap")  # type: ignore[assignment]
+        stack.region = SequenceRegion(axis, overlap=mode == "overlap")
     block, gate = Block(axis, stack.region), stack.layers[0]
     for name in ("up", "gate"):
         column: Any = Linear1D_Col.from_native_module(getattr(gate, name), axis)

@@ -245,7 +245,7 @@ def hooked(h: Tensor, w: Tensor) -> Tensor:
 
 def kept_elsewhere(h: Tensor, w: Tensor) -> Tensor:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
-        y: Tensor = Doubled.apply(h, w)  # type: ignore[no-untyped-call]
+        y: Tensor = Doubled.apply(h, w)
         return y.tanh() * h
 
 
@@ -257,7 +257,7 @@ def below(h: Tensor, w: Tensor) -> Tensor:
 USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear": F.linear,
     "a custom function": Doubled.apply,
-    "a custom function that returns its input": lambda h, w: F.linear(Same.apply(h), w),  # type: ignore[no-untyped-call]
+    "a custom function that returns its input": lambda h, w: F.linear(Same.apply(h), w),
     "used twice": used_twice,
     "in place": in_place,
     "an item assigned": item_assignment,

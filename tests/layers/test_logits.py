@@ -238,8 +238,8 @@ def gathered_once() -> None:
     # Once without a gradient (and once for the row), once with one.
     assert (no_grad_calls, len(recorder.calls)) == (2, 3)
     (plain.softmax(-1).square().sum() + plain.logsumexp(-1).sum()).backward()
-    assert plain.grad is not None
-    same(local.grad, own(plain.grad))  # type: ignore[arg-type]
+    assert plain.grad is not None and local.grad is not None
+    same(local.grad, own(plain.grad))
 
 
 def a_vocabulary_of_one_column_a_rank() -> None:
@@ -265,9 +265,10 @@ def a_cast_waits() -> None:
     upcast = logits.float()
     assert isinstance(upcast, VocabParallelLogits) and isinstance(logits, VocabParallelLogits)
     assert upcast.dtype == torch.float32 and upcast._local is logits._local
-    assert logits.to(copy=True, dtype=torch.float32)._local.dtype == torch.float32  # type: ignore[attr-defined]
+    again, times_one = logits.to(copy=True, dtype=torch.float32), upcast * 1
+    assert isinstance(again, VocabParallelLogits) and isinstance(times_one, VocabParallelLogits)
+    assert again._local.dtype == times_one._local.dtype == torch.float32
     assert upcast.to_local().dtype == torch.float32 and upcast.full_tensor().dtype == torch.float32
-    assert (upcast * 1)._local.dtype == torch.float32  # type: ignore[attr-defined]
     with recorder:
         upcast.view(-1, V).argmax(-1)
     assert recorder.payload_bytes() == B * S * V * 2  # sent in 16 bits

@@ -28,6 +28,11 @@ LABELS = torch.tensor([[0, 63, -100], [126, 64, 31]])
 # ---------------------------------------------------------------------------------------------- functions that are sent
 
 
+def grad_of(x: Tensor) -> Tensor:
+    assert x.grad is not None
+    return x.grad
+
+
 def gradients_at_the_logits() -> None:
     plain, local, logits, _ = make()
     seen: list[Tensor] = []
@@ -41,7 +46,7 @@ def gradients_at_the_logits() -> None:
     assert [type(x) for x in seen] == [Tensor, Tensor, VocabParallelLogits, VocabParallelLogits]
     same(seen[2], seen[0])
     same(seen[3], seen[1])
-    same(local.grad, own(plain.grad))  # type: ignore[arg-type]
+    same(grad_of(local), own(grad_of(plain)))
     logits.grad = None
     assert logits.grad is None
 
@@ -54,7 +59,7 @@ def backward_from_the_logits() -> None:
         logits.backward(gradient, retain_graph=True)
         torch.autograd.backward([logits], [gradient])
     assert recorder.calls == []
-    same(local.grad / 2, own(plain.grad))  # type: ignore[operator, arg-type]
+    same(grad_of(local) / 2, own(grad_of(plain)))
     other, _, again, _ = make()
     ours, theirs = (
         torch.autograd.grad(F.cross_entropy(x.view(-1, V), LABELS.view(-1)), [x])[0] for x in (again, other)
@@ -112,7 +117,7 @@ def handed_on_by_autograd(how: str) -> None:
         if how.startswith("own function"):
             loss = loss + Doubled.apply(out).sum() + Doubled.apply(out.view(-1, V)).mean()
         loss.backward()
-        grads.append(head.weight.grad)  # type: ignore[arg-type]
+        grads.append(grad_of(head.weight))
     same(grads[1], own(grads[0], 0))
     if seen:
         same(seen[1], seen[0])
@@ -164,7 +169,7 @@ def through_hugging_face_s_losses() -> None:
             expected.backward()
             assert output.loss.dtype == expected.dtype
             torch.testing.assert_close(output.loss, expected, rtol=1e-6, atol=1e-6)
-            torch.testing.assert_close(local.grad, own(plain.grad), rtol=1e-2, atol=1e-5)  # type: ignore[arg-type]
+            torch.testing.assert_close(grad_of(local), own(grad_of(plain)), rtol=1e-2, atol=1e-5)
 
 
 def tiny(name: str) -> tuple[nn.Module, str, dict[str, Tensor]]:

@@ -60,9 +60,10 @@ class _Masks(TorchFunctionMode):
 
 def _build(family: str) -> nn.Module:
     torch.manual_seed(0)
-    model = Sample(family, changes=DROPOUT[family])().double().train()
-    model.set_attn_implementation("eager")  # type: ignore[operator]
-    return model
+    model: Any = Sample(family, changes=DROPOUT[family])().double().train()
+    model.set_attn_implementation("eager")
+    built: nn.Module = model
+    return built
 
 
 def _worst_difference(family: str, sequence_parallel: bool) -> float:

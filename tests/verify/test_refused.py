@@ -80,7 +80,7 @@ def test_what_cannot_be_compared_is_refused_alike_on_all_ranks(
 
 
 def test_a_config_that_names_a_group_is_refused(pool2: WorkerPool) -> None:
-    config = ShardConfig(context=object())  # type: ignore[arg-type]
+    config = ShardConfig(context=object())  # type: ignore[arg-type]  # any group will do
     with pytest.raises(ConfigError, match="lays its own grid"):
         verify(Sample("gpt2"), Batches("GPT2LMHeadModel"), config=config, pool=pool2)
 

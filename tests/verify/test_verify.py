@@ -39,7 +39,7 @@ OVERLAP = {**SEQUENCE, "enable_sequence_overlap": True}
 
 
 def in_backward() -> bool:
-    return torch._C._current_graph_task_id() >= 0  # type: ignore[no-any-return, attr-defined]
+    return torch._C._current_graph_task_id() >= 0
 
 
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,8 @@ class ForgetfulPolicy(TowerPolicy):
 
     def postprocess(self) -> nn.Module:
         model: nn.Module = super().postprocess()
-        for layer in model.layers:  # type: ignore[union-attr]
+        layers: Any = model.get_submodule("layers")
+        for layer in layers:
             layer.mlp.up.bias = None
         return model
 
