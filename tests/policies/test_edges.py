@@ -34,7 +34,8 @@ from tests.policies.toy import HEADS, HIDDEN, VOCAB, Layer, SelfAttention, ToyLM
 
 def sharded(make: Callable[[], nn.Module], policy: Any = ToyPolicy, **options: Any) -> list[nn.Module]:
     """The model on each of two ranks."""
-    return Rehearsal(2).run(lambda context: shard_model(make(), policy, context=context, **options))
+    models = [make(), make()]  # not in the ranks: threads share the random numbers, and what transformers imports
+    return Rehearsal(2).run(lambda c: shard_model(models[c.tensor.rank], policy, context=c, **options))
 
 
 def refused(kind: type[ShardFormerError], make: Callable[[], nn.Module], *words: str, policy: Any = ToyPolicy) -> None:
@@ -108,8 +109,10 @@ def test_hooks_of_an_embedding_stay() -> None:
         frozen: nn.Module = model.requires_grad_(False)
         return frozen
 
+    models = [make(), make()]
+
     def requires(context: ParallelContext) -> tuple[bool, bool]:
-        model: Any = shard_model(make(), context=context)
+        model: Any = shard_model(models[context.tensor.rank], context=context)
         ids = torch.arange(6).view(1, 6)
         with_hooks = model.model.embed_tokens(ids).requires_grad
         model.disable_input_require_grads()
@@ -283,9 +286,10 @@ def test_parameters_that_come_afterwards_are_refused() -> None:
 
 def test_what_the_first_rank_cannot_write_all_say(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
+    models = [Sample("llama")(), Sample("llama")()]
 
     def save(context: ParallelContext) -> str:
-        model: Any = shard_model(Sample("llama")(), context=context)
+        model: Any = shard_model(models[context.tensor.rank], context=context)
         try:
             model.save_pretrained(tmp_path / "file" / "model")
         except (OSError, InputError) as error:
@@ -315,9 +319,10 @@ def test_a_model_that_only_one_rank_saves(pool2: WorkerPool, tmp_path: Path) -> 
 
 
 def test_outputs_of_a_model_that_is_not_cut() -> None:
+    models = [Sample("llama", changes={"attn_implementation": "eager"})() for _ in range(2)]
+
     def run(context: ParallelContext) -> int:
-        changes = {"attn_implementation": "eager"}
-        model = shard_model(Sample("llama", changes=changes)(), context=context, enable_tensor_parallelism=False)
+        model = shard_model(models[context.tensor.rank], context=context, enable_tensor_parallelism=False)
         return len(model(input_ids=torch.arange(6).view(1, 6), output_attentions=True).attentions)
 
     assert Rehearsal(2).run(run) == [2, 2]
