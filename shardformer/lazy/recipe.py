@@ -11,6 +11,7 @@ itself, in any order, and as often as is liked.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 ATTRIBUTE = "_shardformer_place"
 MAPPED_BYTES = 1 << 17
 _ORDER = count()  # of steps: the order in which they were called
+_GENERATOR = threading.Lock()
+"""torch's own generator is one for all threads, and ranks may be threads."""
 
 
 @dataclass(eq=False)
@@ -161,7 +164,7 @@ def _redraw(func: Any, state: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
         generator = torch.Generator()
         generator.set_state(state)
         return func(*args, **{**kwargs, "generator": generator})
-    with torch.random.fork_rng(devices=[]):
+    with _GENERATOR, torch.random.fork_rng(devices=[]):
         torch.set_rng_state(state)
         return func(*args, **kwargs)
 

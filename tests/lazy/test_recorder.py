@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn import init
 
 from shardformer.errors import ConfigError
 from shardformer.lazy.materialize import materialize
-from shardformer.lazy.recipe import place_of, recipe
+from shardformer.lazy.recipe import compute, place_of, recipe
 from shardformer.lazy.recorder import LazyInit, Recorder
 from shardformer.samples import Sample
 from tests.lazy.families import FAMILIES, assert_same, build
@@ -204,6 +205,28 @@ def test_a_weight_that_is_written_to_after_the_end_is_refused() -> None:
 def test_what_torch_refuses_is_refused_where_it_is_called() -> None:
     with pytest.raises(RuntimeError, match=r"expand|size"), LazyInit():
         torch.zeros(3, 3).copy_(torch.zeros(2, 2))
+
+
+def test_ranks_that_are_threads_draw_the_same_numbers() -> None:
+    """``randn_like`` takes no generator: it draws from the one that all threads share."""
+    weight = torch.empty(1000, 100)
+    torch.manual_seed(7)
+    plain = [torch.randn_like(weight) for _ in range(4)]
+    with LazyInit():
+        weight = torch.empty(1000, 100)
+        torch.manual_seed(7)
+        lazy = [torch.randn_like(weight) for _ in range(4)]
+    before = torch.get_rng_state()
+
+    def values(tensor: Tensor) -> Tensor:
+        place = place_of(tensor)
+        assert place is not None
+        return torch.empty(0).set_(compute(place), 0, (1000, 100))
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(values, lazy * 8))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, plain * 8))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_an_error_inside_ends_the_recording() -> None:
