@@ -1,0 +1,140 @@
+"""timm's models built without values: the numbers of an eager build, of which each rank makes its own part only."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import shardformer
+from shardformer.comm.params import param_specs
+from shardformer.comm.rehearsal import Rehearsal
+from shardformer.context import ParallelContext
+from shardformer.lazy import recipe
+from shardformer.pool import Pools, WorkerPool
+from tests.lazy.families import assert_same
+from tests.timm.models import MODELS, STAGED, Small, images, loss
+from tests.timm.process import timm
+from tests.timm.test_timm import NORMS, SEQUENCE, in_worker, of
+
+
+def built(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(3)
+    return Small(name)().to(dtype)
+
+
+def built_lazily(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    with shardformer.LazyInit():
+        model = built(name, dtype)
+    assert all(p.is_meta for p in model.parameters()), name
+    return model
+
+
+def filled(name: str, dtype: torch.dtype) -> None:
+    plain = built(name, dtype)
+    state = torch.get_rng_state()
+    lazy = built_lazily(name, dtype)
+    assert torch.equal(torch.get_rng_state(), state), "what is drawn next is the same too"
+    assert_same(shardformer.materialize(lazy), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_and_buffers_are_those_of_an_eager_build(
+    timm_worker: WorkerPool, name: str, dtype: torch.dtype
+) -> None:
+    in_worker(timm_worker, filled, name, dtype)
+
+
+def created() -> None:
+    """As a user does, by a name."""
+    arguments = {"num_classes": 10, "img_size": 64, "depth": 2}
+    torch.manual_seed(3)
+    plain = timm().create_model("vit_tiny_patch16_224", **arguments)
+    torch.manual_seed(3)
+    with shardformer.LazyInit():
+        lazy = timm().create_model("vit_tiny_patch16_224", **arguments)
+    assert all(p.is_meta for p in lazy.parameters())
+    assert_same(shardformer.materialize(lazy), plain)
+
+
+def test_a_model_that_timm_creates_by_its_name(timm_worker: WorkerPool) -> None:
+    in_worker(timm_worker, created)
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+def sharded_both_ways(name: str, ranks: int, options: dict[str, bool]) -> list[int]:
+    """Shards a model that has values and one that has none, and trains both a step. How many parameters are cut."""
+    plain = built(name)
+    eager, lazy = [built(name) for _ in range(ranks)], [built_lazily(name) for _ in range(ranks)]
+    whole, batch = plain.state_dict(), images(0)
+
+    def train(context: ParallelContext) -> int:
+        rank = context.tensor.rank
+        ours = shardformer.shard_model(lazy[rank], context=context, **options)
+        theirs = shardformer.shard_model(eager[rank], context=context, **options)
+        assert_same(ours, theirs)
+        specs = param_specs(ours)
+        for parameter_name, parameter in ours.named_parameters():
+            part = specs[parameter_name].slice(plain.get_parameter(parameter_name), rank)
+            assert torch.equal(parameter, part), parameter_name
+            assert parameter.untyped_storage().nbytes() == part.nbytes, parameter_name
+        for model in (ours, theirs):
+            loss(model, batch).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        after, expected = shardformer.full_state_dict(ours), shardformer.full_state_dict(theirs)
+        assert after.keys() == expected.keys() == whole.keys()
+        assert all(torch.equal(after[key], value) for key, value in expected.items())
+        assert any(not torch.equal(after[key], value) for key, value in whole.items())
+        assert "Built without values" in str(shardformer.describe(ours))
+        return sum(spec.is_sharded for spec in specs.values())
+
+    return Rehearsal(ranks).run(train)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", [of(name, "lazy initialization") for name in MODELS])
+def test_parts_and_a_training_step_are_those_of_the_eager_model(timm_worker: WorkerPool, name: str, ranks: int) -> None:
+    options = NORMS if ranks == 4 or name in STAGED else {**NORMS, **SEQUENCE}
+    assert all(in_worker(timm_worker, sharded_both_ways, name, ranks, options))
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def held_while_sharding(name: str) -> tuple[int, int, int, int]:
+    """Bytes: the most that a rank holds of full tensors at once; the largest; those that are not cut; all of them."""
+    context = ParallelContext.from_world({"tensor": 2, "data": 1})
+    module, cls, arguments = MODELS[name]
+    with shardformer.LazyInit():
+        model = getattr(timm(f"models.{module}"), cls)(**{**arguments, "depth": 6})
+    sizes = [p.nbytes for p in model.parameters()]
+    living, peak = [0], [0]
+
+    def freed(size: int) -> None:
+        living[0] -= size
+
+    def allocate(place: recipe.Place) -> Any:
+        storage = torch.empty(place.num_bytes, dtype=torch.uint8).untyped_storage()
+        living[0] += place.num_bytes
+        peak[0] = max(peak[0], living[0])
+        weakref.finalize(storage, freed, place.num_bytes)
+        return storage
+
+    with patch.object(recipe, "_allocate", allocate):
+        model = shardformer.shard_model(model, context=context)
+    specs = param_specs(model)
+    whole = [p.nbytes for key, p in model.named_parameters() if not specs[key].is_sharded]
+    return peak[0], max(sizes), sum([*whole, *(b.nbytes for b in model.buffers())]), sum(sizes)
+
+
+@pytest.mark.parametrize("name", ["vit", "beit", "eva02"])
+def test_one_full_tensor_is_held_at_a_time(timm_pools: Pools, name: str) -> None:
+    for peak, largest, not_cut, everything in timm_pools(2).run(held_while_sharding, name):
+        assert largest <= peak <= largest + not_cut < everything / 5
