@@ -101,10 +101,23 @@ def test_weights_after_three_steps(timm_pools: Pools, name: str, tensor: int, mo
     assert report.gradient.where and any("over tensor (block)" in name for name in report.collectives)
 
 
-@pytest.mark.parametrize(("name", "mode"), [("beit", "plain"), ("eva02", "overlap"), ("swin v2", "plain")])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("vit", "plain"),
+        ("vit with all between", "sequence"),
+        ("deit distilled", "overlap"),
+        ("beit", "plain"),
+        ("eva02", "overlap"),
+        ("swin", "plain"),
+        ("swin v2", "plain"),
+    ],
+)
 def test_tensor_times_data(timm_pools: Pools, name: str, mode: str) -> None:
+    """Each data rank has its own two of the four images, and every gradient is that of all four."""
     report = verify(Small(name), images, tensor=2, data=2, loss_fn=loss, config=MODES[mode], pool=timm_pools(4))
     assert report.passed, str(report)
+    assert any("over data (gradients)" in name for name in report.collectives), report.collectives
 
 
 # --------------------------------------------------------------------------------------- would it be noticed if not so?
