@@ -1,8 +1,8 @@
 """Attention on fused kernels: for every model on transformers' interface, and for classes that are not on it.
 
 One attention function (``attention_kernels``) and one mask function are registered with transformers; forwards stay as
-they are. Classes with attention of their own are named in ``own_attention``, and timm's have a switch. Which model can
-have them is decided here, before it is touched.
+they are. Classes with attention of their own are named in ``own_attention``. timm's have a switch for torch's own, and
+that call is led to ours. Which model can have them is decided here, before it is touched.
 """
 
 from __future__ import annotations
@@ -11,16 +11,24 @@ import functools
 import inspect
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardformer.errors import ConfigError
-from shardformer.layers.attention_kernels import KERNELS, REMEDY_OFF, attention, dropout_refused, flash_attn
-from shardformer.layers.own_attention import OWN, SDPA, check_own, replace_own
+from shardformer.layers.attention_kernels import (
+    KERNELS,
+    REMEDY_OFF,
+    OnKernels,
+    attention,
+    dropout_refused,
+    flash_attn,
+)
+from shardformer.layers.own_attention import OWN, SDPA, check_own, own_of, replace_own
 
 # No "flash" in the name: transformers' models take any such name for the flash-attn package, and pass packed sequences.
 ATTENTION_NAME = "shardformer_sdpa"
@@ -47,9 +55,6 @@ def use_flash_attention(
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_flash_attention(model, device)
-    for module in model.modules():
-        if hasattr(module, SWITCH):
-            setattr(module, SWITCH, True)
     configs = _configs(model)
     if configs:
         _register()
@@ -59,7 +64,7 @@ def use_flash_attention(
         if type(module).__name__ in SDPA:
             own: Any = module.config
             own._attn_implementation = "sdpa"
-    for path, name, function in replace_own(model):
+    for path, name, function in (*replace_own(model), *_turn_switches(model)):
         if replaced is not None:
             replaced(path, name, function)
     return _describe(model, device)
@@ -80,6 +85,22 @@ def check_flash_attention(model: nn.Module, device: torch.device) -> None:
             rule="The fused attention kernels of CUDA compute in float16, bfloat16 or float32",
             remedy=f"Use one of these dtypes, or a CPU. Or {REMEDY_OFF.lower()}",
         )
+
+
+def _turn_switches(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
+    """Has the modules with a switch call torch's attention, and that call ours. Gives what was replaced, as a path."""
+    for path, module in model.named_modules():
+        if hasattr(module, SWITCH):
+            setattr(module, SWITCH, True)
+            if "forward" not in vars(module):  # otherwise in place already
+                vars(module)["forward"] = MethodType(forward_on_kernels, module)
+                yield f"{path}.forward", "forward", forward_on_kernels
+
+
+def forward_on_kernels(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of its class, with ``attention`` where it calls torch's."""
+    with OnKernels(self):
+        return type(self).forward(self, *args, **kwargs)
 
 
 # -- what a model must be ---------------------------------------------------------------------------------------------
@@ -116,8 +137,8 @@ def _attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
 def _check_interface(model: nn.Module) -> None:
     classes = _attention_classes(model)
     switched = {type(module) for module in model.modules() if hasattr(module, SWITCH)}
-    own = [cls.__name__ for cls, source in classes.items() if not _is_on_interface(source) and cls not in switched]
-    own = [name for name in own if name not in OWN and name not in SDPA]
+    known = {cls for cls in classes if own_of(cls) is not None or cls.__name__ in SDPA} | switched
+    own = [cls.__name__ for cls, source in classes.items() if not _is_on_interface(source) and cls not in known]
     without = sorted({type(m).__name__ for m in model.modules() if _declines(m)})
     if own:
         what = f"has attention of its own in {', '.join(own)}"
@@ -173,10 +194,11 @@ def _check_no_dropout(model: nn.Module) -> None:
 
 def _dropouts(module: nn.Module, source: str) -> list[str]:
     """The attributes that hold the rate of the dropout of attention weights."""
-    kind = type(module).__name__
-    if kind in SDPA:
+    if type(module).__name__ in SDPA:
         return ["attention_dropout"] if attrgetter("config.alibi")(module) else []
-    return [name for name in (OWN[kind].dropout,) if name] if kind in OWN else DROPOUT_OF_CALL.findall(source)
+    if (own := own_of(type(module))) is not None:
+        return [own.dropout] if own.dropout else []
+    return DROPOUT_OF_CALL.findall(source)
 
 
 def _dropout_settings(holder: Any, rate: float) -> str:
@@ -196,14 +218,12 @@ def _describe(model: nn.Module, device: torch.device) -> str:
 def _kernel_of(model: nn.Module, cls: type[nn.Module], device: torch.device) -> str:
     if device.type not in KERNELS:
         return "torch's attention, which picks a kernel by itself"
-    own = OWN.get(cls.__name__)
+    own = own_of(cls)
     biases = BIAS if own is None else re.compile(own.bias or "^$")
     trains = any(p.requires_grad and biases.search(name) for name, p in model.named_parameters())
-    switched = any(type(m) is cls and hasattr(m, SWITCH) for m in model.modules())
-    if switched or cls.__name__ in SDPA:
+    if cls.__name__ in SDPA:
         kernel = "torch flash attention for the CPU" if device.type == "cpu" else "the kernel that torch picks"
-        plain = ", which is the plain one where a position bias trains" if switched else ""
-        return f"{kernel}, by its own call of torch's attention{plain}"
+        return f"{kernel}, by its own call of torch's attention"
     if device.type == "cpu":
         how = ", gradients a few sequences at a time for the position bias" if trains else ""
         return f"torch flash attention for the CPU{how}"

@@ -22,11 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from shardformer.errors import ConfigError
 
 HALF = (torch.bfloat16, torch.float16)
 FLASH_ATTN_MAX_HEAD_DIM = 256
+TORCH_ATTENTION = F.scaled_dot_product_attention
 KERNELS = {
     "cuda": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
     "cpu": [SDPBackend.FLASH_ATTENTION],
@@ -103,6 +105,31 @@ def attention(
     else:
         out = _in_chunks(query, key, value, bias, attention_mask, scale)
     return out[..., :out_width].transpose(1, 2).contiguous(), None
+
+
+class OnKernels(TorchFunctionMode):
+    """Inside of it a call of torch's attention is one of ``attention``: for a forward that makes that call itself."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (self._attention if func is TORCH_ATTENTION else func)(*args, **(kwargs or {}))
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        out_BQND, _ = attention(self._module, query, key, value, attn_mask, dropout_p, scale, is_causal)
+        return out_BQND.transpose(1, 2)
 
 
 def _check_call(query: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:

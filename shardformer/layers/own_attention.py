@@ -95,18 +95,38 @@ def swinv2(
     projections = (self.query, self.key, self.value)
     heads = (-1, self.num_attention_heads, self.attention_head_size)
     q, k, v = (project(hidden_states).unflatten(-1, heads[1:]).transpose(1, 2) for project in projections)
+    table = self.continuous_position_bias_mlp(self.relative_coords_table).view(-1, self.num_attention_heads)
+    mask = None if attention_mask is None else 2 * attention_mask  # the class adds it twice
+    return (_cosine_attention(self, q, k, v, mask, table, self.dropout),)
+
+
+def timm_swinv2(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """timm's, with one linear for q, k and v, whose biases stand beside it."""
+    if self.q_bias is None:
+        qkv = self.qkv(x)
+    else:
+        bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
+        qkv = self.qkv(x) + bias if self.qkv_bias_separate else F.linear(x, self.qkv.weight, bias)
+    q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    table = self.cpb_mlp(self.relative_coords_table).view(-1, self.num_heads)
+    out: Tensor = self.proj_drop(self.proj(_cosine_attention(self, q, k, v, mask, table, self.attn_drop)))
+    return out
+
+
+def _cosine_attention(
+    self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, table: Tensor, dropout: Any
+) -> Tensor:
+    """q, k, v (B, N, L, D) of the windows of all images, a mask (windows of one, L, L) -> (B, L, N * D)."""
     scale_N11 = torch.clamp(self.logit_scale, max=math.log(1.0 / 0.01)).exp()
     q, k = F.normalize(q, dim=-1) * scale_N11, F.normalize(k, dim=-1)
     area = self.window_size[0] * self.window_size[1]
-    table = self.continuous_position_bias_mlp(self.relative_coords_table).view(-1, self.num_attention_heads)
     bias_LLN = table[self.relative_position_index.view(-1)].view(area, area, -1)
     bias_1NLL = 16 * torch.sigmoid(bias_LLN.permute(2, 0, 1).contiguous())[None]
-    if attention_mask is not None:  # one a window; the class adds it twice
-        windows = len(q) // len(attention_mask)
-        attention_mask = (2 * attention_mask[:, None]).repeat(windows, 1, 1, 1)
-    p = _rate(self, self.dropout)
-    out, _ = attention(self, q, k, v, attention_mask, p, scaling=1.0, is_causal=False, position_bias=bias_1NLL)
-    return (out.flatten(2),)
+    if mask is not None:
+        mask = mask[:, None].repeat(len(q) // len(mask), 1, 1, 1)
+    p = _rate(self, dropout)
+    out, _ = attention(self, q, k, v, mask, p, scaling=1.0, is_causal=False, position_bias=bias_1NLL)
+    return out.flatten(2)
 
 
 def _rate(module: nn.Module, dropout: Any) -> float:
@@ -152,14 +172,20 @@ OWN = {
     "SamVisionAttention": OwnAttention("forward", sam_vision, "dropout", "rel_pos"),
     "SamVisionSdpaAttention": OwnAttention("forward", sam_vision, "", "rel_pos"),
     "Swinv2SelfAttention": OwnAttention("forward", swinv2, "dropout", "continuous_position_bias_mlp"),
+    "timm.models.swin_transformer_v2.WindowAttention": OwnAttention("forward", timm_swinv2, "attn_drop", "cpb_mlp"),
 }
+"""By the name of the class, and of its module where others have that name too."""
 SDPA = ("FalconAttention",)
 """Classes that call torch's scaled_dot_product_attention themselves where their config says "sdpa"."""
 
 
+def own_of(cls: type[nn.Module]) -> OwnAttention | None:
+    return OWN.get(cls.__name__) or OWN.get(f"{cls.__module__}.{cls.__name__}")
+
+
 def own_modules(model: nn.Module) -> Iterator[tuple[str, Any, OwnAttention]]:
     for path, module in model.named_modules():
-        if (own := OWN.get(type(module).__name__)) is not None:
+        if (own := own_of(type(module))) is not None:
             yield path, module, own
 
 

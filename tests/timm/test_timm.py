@@ -34,7 +34,7 @@ MODES: dict[str, dict[str, bool]] = {
 }
 TRIED = [(name, mode) for name in MODELS for mode in MODES if mode == "plain" or name not in STAGED]
 FEATURES = {"plain": "tensor parallel", "sequence": "sequence parallel", "overlap": "overlap"}
-FLASH, NORMS = {"enable_flash_attention": True}, {"enable_fused_normalization": True}
+NORMS = {"enable_fused_normalization": True}
 
 
 def of(name: str, *features: str) -> Any:
@@ -162,24 +162,6 @@ def test_what_is_not_summed_is_noticed(timm_worker: WorkerPool, what: str, name:
 )
 def test_fused_norms(timm_worker: WorkerPool, name: str) -> None:
     assert in_worker(timm_worker, differences, name, (2,), {}, NORMS) == []
-
-
-def switched(name: str) -> tuple[str, list[bool]]:
-    def use(model: Any) -> tuple[str, list[bool]]:
-        return str(shardformer.describe(model)), [m.fused_attn for m in model.modules() if hasattr(m, "fused_attn")]
-
-    said: tuple[str, list[bool]] = sharded(name, FLASH, use)
-    return said
-
-
-def test_flash_attention(timm_worker: WorkerPool) -> None:
-    """Swin computes the scores by itself unless told otherwise; the others call torch's attention anyway."""
-    for name in ("vit with all between", "beit", "eva with shared kv heads", "swin"):
-        assert in_worker(timm_worker, differences, name, (2,), {}, FLASH) == []
-    said, switches = in_worker(timm_worker, switched, "swin")
-    assert "Attention: WindowAttention on" in said and "the plain one where a position bias trains" in said
-    assert switches == [True] * 4
-    assert "has attention of its own in WindowAttention" in in_worker(timm_worker, error_of, "swin v2", FLASH)
 
 
 @pytest.mark.parametrize(

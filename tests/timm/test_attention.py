@@ -1,0 +1,133 @@
+"""Attention of timm's models on fused kernels: all calls go there, nobody can tell, scores of a batch are not held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardformer
+from shardformer.errors import ConfigError
+from shardformer.layers import attention_kernels
+from shardformer.layers.attention import _describe, use_flash_attention
+from shardformer.pool import WorkerPool
+from tests.timm.models import MODELS, Small, images, loss
+from tests.timm.test_timm import MODES, differences, in_worker, of, sharded
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+FLASH = {"enable_flash_attention": True}
+TRAINED_BIAS = ("beit", "beit with one bias for all", "swin", "swin v2")
+HELD_BY_THE_MODEL = {"swin": "the model itself adds relative positions to the mask of each shifted window"}
+
+
+class Ops(TorchDispatchMode):
+    """The names of the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives its bases no types
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+# ------------------------------------------------------------------------------------------------------ nobody can tell
+
+
+def said_of(name: str) -> tuple[str, int]:
+    """What is said of the kernels, and how many forwards were led there."""
+
+    def use(model: Any) -> tuple[str, int]:
+        said = shardformer.describe(model)
+        return "\n".join(said.notes), sum(
+            n for *_, now, n in said.changes if now in ("forward_on_kernels", "timm_swinv2")
+        )
+
+    said: tuple[str, int] = sharded(name, FLASH, use)
+    return said
+
+
+@pytest.mark.parametrize("name", [of(name, "flash attention") for name in MODELS])
+def test_all_attention_calls_the_kernel_and_nobody_can_tell(timm_worker: WorkerPool, name: str) -> None:
+    assert in_worker(timm_worker, differences, name, (2, 4), {}, FLASH) == []
+    notes, forwards = in_worker(timm_worker, said_of, name)
+    assert "torch flash attention for the CPU" in notes
+    assert ("at a time for the position bias" in notes) == (name in TRAINED_BIAS)
+    assert forwards == {"swin": 4, "swin v2": 4, "vit pooled by attention": 3}.get(name, 2)
+
+
+@pytest.mark.parametrize("mode", ["sequence", "overlap"])
+@pytest.mark.parametrize("name", ["vit with all between", "beit", "eva02"])
+def test_beside_all_other_options(timm_worker: WorkerPool, name: str, mode: str) -> None:
+    options = {**FLASH, **MODES[mode], "enable_fused_normalization": True, "enable_jit_fused": True}
+    with timm_worker.with_timeout(300) as pool:
+        assert in_worker(pool, differences, name, (2,), {}, options) == []
+
+
+def dropout_is_refused(name: str, changes: dict[str, float]) -> str:
+    model = Small(name, changes)()
+    with pytest.raises(ConfigError) as caught:
+        use_flash_attention(model, CPU)
+    assert not any("forward" in vars(module) for module in model.modules())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["vit", "beit", "swin", "swin v2"])
+def test_dropout_of_weights_is_refused_on_the_cpu(timm_worker: WorkerPool, name: str) -> None:
+    said = in_worker(timm_worker, dropout_is_refused, name, {"attn_drop_rate": 0.1})
+    assert "dropout of the attention weights" in said
+
+
+# --------------------------------------------------------------------------------------------------------- what is held
+
+
+def held_by(name: str) -> tuple[set[str], bool, str]:
+    """Which operations a training step runs, whether scores of a batch wait for the backward, and the word for CUDA."""
+    called: set[tuple[int, int, int]] = set()
+    held: list[tuple[int, ...]] = []
+    attention = F.scaled_dot_product_attention
+
+    def noted(query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Tensor:
+        called.add((query.shape[1], query.shape[2], key.shape[2]))
+        return attention(query, key, *rest, **options)
+
+    def hold(tensor: Tensor) -> Tensor:
+        held.append(tuple(tensor.shape))
+        return tensor
+
+    torch.manual_seed(0)
+    model = Small(name)().double()
+    batch = {key: x.double() if x.is_floating_point() else x for key, x in images(0).items()}
+    use_flash_attention(model, CPU)
+    with (
+        patch.object(attention_kernels, "SCORES_AT_ONCE", 0),  # these are so small that all of them would be
+        patch.object(F, "scaled_dot_product_attention", noted),
+        torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor),
+        Ops() as ops,
+    ):
+        loss(model, batch)
+    assert called, name
+    of_batch = [shape for shape in held if len(shape) == 4 and shape[0] > 1 and shape[1:] in called]
+    return ops.names, bool(of_batch), _describe(model, CUDA)
+
+
+@pytest.mark.parametrize("name", [of(name, "memory-efficient attention") for name in MODELS])
+def test_no_scores_of_the_whole_batch_are_held(
+    timm_worker: WorkerPool, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    ops, held, on_cuda = in_worker(timm_worker, held_by, name)
+    assert "_scaled_dot_product_flash_attention_for_cpu" in ops
+    assert not {"_softmax", "_safe_softmax"} & ops
+    assert held == (name in HELD_BY_THE_MODEL)
+    if held:
+        record_property("feature", f"part: {HELD_BY_THE_MODEL[name]}")
+    takes_bias = "torch memory-efficient attention, as the flash kernel takes no position bias"
+    where_masked = "torch flash attention, and its memory-efficient one where there is a mask"
+    assert (takes_bias if name in TRAINED_BIAS else where_masked) in on_cuda
