@@ -55,7 +55,7 @@ def said_of(name: str) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("name", [of(name, "flash attention") for name in MODELS])
-def test_all_attention_calls_the_kernel_and_nobody_can_tell(timm_worker: WorkerPool, name: str) -> None:
+def test_every_call_of_attention_comes_to_the_kernels(timm_worker: WorkerPool, name: str) -> None:
     assert in_worker(timm_worker, differences, name, (2, 4), {}, FLASH) == []
     notes, forwards = in_worker(timm_worker, said_of, name)
     assert "torch flash attention for the CPU" in notes
@@ -119,7 +119,7 @@ def held_by(name: str) -> tuple[set[str], bool, str]:
 
 
 @pytest.mark.parametrize("name", [of(name, "memory-efficient attention") for name in MODELS])
-def test_no_scores_of_the_whole_batch_are_held(
+def test_scores_of_a_batch_are_not_held(
     timm_worker: WorkerPool, name: str, record_property: Callable[[str, object], None]
 ) -> None:
     ops, held, on_cuda = in_worker(timm_worker, held_by, name)

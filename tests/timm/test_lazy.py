@@ -100,7 +100,7 @@ def sharded_both_ways(name: str, ranks: int, options: dict[str, bool]) -> list[i
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", [of(name, "lazy initialization") for name in MODELS])
-def test_parts_and_a_training_step_are_those_of_the_eager_model(timm_worker: WorkerPool, name: str, ranks: int) -> None:
+def test_parts_and_a_step_are_those_of_the_eager_model(timm_worker: WorkerPool, name: str, ranks: int) -> None:
     options = NORMS if ranks == 4 or name in STAGED else {**NORMS, **SEQUENCE}
     assert all(in_worker(timm_worker, sharded_both_ways, name, ranks, options))
 
@@ -135,6 +135,6 @@ def held_while_sharding(name: str) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.parametrize("name", ["vit", "beit", "eva02"])
-def test_one_full_tensor_is_held_at_a_time(timm_pools: Pools, name: str) -> None:
+def test_one_full_tensor_is_held_beside_the_part(timm_pools: Pools, name: str) -> None:
     for peak, largest, not_cut, everything in timm_pools(2).run(held_while_sharding, name):
         assert largest <= peak <= largest + not_cut < everything / 5

@@ -158,14 +158,19 @@ def test_what_is_not_summed_is_noticed(timm_worker: WorkerPool, what: str, name:
 
 
 @pytest.mark.parametrize(
-    "name", [of(name, "fused norm") for name in ("vit with all between", "beit", "eva02", "swin", "swin v2")]
+    "name",
+    [of(name, "fused norm") for name in ("vit with all between", "deit distilled", "beit", "eva02", "swin", "swin v2")],
 )
 def test_fused_norms(timm_worker: WorkerPool, name: str) -> None:
     assert in_worker(timm_worker, differences, name, (2,), {}, NORMS) == []
 
 
 @pytest.mark.parametrize(
-    "name", [of(name, "JIT-fused operators") for name in ("vit with all between", "beit", "eva02", "swin")]
+    "name",
+    [
+        of(name, "JIT-fused operators")
+        for name in ("vit with all between", "deit distilled", "beit", "eva02", "swin", "swin v2")
+    ],
 )
 def test_compiled_chains(timm_worker: WorkerPool, name: str) -> None:
     options = {"enable_jit_fused": True, **NORMS}
