@@ -6,7 +6,8 @@
     return self.proj(x.transpose(1, 2).reshape(B, N, C))
 
 There C has to be the width of this rank's heads. ``Entered`` says so when it is asked for its shape, and hands a
-product with the weight of one of the block's columns to the block. For anything else it is the plain tensor.
+product with the weight of one of the block's columns to the block. Turned, with its last dim where it was, it still
+says so (a forward that works on (N, B, C)). For anything else it is the plain tensor.
 """
 
 # B batch, N sequence, C width of the heads
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from shardformer.layers.block import Block
 
 SHAPE: Any = getattr_static(Tensor, "shape").__get__
+TURNS = (Tensor.transpose, Tensor.permute, torch.transpose, torch.permute)
 
 
 class Entered(Tensor):
@@ -53,6 +55,8 @@ class Entered(Tensor):
                     return _shown(func(*args, **given), args[0], *args[1:], **given)
                 if func is F.linear:
                     return _linear(*args, **given)
+                if func in TURNS:
+                    return _turned(func(*args, **given), args[0])
             return func(*args, **given)
 
 
@@ -62,6 +66,12 @@ def _shown(said: torch.Size | int, x: Entered, dim: int | None = None) -> torch.
     if isinstance(said, torch.Size):
         return torch.Size((*said[:-1], width))
     return width if dim in (-1, x.dim() - 1) else said
+
+
+def _turned(y: Tensor, x: Entered) -> Tensor:
+    """y, which is x with its dims in another order."""
+    stays = y.shape[-1] == x.shape[-1] and y.stride(-1) == x.stride(-1)
+    return Entered.of(y, x.block) if stays else y
 
 
 def _linear(x: Entered, weight: Tensor, bias: Tensor | None = None) -> Tensor:

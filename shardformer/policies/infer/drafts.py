@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -180,7 +179,10 @@ def _attentions(model: nn.Module, flow: Flow, group: Group, layer: str) -> Itera
     tables = [f"{path}?" for path, m in module.named_modules() if isinstance(m, nn.Embedding)]
     apart = [names[c] for c in group.apart]
     reads_context = bool(apart) and _context(model, flow, group, layer) is not None
-    behind = apart if not reads_context else []
+    read = [next(iter(flow.inputs[c].values())) for c in group.apart]
+    inputs = [name for name, x in list(flow.inputs.get(group.entry, {}).items())[1:] if any(x is r for r in read)]
+    inputs = [] if reads_context else inputs
+    behind = [] if reads_context or inputs else apart
     for projections in projections_of(names):
         for count in head_counts(model, group.entry, projections, features, width, bool(behind)):
             numbers = counted(_numbers(model, flow, group.entry), count, width)
@@ -190,7 +192,8 @@ def _attentions(model: nn.Module, flow: Flow, group: Group, layer: str) -> Itera
             fused = any(part in projections for part in ("qkv", "kv"))
             own = any(model.get_submodule(like)._parameters for like in _everywhere(model, group.entry))
             late = own or _may_enter_late(group)
-            entries = [None] * (group.enters or bool(behind)) + [names[group.columns[0]]] * late
+            first = [name for name in names.values() if name not in apart][:1]
+            entries = [None] * (group.enters or bool(behind)) + first * late
             norms = _attention_norms(model, flow, group, layer, count, width)
             for width_of_input, entry, interleaved, attributes, parameters in product(
                 (False, True), entries, (False, True)[: 1 + fused], _distinct(ways), _parameters(module, count, width)
@@ -199,7 +202,7 @@ def _attentions(model: nn.Module, flow: Flow, group: Group, layer: str) -> Itera
                     at, _inside(group, group.row, layer), **projections, behind=behind, interleaved=interleaved,
                     attributes=attributes, parameters=parameters, tables=tables, entry=entry, norms=norms,
                     width_of_input=width_of_input,
-                    arguments=_arguments(flow, group, module, count), reads_context=reads_context, **count.said,
+                    arguments=_arguments(flow, group, count), reads_context=reads_context, inputs=inputs, **count.said,
                 )  # fmt: skip
 
 
@@ -262,17 +265,13 @@ def _parameters(module: nn.Module, count: Count, width: int) -> list[dict[str, A
     return _distinct([guess, dict.fromkeys(own, "inside")])
 
 
-def _arguments(flow: Flow, group: Group, module: nn.Module, count: Count) -> dict[str, int]:
+def _arguments(flow: Flow, group: Group, count: Count) -> dict[str, int]:
     """The arguments of the attention beside the first in which a dim counts heads, or samples times heads."""
-    given = flow.inputs.get(group.entry, {})
-    names = list(inspect.signature(module.forward).parameters)
-    samples = next(iter(given.values())).shape[0] if given else 0
-    out = {}
-    for name, x in list(given.items())[1:]:
-        dims = [d for d, n in enumerate(x.shape) if n in (count.heads, samples * count.heads)]
-        if dims and (not name.isdigit() or int(name) < len(names)):
-            out[names[int(name)] if name.isdigit() else name] = dims[0]
-    return out
+    given = list(flow.inputs.get(group.entry, {}).items())
+    samples = given[0][1].shape[0] if given else 0
+    counts = (count.heads, samples * count.heads)
+    dims = {name: [d for d, n in enumerate(x.shape) if n in counts] for name, x in given[1:]}
+    return {name: of[0] for name, of in dims.items() if of}
 
 
 def _distinct(ways: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -307,8 +306,6 @@ def _context(model: nn.Module, flow: Flow, group: Group, layers: str) -> tuple[s
     for path in sorted(flow.inputs, key=len):
         for name, x in list(flow.inputs[path].items())[1:]:  # the first is what the layers themselves work on
             if x is source and f"{group.entry}.".startswith(f"{path}." if path else "") and len(path) < len(layers):
-                if name.isdigit():
-                    name = list(inspect.signature(model.get_submodule(path).forward).parameters)[int(name)]
                 return path, name
     return None
 

@@ -7,6 +7,7 @@ behind them, and with its output, which is whole again, the marks end.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -78,7 +79,7 @@ def observe(model: nn.Module, run: Callable[[nn.Module], Any], whole: Iterable[s
     with ExitStack() as stack:
         for path, module in model.named_modules():
             for hook in (
-                module.register_forward_pre_hook(observer.before(path), with_kwargs=True),
+                module.register_forward_pre_hook(observer.before(path, module), with_kwargs=True),
                 module.register_forward_hook(observer.after(path)),
             ):
                 stack.callback(hook.remove)
@@ -133,10 +134,12 @@ class _Observer:
         self._order: list[str] = []
         self._parents = {path: path.rpartition(".")[0] for path, _ in model.named_modules()}
 
-    def before(self, path: str) -> Callable[..., None]:
+    def before(self, path: str, native: nn.Module) -> Callable[..., None]:
+        names = list(inspect.signature(native.forward).parameters)
+
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = {str(i): x for i, x in enumerate(args) if isinstance(x, Tensor)}
-            given |= {name: x for name, x in kwargs.items() if isinstance(x, Tensor)}
+            every = {**dict(zip(names, args, strict=False)), **kwargs}
+            given = {name: x for name, x in every.items() if isinstance(x, Tensor)}
             self.flow.inputs.setdefault(path, given)
             if given and "norm" in type(module).__name__.lower() and not module._modules:
                 self.flow.normed.setdefault(path, self.marks.of(next(iter(given.values()))))
@@ -188,13 +191,24 @@ class _Observer:
         beside = [c for c in group.columns if self._reads[c] is source]
         group.apart = [c for c in group.columns if self._reads[c] is not source]
         path = common_parent(beside) if len(beside) > 1 else self._parents[beside[0]]
-        group.enters = next(iter(self.flow.inputs.get(path, {}).values()), None) is source
+        given = self._given(path)
+        group.enters = source is given or (group.attends and _is_of(source, given))
         group.entry = path if group.enters or len(beside) > 1 else beside[0]
         group.enters = group.enters or len(beside) == 1
-        if group.attends and group.entry in group.columns and len(group.columns) > 1:
-            group.entry = common_parent([*group.columns, group.row])
-            given = next(iter(self.flow.inputs.get(group.entry, {}).values()), None)
-            group.apart = [c for c in group.columns if self._reads[c] is not given]
+        if group.attends and (group.entry in group.columns or not group.enters) and len(group.columns) > 1:
+            around = common_parent([*group.columns, group.row])
+            apart = [c for c in group.columns if not _is_of(self._reads[c], self._given(around))]
+            if group.entry in group.columns or len(apart) < len(group.columns):
+                group.entry, group.apart, group.enters = around, apart, True
+
+    def _given(self, path: str) -> Tensor | None:
+        """What enters the module: its first tensor argument."""
+        return next(iter(self.flow.inputs.get(path, {}).values()), None)
+
+
+def _is_of(read: Tensor, given: Tensor | None) -> bool:
+    """Whether it is what was given, or the same numbers in another shape."""
+    return given is not None and read.data_ptr() == given.data_ptr() and read.numel() == given.numel()
 
 
 def common_parent(paths: Sequence[str]) -> str:

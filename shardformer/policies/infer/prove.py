@@ -45,6 +45,13 @@ class Truth:
         model.zero_grad()
         return Truth(model, run, loss.item(), gradients)
 
+    def check_finite(self) -> None:
+        """Raises ValueError where nothing could be told from it: in fp64 some mask with what fp32 cannot hold."""
+        of = [("the output", torch.tensor(self.loss)), *(("a gradient", g) for g in self.gradients.values())]
+        for what, numbers in of:
+            if numbers is not None and not numbers.isfinite().all():
+                raise ValueError(f"{what} is not finite, in {next(self.model.parameters()).dtype}")
+
 
 def fault(truth: Truth, policy: type[Policy], ranks: int, **options: bool) -> str | None:
     """What is wrong with ``policy`` over ``ranks`` tensor ranks; None when nobody could tell."""

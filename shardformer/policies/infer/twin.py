@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardformer.errors import PolicyError
 from shardformer.policies.infer.inputs import batches_for, runner
-from shardformer.policies.infer.prove import Run
+from shardformer.policies.infer.prove import Run, Truth
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, LAYERS, VOCAB, POSITIONS = 6, 2, 8, 70, 2, 127, 64
 MOST_LAYERS = 8
@@ -43,6 +43,7 @@ FIELDS: Mapping[str, int] = {
     r"(max_position_embeddings|n_positions|max_target_positions|n_ctx|seq_length|max_seq_len|max_source_positions)":
         POSITIONS,
     r"num_mel_bins|feature_size": 16,
+    r"attention_window": 8,
     r"(mamba_)?(expand|n_groups)": 1,
     r"mamba_(n_heads|num_heads)|n_mamba_heads": HEADS,
     r"mamba_(d_head|head_dim|headdim)": HEAD_DIM,
@@ -146,8 +147,7 @@ def _runs(twin: nn.Module, batch: Mapping[str, Tensor] | None) -> tuple[Run, Map
     for candidate in [batch] if batch is not None else batches_for(twin):
         run = runner(twin, candidate)
         try:
-            with torch.no_grad():
-                run(twin)
+            Truth.of(twin, run).check_finite()
             return run, candidate
         except Exception as error:
             problem = problem or error
@@ -208,6 +208,7 @@ def shrunk(config: Any, *, even: bool = False, layers: int = 0) -> Any:
             new = type(value)(min(LAYERS, depth) for depth in value)
         elif isinstance(value, list | tuple) and of.count and len(value) == of.count:
             new = type(value)(value[i] for i in (range(len(of.kept)) if _numbered(value) else of.kept))
+            new = type(value)(_size_of(name) or v if type(v) is int else v for v in new)
         else:
             continue
         if new is not None:

@@ -204,6 +204,30 @@ def test_a_twin_has_a_layer_of_each_kind() -> None:
     assert kinds_of_layers(twin_of(model).model) == kinds_of_layers(model)
 
 
+def test_a_model_whose_gradients_are_not_finite_in_fp64_is_proven_in_fp32() -> None:
+    """Its mask is the lowest number of fp64, on which a softmax in fp32 gives none; and it attends on (S, B, H)."""
+    model = transformers.LongformerForMaskedLM(shrunk(transformers.LongformerConfig()))
+    assert next(twin_of(model).model.parameters()).dtype == torch.float32
+    assert [block.at for block in infer(model).stack.blocks] == ["attention.self", "intermediate"]  # type: ignore[union-attr]
+
+
+def test_a_twin_that_gives_nothing_to_compare_is_none() -> None:
+    class NoNumber(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input).log() * 0
+
+    with pytest.raises(PolicyError, match=r"the output is not finite, in torch.float32"):
+        infer(NoNumber(3, 4), batch={"input": -torch.ones(2, 3)})
+
+
+def test_states_of_another_stack_that_enter_by_an_argument_of_the_attention_alone() -> None:
+    """FSMT's decoder turns the encoder's states around before its layers read them."""
+    config = shrunk(transformers.FSMTConfig(src_vocab_size=127, tgt_vocab_size=127))
+    policy = infer(transformers.FSMTForConditionalGeneration(config))
+    decoder = next(stack for stack in policy.stack if stack.layers == "decoder.layers")  # type: ignore[union-attr]
+    assert [list(getattr(block, "inputs", ())) for block in decoder.blocks] == [[], ["key"], []]
+
+
 def test_sequence_parallelism_that_was_not_proven_is_refused() -> None:
     policy = InferredPolicy()
     policy.set_model(ToyLM())
