@@ -58,8 +58,12 @@ KV_FIELDS = (
 )
 EVEN = {HEADS: 4, KV_HEADS: 2, HEADS * HEAD_DIM: 32, WIDTH: 64, 20: 32}
 """For configs that ask for powers of two."""
-STAGES: Mapping[str, int] = {"image_size": 64, "window_size": 2, "patch_size": 4}
-"""Of a model whose stages halve the image."""
+WITH: Mapping[str, Mapping[str, int]] = {
+    "depths": {"image_size": 64, "window_size": 2, "patch_size": 4},  # stages halve the image
+    "num_random_blocks": {"num_random_blocks": 1, "block_size": 1},  # a short batch would be attended to without blocks
+    "stagger_local_blocks": {"block_size": 4},
+}
+"""Field -> sizes of others in a config that has it."""
 
 
 @dataclass(frozen=True)
@@ -200,8 +204,7 @@ def shrunk(config: Any, *, even: bool = False, layers: int = 0) -> Any:
             new = EVEN.get(new, new) if even and new is not None else new
             if re.fullmatch(NUM_LAYERS, name):
                 new = len(of.kept) if value == of.count else LAYERS
-            if "depths" in fields:
-                new = STAGES.get(name, new)
+            new = next((sizes[name] for field, sizes in WITH.items() if field in fields and name in sizes), new)
             if name.endswith(("token_id", "token_index")) and value >= VOCAB:
                 new = 3 if name.startswith(("bos", "eos", "pad", "decoder")) else VOCAB - 1
         elif name == "depths":
