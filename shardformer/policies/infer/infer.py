@@ -74,30 +74,59 @@ def infer(model: nn.Module | Any, batch: Mapping[str, Tensor] | None = None) -> 
 
 def infer_on(model: nn.Module, run: Run) -> type[InferredPolicy]:
     """The proven policy of a small model that ``run`` calls with a batch. Raises PolicyError when there is none."""
-    truth, tried = Truth.of(model, run), dict[str, str | None]()
-    whole = {path: OUTSIDE for path, m in model.named_modules() if is_linear(m) and not _in_layers(model, path)}
-    while True:
-        blocks, again = _proven(truth, draft(model, observe(model, run, whole)), whole, tried)
-        if not again:
+    proof = _Proof(Truth.of(model, run))
+    # each block over two ranks and all of them over more; only where that fails, each block over more
+    for ranks in (RANKS[:1], RANKS):
+        blocks, whole = _blocks(proof, ranks)
+        outside = _vocabulary(model)
+        if blocks and proof.of(_policy(model, blocks, outside), RANKS) is not None:
+            if (against := proof.of(_policy(model, [], outside), RANKS)) is not None:
+                whole |= {path: against for paths in outside.values() for path in paths}
+                outside = {}
+        policy = _policy(model, blocks, outside)
+        nothing = "; ".join(sorted(set(whole.values()))) or "no linear gives to another"
+        problem = proof.of(policy, RANKS) if blocks else nothing
+        if problem is None or not blocks:
             break
-        whole |= again
-    outside = _vocabulary(model)
-    if (against := _fault(truth, _policy(model, [], outside))) is not None:
-        whole |= {path: against for paths in outside.values() for path in paths}
-        outside = {}
-    policy = _policy(model, blocks, outside)
-    nothing = "; ".join(sorted(set(whole.values()))) or "no linear gives to another"
-    problem = _fault(truth, policy) if blocks else nothing
     if problem is not None:
         raise PolicyError(
             f"No policy for {type(model).__name__} could be inferred: {problem}",
             rule="An inferred policy cuts the blocks of a stack of layers, proven on a small twin",
             remedy="Write the roles down (docs/policies.md)",
         )
-    policy.against_sequence = fault(truth, policy, RANKS[0], enable_sequence_parallelism=True)
+    policy.against_sequence = fault(proof.truth, policy, RANKS[0], enable_sequence_parallelism=True)
     policy.notes = _notes(whole)
     policy.whole = _left(model, policy())
     return policy
+
+
+def _blocks(proof: _Proof, ranks: Sequence[int]) -> tuple[list[Block], dict[str, str]]:
+    """The blocks that hold, each by itself, and what stays whole and why."""
+    model, run = proof.truth.model, proof.truth.run
+    whole = {path: OUTSIDE for path, m in model.named_modules() if is_linear(m) and not _in_layers(model, path)}
+    while True:
+        blocks, again = _proven(proof, draft(model, observe(model, run, whole)), whole, ranks)
+        if not again:
+            return blocks, whole
+        whole |= again
+
+
+class _Proof:
+    """What was wrong with the policies that were tried: another look brings up most of them again."""
+
+    def __init__(self, truth: Truth) -> None:
+        self.truth = truth
+        self._tried: dict[tuple[str, int], str | None] = {}
+
+    def of(self, policy: type[RolePolicy], ranks: Sequence[int]) -> str | None:
+        """What is wrong with it over the first of ``ranks`` over which something is."""
+        said = str([getattr(policy, name) for name in ("stack", "embeddings", "head")])
+        for size in ranks:
+            if (said, size) not in self._tried:
+                self._tried[said, size] = fault(self.truth, policy, size)
+            if (problem := self._tried[said, size]) is not None:
+                return problem
+        return None
 
 
 def _left(model: nn.Module, policy: InferredPolicy) -> tuple[str, ...]:
@@ -134,33 +163,26 @@ def _in_layers(model: nn.Module, path: str) -> bool:
 
 
 def _proven(
-    truth: Truth, blocks: Sequence[Block], whole: Mapping[str, str], tried: dict[str, str | None]
+    proof: _Proof, blocks: Sequence[Block], whole: Mapping[str, str], ranks: Sequence[int]
 ) -> tuple[list[Block], dict[str, str]]:
     """The blocks with the role that holds; or the columns of the first one that no role describes, and why.
 
-    It ends there, since linears that stay whole pass marks on: what comes behind them looks otherwise then. ``tried``
-    keeps what was wrong with what, as another look brings up most of it again.
+    It ends there, since linears that stay whole pass marks on: what comes behind them looks otherwise then.
     """
     proven: list[Block] = []
     for block in blocks:
         why = block.why
         for role in block.roles[:MOST]:
             alone = replace(block, roles=[role])
-            if (key := str(alone)) not in tried:
-                tried[key] = _fault(truth, _policy(truth.model, [alone], {}))
-            if tried[key] is None:
+            if (problem := proof.of(_policy(proof.truth.model, [alone], {}), ranks)) is None:
                 proven.append(alone)
                 break
-            why = why or tried[key] or ""
+            why = why or f"no way of cutting it that was tried is right: {problem}"
         else:
             again = {column: why for column in block.columns if column not in whole}
             if again:
                 return [], again
     return proven, {}
-
-
-def _fault(truth: Truth, policy: type[RolePolicy]) -> str | None:
-    return next((said for ranks in RANKS if (said := fault(truth, policy, ranks)) is not None), None)
 
 
 def _policy(model: nn.Module, blocks: Sequence[Block], outside: Mapping[str, tuple[str, ...]]) -> type[InferredPolicy]:

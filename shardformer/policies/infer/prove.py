@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from shardformer.comm.params import param_specs
 from shardformer.comm.rehearsal import Rehearsal
 from shardformer.context import ParallelContext
+from shardformer.errors import ShardFormerError
 from shardformer.sharding.config import ShardConfig
 from shardformer.sharding.policy import Policy
 from shardformer.sharding.sharder import Sharding
@@ -34,6 +36,14 @@ class Truth:
     run: Run
     loss: float
     gradients: dict[str, Tensor | None]
+
+    @cached_property
+    def allowed(self) -> dict[str, float]:
+        """By how much each gradient may differ."""
+        given = {name: g for name, g in self.gradients.items() if g is not None and g.numel()}
+        largest = {name: g.abs().max().item() for name, g in given.items()}
+        floor = ROUNDING * max((torch.finfo(g.dtype).eps * largest[name] for name, g in given.items()), default=0.0)
+        return {name: max(RELATIVE * x, floor) for name, x in largest.items()}
 
     @staticmethod
     def of(model: nn.Module, run: Run) -> Truth:
@@ -56,17 +66,37 @@ class Truth:
 def fault(truth: Truth, policy: type[Policy], ranks: int, **options: bool) -> str | None:
     """What is wrong with ``policy`` over ``ranks`` tensor ranks; None when nobody could tell."""
 
-    def train(context: ParallelContext) -> str | None:
-        model = copy.deepcopy(truth.model)
+    def train(context: ParallelContext) -> None:
+        model = _copied(truth.model)
         Sharding(model, _config(context, options), lambda _: (policy(), "to be proven"), fresh=True).shard()
         loss = loss_of(truth.run(model))
+        if not abs(loss.item() - truth.loss) <= RELATIVE * abs(truth.loss):
+            raise _Differs(f"the output differs: {loss.item():.6g} instead of {truth.loss:.6g}")
         loss.backward()
-        return _difference(truth, model, loss.item(), context.tensor.rank)
+        _compare_gradients(truth, model, context.tensor.rank)
 
     try:
-        return next((said for said in Rehearsal(ranks).run(train) if said), None)
+        Rehearsal(ranks).run(train)
+        return None
+    except _Differs as difference:
+        return str(difference)
+    except ShardFormerError as error:
+        return error.what
     except Exception as error:  # a forward that the cut breaks can raise anything
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        said = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(": ")
+        return f"cut so, it does not run ({said[:100]})"
+
+
+class _Differs(Exception):
+    """What a rank found; raised, so that the others wait for it no longer."""
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy whose parameters share their values with the model's, and have gradients of their own."""
+    own: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if type(p) is nn.Parameter
+    }
+    return copy.deepcopy(model, own)
 
 
 def _config(context: ParallelContext, options: Mapping[str, Any]) -> ShardConfig:
@@ -91,23 +121,14 @@ def _fields(output: Any) -> Any:
     return dict(output) if hasattr(output, "keys") else output
 
 
-def _difference(truth: Truth, model: nn.Module, loss: float, rank: int) -> str | None:
-    if not abs(loss - truth.loss) <= RELATIVE * abs(truth.loss):
-        return f"the output differs: {loss:.6g} instead of {truth.loss:.6g}"
+def _compare_gradients(truth: Truth, model: nn.Module, rank: int) -> None:
     specs = param_specs(model)
-    floor = ROUNDING * max((_rounding(g) for g in truth.gradients.values() if g is not None and g.numel()), default=0.0)
     for name, param in model.named_parameters():
         expected = truth.gradients[name]
         if (expected is None) != (param.grad is None):
-            return f"{name} has {'a' if expected is None else 'no'} gradient"
+            raise _Differs(f"{name} has {'a' if expected is None else 'no'} gradient")
         if expected is None or param.grad is None or not expected.numel():
             continue
-        own, allowed = specs[name].slice(expected, rank), max(RELATIVE * expected.abs().max().item(), floor)
-        if own.shape != param.grad.shape or not (own - param.grad).abs().max().item() <= allowed:
-            return f"the gradient of {name} differs"
-    return None
-
-
-def _rounding(gradient: Tensor) -> float:
-    """The smallest step that its precision takes beside the largest number of a gradient."""
-    return torch.finfo(gradient.dtype).eps * gradient.abs().max().item()
+        own = specs[name].slice(expected, rank)
+        if own.shape != param.grad.shape or not (own - param.grad).abs().max().item() <= truth.allowed[name]:
+            raise _Differs(f"the gradient of {name} differs")

@@ -40,18 +40,22 @@ FIELDS: Mapping[str, int] = {
     r"(\w*intermediate_size(_mlp)?|ffn_dim|d_ff|dff|ffn_hidden_size|(encoder|decoder)_ffn_dim|n_inner|d_inner|ffn_size"
     r"|dim_ff|mlp_dim|expert_ffn_hidden_size|feed_forward_size)": WIDTH,
     r"(\w+_)?vocab_size(_per_layer_input)?|\w+_group_vocab": VOCAB,
-    r"(max_position_embeddings|n_positions|max_target_positions|n_ctx|seq_length|max_seq_len|max_source_positions)":
-        POSITIONS,
+    r"(max_(encoder_|decoder_)?position_embeddings|n_positions|max_target_positions|n_ctx|seq_length|max_seq_len"
+    r"|max_source_positions)": POSITIONS,
     r"num_mel_bins|feature_size": 16,
     r"attention_window": 8,
     r"(mamba_)?(expand|n_groups)": 1,
     r"mamba_(n_heads|num_heads)|n_mamba_heads": HEADS,
     r"mamba_(d_head|head_dim|headdim)": HEAD_DIM,
     r"num_kv_shared_layers": 0,
+    r"index_n_heads": 3,
+    r"index_head_dim": 2 * HEAD_DIM,
     **EXPERTS,
     **LATENT,
 }  # fmt: skip
-NUM_LAYERS = r"num_hidden_layers|n_layers?|num_layers|(num_)?(encoder|decoder)_layers|num_(encoder|decoder)_blocks"
+NUM_LAYERS = (
+    r"num_hidden_layers|n_layers?|num_layers(_per_stack)?|(num_)?(encoder|decoder)_layers|num_(encoder|decoder)_blocks"
+)
 KV_FIELDS = (
     r"(num_key_value_heads|num_kv_heads|n_head_kv|n_kv_heads|num_attention_kv_heads|multi_query_group_num"
     r"|swa_num_key_value_heads)"
@@ -61,7 +65,7 @@ EVEN = {HEADS: 4, KV_HEADS: 2, HEADS * HEAD_DIM: 32, WIDTH: 64, 20: 32}
 WITH: Mapping[str, Mapping[str, int]] = {
     "depths": {"image_size": 64, "window_size": 2, "patch_size": 4},  # stages halve the image
     "num_random_blocks": {"num_random_blocks": 1, "block_size": 1},  # a short batch would be attended to without blocks
-    "stagger_local_blocks": {"block_size": 4},
+    "stagger_local_blocks": {"block_size": 8},
 }
 """Field -> sizes of others in a config that has it."""
 
@@ -207,7 +211,7 @@ def shrunk(config: Any, *, even: bool = False, layers: int = 0) -> Any:
             new = next((sizes[name] for field, sizes in WITH.items() if field in fields and name in sizes), new)
             if name.endswith(("token_id", "token_index")) and value >= VOCAB:
                 new = 3 if name.startswith(("bos", "eos", "pad", "decoder")) else VOCAB - 1
-        elif name == "depths":
+        elif name in ("depths", "block_sizes"):
             new = type(value)(min(LAYERS, depth) for depth in value)
         elif isinstance(value, list | tuple) and of.count and len(value) == of.count:
             new = type(value)(value[i] for i in (range(len(of.kept)) if _numbered(value) else of.kept))

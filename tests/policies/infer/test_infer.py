@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import shardformer
 from shardformer.comm.rehearsal import Rehearsal
 from shardformer.context import ParallelContext
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.policies.infer.infer import InferredPolicy, infer
+from shardformer.policies.infer.infer import InferredPolicy, infer, infer_on
 from shardformer.policies.infer.inputs import batches_for, runner
 from shardformer.policies.infer.prove import Truth, fault
 from shardformer.policies.infer.twin import kinds_of_layers, shrunk, twin_of
@@ -164,6 +165,29 @@ def test_a_wrong_table_is_not_proven(policy: type[GPT2Policy]) -> None:
     truth = Truth.of(model, runner(model, batches_for(model)[0]))
     assert fault(truth, GPT2Policy, 2) is None
     assert fault(truth, policy, 2) is not None
+
+
+def test_a_cut_that_does_not_run_is_said_in_words_before_the_raw_error() -> None:
+    model = Sample("gpt2")().double().eval()
+    said = fault(Truth.of(model, runner(model, batches_for(model)[0])), NoAttribute, 2)
+    assert said is not None and re.fullmatch(r"cut so, it does not run \(RuntimeError: .{,100}\)", said)
+
+
+def test_blocks_that_hold_over_two_ranks_but_not_over_four_stay_whole() -> None:
+    config = shrunk(transformers.OPTConfig())
+    config.num_attention_heads = 3
+    model = transformers.OPTForCausalLM(config).double().eval()
+    policy = infer_on(model, runner(model, batches_for(model)[0]))
+    assert [type(block) for block in policy.stack.blocks] == [MLP]  # type: ignore[union-attr]
+    assert "no way of cutting it that was tried is right: A tensor size of 4 is more than the 3" in policy.notes[1]
+
+
+def test_a_proof_leaves_the_model_without_gradients_and_its_numbers_alone() -> None:
+    model = Sample("gpt2")().double().eval()
+    truth = Truth.of(model, runner(model, batches_for(model)[0]))
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    assert fault(truth, GPT2Policy, 2) is None
+    assert all(p.grad is None and p.equal(before[name]) for name, p in model.named_parameters())
 
 
 def test_what_cannot_be_inferred_says_why() -> None:
