@@ -64,7 +64,7 @@ class _ParallelEmbedding(ParallelModule):
                 remedy="Name the embedding itself in the policy",
             )
         factor = factor_of(module)
-        if factor == 1:
+        if factor is None or factor == 1:
             check_native(module, nn.Embedding)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
@@ -74,7 +74,7 @@ class _ParallelEmbedding(ParallelModule):
                     remedy=f"Build the model without {option}, or leave this embedding whole",
                 )
         new = cls(module.num_embeddings, module.embedding_dim, process_group=process_group, native=module, **kwargs)
-        new.factor = factor
+        new.factor = factor or 1.0
         for table, hooks in vars(module).items():  # what they see is as before: whole (enable_input_require_grads)
             if table.startswith(("_forward_", "_backward_")) and "hooks" in table:
                 setattr(new, table, hooks)

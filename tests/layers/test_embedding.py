@@ -175,9 +175,38 @@ def test_an_embedding_that_scales_what_it_gives_is_cut_with_its_factor(kind: str
         assert torch.allclose(gradient, native.weight.grad)
 
 
-def test_an_embedding_that_does_something_else_is_refused() -> None:
+class ScaledInItsPrecision(Scaled):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.Embedding.forward(self, ids) * torch.tensor(self.scale).to(self.weight.dtype)
+
+
+@pytest.mark.parametrize("kind", [Scaled, ScaledInItsPrecision])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_factor_is_the_one_that_gives_the_very_numbers(kind: type[Scaled], dtype: torch.dtype) -> None:
+    native = kind(V, H).to(dtype)
+    native.scale = 50.9
+    table = VocabParallelEmbedding1D.from_native_module(native)
+    assert torch.equal(table(torch.arange(V)), native(torch.arange(V)))
+
+
+class OneToken(Scaled):
+    """Another vector for one token."""
+
+    scale = 1.0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids).masked_fill((ids == V - 1)[..., None], 0.5)
+
+
+class AlmostScaled(Scaled):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * (1 + 1e-3 * (ids == 3)[..., None])
+
+
+@pytest.mark.parametrize("kind", [Squared, OneToken, AlmostScaled])
+def test_an_embedding_that_does_something_else_is_refused(kind: type[nn.Embedding]) -> None:
     with pytest.raises(ConfigError, match="a forward of its own"):
-        VocabParallelEmbedding1D.from_native_module(Squared(V, H))
+        VocabParallelEmbedding1D.from_native_module(kind(V, H))
 
 
 def from_native(kind: str, module: nn.Module) -> None:
