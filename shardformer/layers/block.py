@@ -125,6 +125,8 @@ class Block:
         if self._source is None or (x is not self._entered and x is not self._source):
             return column.multiply(x)
         if id(column) not in self._outputs:
+            if x is self._entered and all(own is not column for own in self.columns):
+                return column.multiply(x)  # one that reads other states too, which have entered by themselves
             joined = x.detach() if self._gathers else None
             how = _How(self.axis, self.sequence if self._gathers else None, self.columns)
             self._keep(_project(self._source, joined, how))

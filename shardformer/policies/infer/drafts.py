@@ -165,10 +165,15 @@ def _mlps(model: nn.Module, flow: Flow, group: Group, layer: str) -> Iterator[ML
     features = {_features(model, c, out=True) for c in group.columns}
     if len(features) != 1 or (out := features.pop()) % width:
         return
-    at = _block_path(model, group.entry[len(layer) + 1 :], layer, attends=False)
-    ups = [_inside(group, c, layer) for c in group.columns]
-    norm = next((_inside(group, n, layer) for n in _norms(model, flow, group, layer, {width})), None)
-    yield MLP(at, ups if len(ups) > 1 else ups[0], _inside(group, group.row, layer), out // width, norm)
+    late = group.columns if len(group.columns) == 1 else []  # a module may add its residual itself
+    for entry in dict.fromkeys([group.entry, *late]):
+        group = replace(group, entry=entry)
+        at = _block_path(model, entry[len(layer) + 1 :], layer, attends=False)
+        ups = [_inside(group, c, layer) for c in group.columns]
+        norm = next((_inside(group, n, layer) for n in _norms(model, flow, group, layer, {width})), None)
+        yield MLP(at, ups if len(ups) > 1 else ups[0], _inside(group, group.row, layer), out // width, norm)
+        if "*" in at:
+            return
 
 
 def _attentions(model: nn.Module, flow: Flow, group: Group, layer: str) -> Iterator[Attention]:
@@ -179,9 +184,7 @@ def _attentions(model: nn.Module, flow: Flow, group: Group, layer: str) -> Itera
     tables = [f"{path}?" for path, m in module.named_modules() if isinstance(m, nn.Embedding)]
     apart = [names[c] for c in group.apart]
     reads_context = bool(apart) and _context(model, flow, group, layer) is not None
-    read = [next(iter(flow.inputs[c].values())) for c in group.apart]
-    inputs = [name for name, x in list(flow.inputs.get(group.entry, {}).items())[1:] if any(x is r for r in read)]
-    inputs = [] if reads_context else inputs
+    inputs = [] if reads_context else _inputs(model, flow, group)
     behind = [] if reads_context or inputs else apart
     for projections in projections_of(names):
         for count in head_counts(model, group.entry, projections, features, width, bool(behind)):
@@ -272,6 +275,18 @@ def _arguments(flow: Flow, group: Group, count: Count) -> dict[str, int]:
     counts = (count.heads, samples * count.heads)
     dims = {name: [d for d, n in enumerate(x.shape) if n in counts] for name, x in given[1:]}
     return {name: of[0] for name, of in dims.items() if of}
+
+
+def _inputs(model: nn.Module, flow: Flow, group: Group) -> list[str]:
+    """The arguments beside the first that the columns of the attention read, if one is ever another tensor than it."""
+    names: dict[str, bool] = {}
+    for like in _everywhere(model, group.entry):
+        given = list(flow.inputs.get(like, {}).items())
+        read = [x for c in group.columns for x in flow.read.get(like + c.removeprefix(group.entry), [])]
+        for name, x in given[1:]:
+            if any(x is r for r in read):
+                names[name] = names.get(name, False) or x is not given[0][1]
+    return list(names) if any(names.values()) else []
 
 
 def _distinct(ways: list[dict[str, Any]]) -> list[dict[str, Any]]:

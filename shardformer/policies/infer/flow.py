@@ -53,7 +53,8 @@ class Flow:
     Args:
         groups: in the order in which their rows were reached.
         called: path of each linear that was called -> how often.
-        inputs: path of each module that was called -> the tensors it was given, by argument.
+        inputs: path of each module that was called -> the tensors it was given first, by argument.
+        read: path of each linear -> what it read, call by call.
         outputs: path of each module that was called -> the first tensor of what it gave.
         numbers: path of a module -> its whole-numbered attributes that were read meanwhile.
         normed: path of each norm that was called -> the columns whose output it normalised.
@@ -63,6 +64,7 @@ class Flow:
     groups: list[Group] = field(default_factory=list)
     called: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    read: dict[str, list[Tensor]] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     numbers: dict[str, dict[str, int]] = field(default_factory=dict)
     normed: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -128,7 +130,6 @@ class _Observer:
         self.flow, self.marks, self.last = Flow(), _Marks(), _Marks()
         self._whole = whole
         self._linears = {path for path, module in model.named_modules() if is_linear(module)}
-        self._reads: dict[str, Tensor] = {}
         self._giving: dict[str, frozenset[str]] = {}
         self._groups: dict[str, Group] = {}
         self._order: list[str] = []
@@ -145,7 +146,7 @@ class _Observer:
                 self.flow.normed.setdefault(path, self.marks.of(next(iter(given.values()))))
             if path in self._linears and given:
                 x = next(iter(given.values()))
-                self._reads.setdefault(path, x)  # as the inputs of all modules: those of the first call
+                self.flow.read.setdefault(path, []).append(x)
                 self._giving[path] = self.marks.of(x)
 
         return hook
@@ -187,9 +188,10 @@ class _Observer:
 
     def _place(self, group: Group) -> None:
         """Finds out where what the first columns read comes in."""
-        source = self._reads[group.columns[0]]
-        beside = [c for c in group.columns if self._reads[c] is source]
-        group.apart = [c for c in group.columns if self._reads[c] is not source]
+        first = {c: self.flow.read[c][0] for c in group.columns}
+        source = first[group.columns[0]]
+        beside = [c for c, x in first.items() if x is source]
+        group.apart = [c for c, x in first.items() if x is not source]
         path = common_parent(beside) if len(beside) > 1 else self._parents[beside[0]]
         given = self._given(path)
         group.enters = source is given or (group.attends and _is_of(source, given))
@@ -197,7 +199,7 @@ class _Observer:
         group.enters = group.enters or len(beside) == 1
         if group.attends and (group.entry in group.columns or not group.enters) and len(group.columns) > 1:
             around = common_parent([*group.columns, group.row])
-            apart = [c for c in group.columns if not _is_of(self._reads[c], self._given(around))]
+            apart = [c for c, x in first.items() if not _is_of(x, self._given(around))]
             if group.entry in group.columns or len(apart) < len(group.columns):
                 group.entry, group.apart, group.enters = around, apart, True
 

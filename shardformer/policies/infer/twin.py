@@ -66,6 +66,7 @@ WITH: Mapping[str, Mapping[str, int]] = {
     "depths": {"image_size": 64, "window_size": 2, "patch_size": 4},  # stages halve the image
     "num_random_blocks": {"num_random_blocks": 1, "block_size": 1},  # a short batch would be attended to without blocks
     "stagger_local_blocks": {"block_size": 8},
+    "trigram_input": {"embedding_size": 16},  # three of them become a state
 }
 """Field -> sizes of others in a config that has it."""
 

@@ -249,12 +249,22 @@ def test_a_twin_that_gives_nothing_to_compare_is_none() -> None:
         infer(NoNumber(3, 4), batch={"input": -torch.ones(2, 3)})
 
 
-def test_states_of_another_stack_that_enter_by_an_argument_of_the_attention_alone() -> None:
-    """FSMT's decoder turns the encoder's states around before its layers read them."""
-    config = shrunk(transformers.FSMTConfig(src_vocab_size=127, tgt_vocab_size=127))
-    policy = infer(transformers.FSMTForConditionalGeneration(config))
-    decoder = next(stack for stack in policy.stack if stack.layers == "decoder.layers")  # type: ignore[union-attr]
-    assert [list(getattr(block, "inputs", ())) for block in decoder.blocks] == [[], ["key"], []]
+OTHER_STATES = {
+    "FSMTForConditionalGeneration": ["key"],  # turned around before the layers, so no argument around them
+    "T5Gemma2ForConditionalGeneration": ["encoder_hidden_states"],  # k and v read its own states too
+    "MobileBertForMaskedLM": ["key_tensor", "value_tensor"],  # the first is another name for what the query reads
+    "FunnelForMaskedLM": ["key", "value"],  # where a block pools the query, and only there
+}
+
+
+@pytest.mark.parametrize("name", OTHER_STATES)
+def test_states_that_enter_by_further_arguments_of_the_attention(name: str) -> None:
+    native: Any = getattr(transformers, name)
+    policy: Any = infer(native.config_class(architectures=[name]))
+    stacks = [policy.stack] if isinstance(policy.stack, Stack) else policy.stack
+    attentions = [block for stack in stacks for block in stack.blocks if isinstance(block, Attention)]
+    assert [block.inputs for block in attentions if block.inputs] == [OTHER_STATES[name]]
+    assert all(any(isinstance(block, MLP) for block in stack.blocks) for stack in stacks)  # Funnel's adds its residual
 
 
 def test_sequence_parallelism_that_was_not_proven_is_refused() -> None:
