@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardformer.policies.parts import Said, check_counted
+from shardformer.policies.paths import relative
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,13 @@ class Experts:
 
 
 Role = Attention | MLP | Experts
+
+
+def exit_of(role: Role) -> str | None:
+    """Path of the module at the role's exit in its layer; None where that is no one module."""
+    if isinstance(role, Experts) or "*" in role.at:
+        return None
+    return relative(role.at, role.out if isinstance(role, Attention) else role.down)
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardformer.context import Axis
-from shardformer.errors import ConfigError, PolicyError
+from shardformer.errors import ConfigError, PolicyError, nearest
 from shardformer.layers.embedding import Embedding1D
 from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
 from shardformer.layers.split_norm import SplitNorm
 from shardformer.layout import Split
-from shardformer.policies.blocks import MLP, Attention, Experts, Role
+from shardformer.policies.blocks import MLP, Attention, Experts, Role, Stack, exit_of
 from shardformer.policies.heads import HeadLayout, unit_of
 from shardformer.policies.parts import merged, parameter_splits, without_lacking
 from shardformer.policies.paths import (
@@ -52,13 +52,13 @@ class Cutter:
     def has(self, role: Role) -> bool:
         """Whether the layer has what the role describes. Raises PolicyError where it has not and should.
 
-        A layer that has the module, but not its exit, has another one in the place of an optional one.
+        A layer that has the module, but not its exit, has another one in the place of an optional one
+        (``check_exits`` sees to it that not all have).
         """
         names = [name for name, _ in self.layer.named_modules()]
         has = bool(matching(role.at, names)) if "*" in role.at else find(self.layer, role.at) is not None
-        if has and role.optional and "*" not in role.at and not isinstance(role, Experts):
-            last = role.out if isinstance(role, Attention) else role.down
-            has = find(self.layer, relative(role.at, last)) is not None
+        if has and role.optional and (out := exit_of(role)) is not None:
+            has = find(self.layer, out) is not None
         if not has and not role.optional:
             raise no_match(self.path, role.at, self.layer)
         return has
@@ -260,6 +260,20 @@ class Cutter:
                 remedy="Name the parameters of the module; experts that are modules are an MLP with a * in its path",
             )
         return full
+
+
+def check_exits(stack: Stack, path: str, layers: Sequence[nn.Module]) -> None:
+    """Refuses an optional role whose module is there and whose exit no layer has: it would never be carried out."""
+    for role in stack.blocks:
+        out = exit_of(role) if role.optional else None
+        there = [layer for layer in layers if find(layer, role.at) is not None]
+        if out is not None and there and all(find(layer, out) is None for layer in there):
+            raise PolicyError(
+                f"{len(there)} layers have {join(path, '*', role.at)!r}, and none has {join(path, '*', out)!r}",
+                rule="An optional role is passed over where another module stands in its place, but not in every layer",
+                remedy=nearest(out, [name for name, _ in there[0].named_modules() if name])
+                + " Correct the path, or leave the role out",
+            )
 
 
 def _dim(full: Tensor, size: int, prefer: int) -> int:

@@ -18,7 +18,7 @@ from shardformer.errors import ConfigError, PolicyError
 from shardformer.layers.embedding import VocabParallelEmbedding1D
 from shardformer.layers.linear import VocabParallelLMHead1D
 from shardformer.policies.blocks import MLP, Attention, Experts, Role, Stack
-from shardformer.policies.cuts import Cutter
+from shardformer.policies.cuts import Cutter, check_exits
 from shardformer.policies.heads import HeadLayout, no_count, unit_of
 from shardformer.policies.parts import merged
 from shardformer.policies.paths import features_of, find, join, linear_at, matching, module_at, no_match, relative
@@ -192,6 +192,8 @@ class RolePolicy(Policy):
             found = matching(stack.layers, names)
             if not found and not stack.optional:
                 raise no_match(self.base, stack.layers, base)
+            layers = [layer for path in found for layer in module_at(base, path).children()]
+            check_exits(stack, join(self.base, stack.layers), layers)
             out += [(replace(stack, layers=path), len(found) > 1) for path in found]
         return out
 

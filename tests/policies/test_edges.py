@@ -121,6 +121,45 @@ def test_hooks_of_an_embedding_stay() -> None:
     assert Rehearsal(2).run(requires) == [(True, False)] * 2
 
 
+class LostExit(ToyPolicy):
+    stack = Stack(
+        "layers",
+        [
+            Attention("attn", q="q", k="k", v="v", out="o", attributes={"num_heads": "heads"}),
+            MLP("mlp", up="fc1", down="fc3", optional=True),
+        ],
+    )
+
+
+class OtherModule(nn.Module):
+    """In the place of one layer's MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc3 = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc3(x)
+        return out
+
+
+class PassedOver(ToyPolicy):
+    stack = Stack("layers", [LostExit.stack.blocks[0], MLP("mlp", up="fc1", down="fc2", optional=True)])
+    whole = ("layers.*.mlp.fc3",)
+
+
+def with_another_mlp() -> nn.Module:
+    model = ToyLM()
+    model.layers[1].mlp = OtherModule()
+    return model
+
+
+def test_an_optional_role_whose_exit_no_layer_has_is_refused() -> None:
+    words = ("2 layers have 'layers.*.mlp', and none has 'layers.*.mlp.fc3'", "Did you mean 'mlp.fc2'")
+    refused(PolicyError, ToyLM, *words, policy=LostExit)
+    sharded(with_another_mlp, PassedOver)  # it is passed over where another module stands in its place
+
+
 class ResidualInside(SelfAttention):
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)
