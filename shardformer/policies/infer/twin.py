@@ -49,6 +49,9 @@ FIELDS: Mapping[str, int] = {
     r"mamba_(d_head|head_dim|headdim)": HEAD_DIM,
     r"num_kv_shared_layers": 0,
     r"index_n_heads": 3,
+    r"linear_num_heads|linear_num_value_heads": HEADS,
+    r"linear_num_key_heads": KV_HEADS,
+    r"linear_(key_|value_)?head_dim": HEAD_DIM,
     r"index_head_dim": 2 * HEAD_DIM,
     **EXPERTS,
     **LATENT,
@@ -216,7 +219,11 @@ def shrunk(config: Any, *, even: bool = False, layers: int = 0) -> Any:
             new = type(value)(min(LAYERS, depth) for depth in value)
         elif isinstance(value, list | tuple) and of.count and len(value) == of.count:
             new = type(value)(value[i] for i in (range(len(of.kept)) if _numbered(value) else of.kept))
-            new = type(value)(_size_of(name) or v if type(v) is int else v for v in new)
+            if (size := _size_of(name)) is not None and len(set(value)) == 1:  # one and the same number for each layer
+                new = type(value)([size] * len(of.kept))
+        elif isinstance(value, dict):  # of the linear attention beside the other
+            sizes = {n: _size_of(n) for n, v in value.items() if type(v) is int and v > 0}
+            new = value | {n: EVEN.get(size, size) if even else size for n, size in sizes.items() if size is not None}
         else:
             continue
         if new is not None:
