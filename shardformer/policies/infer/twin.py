@@ -221,9 +221,6 @@ def shrunk(config: Any, *, even: bool = False, layers: int = 0) -> Any:
             new = type(value)(value[i] for i in (range(len(of.kept)) if _numbered(value) else of.kept))
             if (size := _size_of(name)) is not None and len(set(value)) == 1:  # one and the same number for each layer
                 new = type(value)([size] * len(of.kept))
-        elif isinstance(value, dict):  # of the linear attention beside the other
-            sizes = {n: _size_of(n) for n, v in value.items() if type(v) is int and v > 0}
-            new = value | {n: EVEN.get(size, size) if even else size for n, size in sizes.items() if size is not None}
         else:
             continue
         if new is not None:

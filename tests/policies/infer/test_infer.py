@@ -267,6 +267,17 @@ def test_states_that_enter_by_further_arguments_of_the_attention(name: str) -> N
     assert all(any(isinstance(block, MLP) for block in stack.blocks) for stack in stacks)  # Funnel's adds its residual
 
 
+def test_a_number_for_each_layer_is_shrunk_and_one_for_each_stage_is_not() -> None:
+    assert shrunk(transformers.LEDConfig(attention_window=[512] * 12)).attention_window == [8, 8]
+    assert list(shrunk(transformers.PvtConfig()).num_attention_heads) == [1, 2, 5, 8]
+
+
+def test_the_twin_of_a_model_that_attends_in_blocks_does_so_too() -> None:
+    """BigBird puts another class in the attention's place where a batch is short."""
+    twin = twin_of(transformers.BigBirdForMaskedLM(shrunk(transformers.BigBirdConfig()))).model
+    assert "BigBirdBlockSparseAttention" in {type(module).__name__ for module in twin.modules()}
+
+
 def test_sequence_parallelism_that_was_not_proven_is_refused() -> None:
     policy = InferredPolicy()
     policy.set_model(ToyLM())
