@@ -1,9 +1,9 @@
-"""What a module is given, changed before its forward: tensors that enter a block beside the hidden states."""
+"""What a module reads, changed before its forward: tensors that enter a block beside the hidden states, biases."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,10 +53,14 @@ def of_local_heads(x: Tensor, dim: int, bounds: Bounds, axis: Axis) -> Tensor:
     return by_head.narrow(dim + 1, start, end - start).flatten(dim, dim + 1)
 
 
-def enclose(module: nn.Module, axis: Axis) -> None:
+def enclose(module: nn.Module, axis: Axis, summands: Sequence[str] = ()) -> None:
     """Makes ``module`` a block by itself: every tensor that it is given enters, and its output is the ranks' sum.
 
     Communicates: forward one all-reduce of the output, backward one of the gradient of each tensor that needs one.
+
+    Args:
+        summands: parameters of its own that stay whole and are added to what it gives (a bias behind the experts):
+            its forward reads an equal part of them on each rank, and their gradient is the sum of those of the ranks.
     """
 
     def entered(x: Any) -> Any:
@@ -65,5 +69,16 @@ def enclose(module: nn.Module, axis: Axis) -> None:
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(entered(x) for x in args), {name: entered(x) for name, x in kwargs.items()}
 
+    def share(module: nn.Module, args: tuple[Any, ...]) -> None:
+        # an attribute of the module's own is found before its parameter
+        vars(module).update({name: module.get_parameter(name) / axis.size for name in summands})
+
+    def end_share(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for name in summands:
+            vars(module).pop(name, None)
+
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(lambda _, __, output: leave_block(output, axis))
+    if summands:
+        module.register_forward_pre_hook(share)
+        module.register_forward_hook(end_share, always_call=True)

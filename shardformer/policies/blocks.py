@@ -104,6 +104,7 @@ class Experts:
         at: path of the module.
         up: parameters (experts, width, hidden) or (experts, hidden, width) that read the input, and their biases.
         down: the parameter (experts, hidden, width), or the other way round, at the exit.
+        bias: parameter (experts, hidden) that is added behind it.
         fused: how many blocks lie behind each other in each of ``up``.
         interleaved: those of ``up`` lie feature by feature instead.
         optional: whether some layers or models lack them.
@@ -112,6 +113,7 @@ class Experts:
     at: str
     up: str | Sequence[str]
     down: str
+    bias: str | None = None
     fused: int = 1
     interleaved: bool = False
     optional: bool = False

@@ -116,7 +116,8 @@ class Cutter:
         for up in ups:
             full = self._stacked(module, experts, up)
             parameters[join(experts.at, up)] = {_dim(full, experts.fused * width, 2): up_split}
-        block = BlockDescription(experts.at, [], experts.at, encloses=True)
+        summands = [experts.bias] if experts.bias is not None else []
+        block = BlockDescription(experts.at, [], experts.at, encloses=True, summands=summands)
         return ModulePolicyDescription(blocks=[block], parameters=parameters)
 
     def attention(self, attention: Attention, layout: HeadLayout) -> ModulePolicyDescription:

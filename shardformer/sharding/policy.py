@@ -60,6 +60,8 @@ class BlockDescription:
         around: path of a module that needs the whole sequence, under sequence parallelism, outside of the block too.
         encloses: whether the module at the entry is the block by itself: all that it is given enters, and what it gives
             leaves. ``row`` names it too.
+        summands: parameters of a module that encloses its block that stay whole, and are added to what it gives: each
+            rank adds an equal part.
     """
 
     entry: str
@@ -73,6 +75,7 @@ class BlockDescription:
     joins: str | None = None
     around: str | None = None
     encloses: bool = False
+    summands: Sequence[str] = ()
 
 
 @dataclass

@@ -249,7 +249,7 @@ class Sharding:
                 target.module.get_submodule(path), name, partial(of_local_heads, dim=dim, bounds=bounds, axis=axis)
             )
         if description.encloses:
-            enclose(target.module.get_submodule(description.entry), axis)
+            enclose(target.module.get_submodule(description.entry), axis, description.summands)
             return
         for name in [*description.columns, *description.others]:
             column = target.module.get_submodule(name)

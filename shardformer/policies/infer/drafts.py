@@ -305,10 +305,11 @@ def _experts(model: nn.Module, flow: Flow) -> list[Block]:
         at = path[len(layer) + 1 :]
         optional = len(_having(model, layers, at)) < len(_all_layers(model, layers))
         down = next((n for n in stacked if re.search(r"down|w2|output|out_|fc2", n)), stacked[-1])
-        biases = [n for n, p in module.named_parameters(recurse=False) if p.dim() == 2 and "down" not in n]
-        ups = [n for n in stacked if n != down] + biases
+        biases = [n for n, p in module.named_parameters(recurse=False) if p.dim() == 2]
+        bias = next((n for n in biases if n.startswith(down)), None)
+        ups = [n for n in (*stacked, *biases) if n not in (down, bias)]
         roles = [
-            Experts(at, ups if len(ups) > 1 else ups[0], down, fused, interleaved, optional)
+            Experts(at, ups if len(ups) > 1 else ups[0], down, bias, fused, interleaved, optional)
             for fused, interleaved in ((2, False), (1, False), (2, True))
         ]
         found.setdefault((layers, at), Block(layers, roles, _everywhere(model, path)))

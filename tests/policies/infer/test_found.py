@@ -1,0 +1,48 @@
+"""Forms of attentions and experts that inference finds: of a small model each, all of whose weights are drawn anew."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from shardformer.comm.rehearsal import Rehearsal
+from shardformer.policies.infer.infer import infer_on
+from shardformer.policies.infer.inputs import batches_for, runner
+from shardformer.policies.infer.prove import Truth, fault
+from shardformer.policies.infer.twin import shrunk
+from shardformer.policies.registry import FAMILIES
+from shardformer.sharding.config import ShardConfig
+from shardformer.sharding.plan import make_plan
+
+FOUND = {
+    "gpt_oss": ("GptOssForCausalLM", ["experts.gate_up_proj", "experts.down_proj"]),
+}
+"""Model type -> its class, and ends of the names of weights that are cut in every layer."""
+
+
+def drawn(family: str) -> nn.Module:
+    """A small model none of whose parameters is zero: a bias that is added twice shows."""
+    config = shrunk(transformers.AutoConfig.for_model(family))
+    model: nn.Module = getattr(transformers, FOUND[family][0])(config).double().eval()
+    generator = torch.Generator().manual_seed(0)
+    for param in model.parameters():
+        param.data += 0.1 * torch.randn(param.shape, generator=generator, dtype=param.dtype)
+    return model
+
+
+@pytest.mark.parametrize("family", sorted(FOUND))
+def test_it_is_found_and_its_weights_are_cut(family: str) -> None:
+    assert family not in FAMILIES
+    model = drawn(family)
+    run = runner(model, batches_for(model)[0])
+    policy = infer_on(model, run)
+    assert fault(Truth.of(model, run), policy, 3) is None
+    described = policy()
+    described.set_model(model)
+    described.set_shard_config(ShardConfig(context=Rehearsal(2).context(0)))
+    cut = make_plan(model, described).cut()
+    for end in FOUND[family][1]:
+        weights = [p for name, p in model.named_parameters() if name.removesuffix(".weight").endswith(end)]
+        assert weights and all(id(p) in cut for p in weights), end
