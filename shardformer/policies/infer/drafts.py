@@ -188,7 +188,7 @@ def _attentions(model: nn.Module, flow: Flow, group: Group, layer: str) -> Itera
     behind = [] if reads_context or inputs else apart
     for projections in projections_of(names):
         for count in head_counts(model, group.entry, projections, features, width, bool(behind)):
-            numbers = counted(_numbers(model, flow, group.entry), count, width)
+            numbers = counted(_numbers(model, flow, group.entry, count), count, width)
             ways = [numbers, {n: kind for n, kind in numbers.items() if kind != "width"}, {}]
             if hasattr(module, "config"):
                 ways.append(numbers | {f"config.{n}": kind for n, kind in count.of_config(module.config)})
@@ -209,12 +209,21 @@ def _attentions(model: nn.Module, flow: Flow, group: Group, layer: str) -> Itera
                 )  # fmt: skip
 
 
-def _numbers(model: nn.Module, flow: Flow, path: str) -> dict[str, int]:
-    """The module's numbers that it reads, or that its like in another layer does (a window that is shifted)."""
-    module = model.get_submodule(path)
-    alike = [like for like in _everywhere(model, path) if type(model.get_submodule(like)) is type(module)]
-    names = {name: None for like in alike for name in flow.numbers.get(like, {})}
-    return {name: getattr(module, name) for name in names}
+def _numbers(model: nn.Module, flow: Flow, path: str, count: Count) -> dict[str, int]:
+    """The module's numbers that it reads, or that its like in another layer does (a window that is shifted).
+
+    Where heads differ by layer, without a number that is that of the heads here and not everywhere (a stride).
+    """
+    module, said = model.get_submodule(path), str(count.said.get("num_heads", ""))
+    places = {like: m for like in _everywhere(model, path) if type(m := model.get_submodule(like)) is type(module)}
+    numbers = {name: getattr(module, name) for like in places for name in flow.numbers.get(like, {})}
+    if said.startswith("."):
+        heads = [getattr(m, said[1:]) for m in places.values()]
+        other = [
+            n for n, v in numbers.items() if v == count.heads and heads != [getattr(m, n) for m in places.values()]
+        ]
+        numbers = {name: value for name, value in numbers.items() if name not in other}
+    return numbers
 
 
 def _inside(group: Group, path: str, layer: str) -> str:

@@ -215,6 +215,8 @@ def shrunk(config: Any, *, even: bool = False, layers: int = 0) -> Any:
             new = next((sizes[name] for field, sizes in WITH.items() if field in fields and name in sizes), new)
             if name.endswith(("token_id", "token_index")) and value >= VOCAB:
                 new = 3 if name.startswith(("bos", "eos", "pad", "decoder")) else VOCAB - 1
+        elif name == "image_size" and "depths" in fields:
+            new = type(value)(WITH["depths"][name] for _ in value)
         elif name in ("depths", "block_sizes"):
             new = type(value)(min(LAYERS, depth) for depth in value)
         elif isinstance(value, list | tuple) and of.count and len(value) == of.count:
