@@ -17,6 +17,7 @@ from shardformer.sharding.config import ShardConfig
 from shardformer.sharding.plan import make_plan
 
 FOUND = {
+    "funnel": ("FunnelForMaskedLM", ["attention.q_head", "attention.r_kernel", "post_proj", "ffn.linear_1"]),
     "hiera": ("HieraForImageClassification", ["attn.qkv", "attn.proj", "mlp.fc1"]),
     "gpt_oss": ("GptOssForCausalLM", ["experts.gate_up_proj", "experts.down_proj"]),
 }
