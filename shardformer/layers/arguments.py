@@ -1,4 +1,4 @@
-"""What a module reads, changed before its forward: tensors that enter a block beside the hidden states, biases."""
+"""What a module reads, changed before its forward: tensors that enter a block beside the hidden states, summands."""
 
 from __future__ import annotations
 
@@ -59,9 +59,11 @@ def enclose(module: nn.Module, axis: Axis, summands: Sequence[str] = ()) -> None
     Communicates: forward one all-reduce of the output, backward one of the gradient of each tensor that needs one.
 
     Args:
-        summands: parameters of its own that stay whole and are added to what it gives (a bias behind the experts):
-            its forward reads an equal part of them on each rank, and their gradient is the sum of those of the ranks.
+        summands: what every rank has whole and adds to what the module gives: its own parameters (a bias behind the
+            experts), and modules in it (an identity among them). Each rank adds an equal part, so that the gradients of
+            all ranks add up to the whole one.
     """
+    own = [name for name in summands if name in module._parameters]
 
     def entered(x: Any) -> Any:
         return enter_block(x, axis) if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad else x
@@ -71,14 +73,16 @@ def enclose(module: nn.Module, axis: Axis, summands: Sequence[str] = ()) -> None
 
     def share(module: nn.Module, args: tuple[Any, ...]) -> None:
         # an attribute of the module's own is found before its parameter
-        vars(module).update({name: module.get_parameter(name) / axis.size for name in summands})
+        vars(module).update({name: module.get_parameter(name) / axis.size for name in own})
 
     def end_share(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        for name in summands:
+        for name in own:
             vars(module).pop(name, None)
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(lambda _, __, output: leave_block(output, axis))
-    if summands:
+    if own:
         module.register_forward_pre_hook(share)
         module.register_forward_hook(end_share, always_call=True)
+    for name in set(summands) - set(own):
+        module.get_submodule(name).register_forward_hook(lambda _, __, output: output / axis.size)

@@ -104,7 +104,8 @@ class Experts:
         at: path of the module.
         up: parameters (experts, width, hidden) or (experts, hidden, width) that read the input, and their biases.
         down: the parameter (experts, hidden, width), or the other way round, at the exit.
-        bias: parameter (experts, hidden) that is added behind it.
+        summands: what is added to the experts' sum and is not cut: a bias (experts, hidden) behind ``down``, the module
+            that stands for experts that change nothing.
         fused: how many blocks lie behind each other in each of ``up``.
         interleaved: those of ``up`` lie feature by feature instead.
         optional: whether some layers or models lack them.
@@ -113,7 +114,7 @@ class Experts:
     at: str
     up: str | Sequence[str]
     down: str
-    bias: str | None = None
+    summands: Sequence[str] = ()
     fused: int = 1
     interleaved: bool = False
     optional: bool = False

@@ -116,8 +116,7 @@ class Cutter:
         for up in ups:
             full = self._stacked(module, experts, up)
             parameters[join(experts.at, up)] = {_dim(full, experts.fused * width, 2): up_split}
-        summands = [experts.bias] if experts.bias is not None else []
-        block = BlockDescription(experts.at, [], experts.at, encloses=True, summands=summands)
+        block = BlockDescription(experts.at, [], experts.at, encloses=True, summands=experts.summands)
         return ModulePolicyDescription(blocks=[block], parameters=parameters)
 
     def attention(self, attention: Attention, layout: HeadLayout) -> ModulePolicyDescription:

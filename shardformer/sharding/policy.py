@@ -60,8 +60,8 @@ class BlockDescription:
         around: path of a module that needs the whole sequence, under sequence parallelism, outside of the block too.
         encloses: whether the module at the entry is the block by itself: all that it is given enters, and what it gives
             leaves. ``row`` names it too.
-        summands: parameters of a module that encloses its block that stay whole, and are added to what it gives: each
-            rank adds an equal part.
+        summands: parameters of a module that encloses its block, and modules in it, that stay whole and are added to
+            what it gives: each rank adds an equal part.
     """
 
     entry: str

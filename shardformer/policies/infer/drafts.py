@@ -315,10 +315,11 @@ def _experts(model: nn.Module, flow: Flow) -> list[Block]:
         optional = len(_having(model, layers, at)) < len(_all_layers(model, layers))
         down = next((n for n in stacked if re.search(r"down|w2|output|out_|fc2", n)), stacked[-1])
         biases = [n for n, p in module.named_parameters(recurse=False) if p.dim() == 2]
-        bias = next((n for n in biases if n.startswith(down)), None)
-        ups = [n for n in (*stacked, *biases) if n not in (down, bias)]
+        summands = [n for n in biases if n.startswith(down)]
+        ups = [n for n in (*stacked, *biases) if n not in (down, *summands)]
+        summands += [n for n, m in module.named_children() if isinstance(m, nn.Identity)]
         roles = [
-            Experts(at, ups if len(ups) > 1 else ups[0], down, bias, fused, interleaved, optional)
+            Experts(at, ups if len(ups) > 1 else ups[0], down, summands, fused, interleaved, optional)
             for fused, interleaved in ((2, False), (1, False), (2, True))
         ]
         found.setdefault((layers, at), Block(layers, roles, _everywhere(model, path)))

@@ -24,6 +24,7 @@ SMALL_NUMEL = 20_000_000
 EXPERTS = {
     r"(num|n)_(local_|routed_)?experts|moe_num_experts|num_experts": 4,
     r"num_experts_per_tok(en)?|moe_(topk|k|top_k)|top_k_experts": 2,
+    r"zero_expert_num": 2,
     r"n_group|topk_group|num_expert_group": 1,
     r"first_k_dense_replace|num_dense_layers|moe_layer_start_index": 1,
 }

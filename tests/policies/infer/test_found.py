@@ -20,6 +20,7 @@ FOUND = {
     "funnel": ("FunnelForMaskedLM", ["attention.q_head", "attention.r_kernel", "post_proj", "ffn.linear_1"]),
     "hiera": ("HieraForImageClassification", ["attn.qkv", "attn.proj", "mlp.fc1"]),
     "gpt_oss": ("GptOssForCausalLM", ["experts.gate_up_proj", "experts.down_proj"]),
+    "longcat_flash": ("LongcatFlashForCausalLM", ["experts.gate_up_proj", "self_attn.1.q_b_proj", "mlps.1.up_proj"]),
 }
 """Model type -> its class, and ends of the names of weights that are cut."""
 
