@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -217,13 +218,15 @@ def _numbers(model: nn.Module, flow: Flow, path: str, count: Count) -> dict[str,
     module, said = model.get_submodule(path), str(count.said.get("num_heads", ""))
     places = {like: m for like in _everywhere(model, path) if type(m := model.get_submodule(like)) is type(module)}
     numbers = {name: getattr(module, name) for like in places for name in flow.numbers.get(like, {})}
-    if said.startswith("."):
-        heads = [getattr(m, said[1:]) for m in places.values()]
-        other = [
-            n for n, v in numbers.items() if v == count.heads and heads != [getattr(m, n) for m in places.values()]
-        ]
-        numbers = {name: value for name, value in numbers.items() if name not in other}
-    return numbers
+
+    def by_layer(name: str) -> list[int]:
+        return [attrgetter(name)(m) for m in places.values()]
+
+    return {
+        name: value
+        for name, value in numbers.items()
+        if value != count.heads or not said.startswith(".") or by_layer(name) == by_layer(said[1:])
+    }
 
 
 def _inside(group: Group, path: str, layer: str) -> str:
