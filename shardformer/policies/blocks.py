@@ -18,6 +18,8 @@ class Attention:
         out: the output projection.
         q, k, v, qkv, kv: the projections; fused ones lie behind each other (q, then k, then v).
         interleaved: the fused ones lie by KV head instead: the query heads that read it, its k, its v; then the next.
+        banks: in how many equal parts the heads lie one behind the other, where the forward takes them apart: each rank
+            has the same heads of each.
         gates: further projections, with equally many features for each query head.
         behind: those of the projections that read what other modules inside made of the input (a low-rank projection
             and its norm), instead of the input itself.
@@ -49,6 +51,7 @@ class Attention:
     qkv: str | None = None
     kv: str | None = None
     interleaved: bool = False
+    banks: int = 1
     gates: Sequence[str] = ()
     behind: Sequence[str] = ()
     reads_context: bool = False

@@ -135,7 +135,7 @@ class Cutter:
         values = layout.values(rank)
         for block in description.blocks or []:
             block.width = values["width"] if attention.width_of_input else None
-            bounds = (layout.num_heads, layout.query_bounds[rank], layout.query_bounds[rank + 1])
+            bounds = (layout.bank.num_heads, layout.query_bounds[rank], layout.query_bounds[rank + 1])
             block.around = attention.at if attention.whole_sequence else None
             block.inputs = [(attention.at, name) for name in attention.inputs]
             block.arguments = {name: (attention.at, dim, bounds) for name, dim in attention.arguments.items()}
@@ -215,8 +215,9 @@ class Cutter:
         if attention.interleaved:
             unit_of(self.path, name, features, kv_heads)
             return layout.grouped_split(name == attention.qkv, features)
-        splits = [layout.query_split(), layout.kv_split(), layout.kv_split()][-len(sizes) :]
-        return Split.stack(splits, sizes)
+        bank = layout.bank
+        splits = [bank.query_split(), bank.kv_split(), bank.kv_split()][-len(sizes) :] * layout.banks
+        return Split.stack(splits, [size // layout.banks for size in sizes] * layout.banks)
 
     def _attention_norms(
         self, attention: Attention, layout: HeadLayout, columns: Mapping[str, dict[str, Any]]

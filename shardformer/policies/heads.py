@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -23,27 +23,41 @@ class HeadLayout:
         rank      0      1      2   3
         query    0 1    2 3     4   5
         KV       0      0 1     1   1
+
+    Where the heads lie in several ``banks``, one behind the other, each of them is cut so.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     ranks: int
+    banks: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
+        if self.num_heads % self.num_kv_heads or self.num_kv_heads % self.banks:
             raise ConfigError(
-                f"{self.num_heads} query heads on {self.num_kv_heads} KV heads",
-                rule="Every KV head serves the same number of query heads",
+                f"{self.num_heads} query heads on {self.num_kv_heads} KV heads" + self._in_banks,
+                rule="Every KV head serves the same number of query heads, and every bank has the same number of heads",
                 remedy="Check the head counts in the model's config",
             )
-        if self.num_heads < self.ranks:
-            fits = ", ".join(str(n) for n in range(1, self.num_heads + 1))
+        if (most := self.num_heads // self.banks) < self.ranks:
+            fits = ", ".join(str(n) for n in range(1, most + 1))
             raise ConfigError(
-                f"A tensor size of {self.ranks} is more than the {self.num_heads} attention heads",
+                f"A tensor size of {self.ranks} is more than the {most} attention heads" + self._in_banks,
                 rule="Every tensor rank computes at least one whole head",
-                remedy=f"Use a tensor size of {fits}" if self.num_heads > 1 else "Leave this model whole: tensor=1",
+                remedy=f"Use a tensor size of {fits}" if most > 1 else "Leave this model whole: tensor=1",
             )
+
+    @property
+    def _in_banks(self) -> str:
+        return f" in {self.banks} banks" if self.banks > 1 else ""
+
+    @cached_property
+    def bank(self) -> HeadLayout:
+        """The layout of one bank."""
+        return replace(
+            self, num_heads=self.num_heads // self.banks, num_kv_heads=self.num_kv_heads // self.banks, banks=1
+        )
 
     @property
     def group(self) -> int:
@@ -51,12 +65,13 @@ class HeadLayout:
 
     @cached_property
     def query_bounds(self) -> list[int]:
-        if self.num_kv_heads >= self.ranks:
-            return [b * self.group for b in even_bounds(self.num_kv_heads, self.ranks)]
-        return even_bounds(self.num_heads, self.ranks)
+        """Where the query heads of each rank begin and end, in every bank."""
+        if (kv_heads := self.num_kv_heads // self.banks) >= self.ranks:
+            return [b * self.group for b in even_bounds(kv_heads, self.ranks)]
+        return even_bounds(self.num_heads // self.banks, self.ranks)
 
     def heads(self, rank: int) -> int:
-        return self.query_bounds[rank + 1] - self.query_bounds[rank]
+        return self.banks * len(self._own(rank))
 
     def _read(self, rank: int) -> list[int]:
         """For each local query head, the KV head that it reads."""
@@ -74,22 +89,24 @@ class HeadLayout:
         read, held = self._read(rank), self.held(rank)
         if all(read.count(h) == read.count(held[0]) for h in held):
             return None
-        return [held.index(h) for h in read]
+        return [bank * len(held) + held.index(h) for bank in range(self.banks) for h in read]
 
     def kv_heads(self, rank: int) -> int:
         """How many KV heads the forward sees."""
-        return self.heads(rank) if self.expand(rank) is not None else len(self.held(rank))
+        return self.heads(rank) if self.expand(rank) is not None else self.banks * len(self.held(rank))
 
     def query_split(self, unit: int | None = None) -> Split:
         """Features of which each query head has ``unit``, by default the head dim."""
         d = unit or self.head_dim
-        return Split(tuple(((a * d, b * d),) for a, b in pairwise(self.query_bounds)))
+        split = Split(tuple(((a * d, b * d),) for a, b in pairwise(self.query_bounds)))
+        return Split.stack([split] * self.banks, [split.full] * self.banks)
 
     def kv_split(self, unit: int | None = None) -> Split:
         """Features of which each KV head has ``unit``."""
         d = unit or self.head_dim
         held = [self.held(r) for r in range(self.ranks)]
-        return Split(tuple(((h[0] * d, (h[-1] + 1) * d),) for h in held))
+        split = Split(tuple(((h[0] * d, (h[-1] + 1) * d),) for h in held))
+        return Split.stack([split] * self.banks, [split.full] * self.banks)
 
     def grouped_split(self, queries: bool, width: int) -> Split:
         """Features that lie by KV head: its query heads' (where ``queries``), its k, its v; ``width`` in all."""

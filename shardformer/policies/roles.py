@@ -244,7 +244,8 @@ class RolePolicy(Policy):
         num_kv_heads = self._count(attention.num_kv_heads or self.num_kv_heads, module) or num_heads
         out = relative(attention.at, attention.out)
         width = features_of(linear_at(layer, out, path), out=False)
-        return HeadLayout(num_heads, num_kv_heads, unit_of(path, out, width, num_heads), self.axis.size)
+        unit = unit_of(path, out, width, num_heads)
+        return HeadLayout(num_heads, num_kv_heads, unit, self.axis.size, attention.banks)
 
     def _count(self, said: int | str, attention: nn.Module) -> int | None:
         count: Any = said

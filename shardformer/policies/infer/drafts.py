@@ -17,6 +17,8 @@ from shardformer.policies.infer.flow import Flow, Group
 from shardformer.policies.paths import features_of, join, matching, relative
 
 UNKNOWN = "no role describes it"
+BANKS = 4
+"""The cores that a model was first trained on, in whose order its heads still lie (CodeGen)."""
 LOW_RANK = "it only gives to a projection of an attention"
 LEAVES = "what it gives leaves its layer"
 
@@ -199,14 +201,15 @@ def _attentions(model: nn.Module, flow: Flow, group: Group, layer: str) -> Itera
             first = [name for name in names.values() if name not in apart][:1]
             entries = [None] * (group.enters or bool(behind)) + first * late
             norms = _attention_norms(model, flow, group, layer, count, width)
-            for width_of_input, entry, interleaved, attributes, parameters in product(
-                (False, True), entries, (False, True)[: 1 + fused], _distinct(ways), _parameters(module, count, width)
+            orders = [(False, 1), *[(True, 1)] * fused, *[(False, BANKS)] * (fused and count.kv_heads % BANKS == 0)]
+            for width_of_input, entry, (interleaved, banks), attributes, parameters in product(
+                (False, True), entries, orders, _distinct(ways), _parameters(module, count, width)
             ):
                 yield Attention(
                     at, _inside(group, group.row, layer), **projections, behind=behind, interleaved=interleaved,
-                    attributes=attributes, parameters=parameters, tables=tables, entry=entry, norms=norms,
-                    width_of_input=width_of_input,
-                    arguments=_arguments(flow, group, count), reads_context=reads_context, inputs=inputs, **count.said,
+                    banks=banks, attributes=attributes, parameters=parameters, inputs=inputs, tables=tables,
+                    entry=entry, norms=norms, width_of_input=width_of_input, reads_context=reads_context,
+                    arguments=_arguments(flow, group, count), **count.said,
                 )  # fmt: skip
 
 

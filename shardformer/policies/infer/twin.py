@@ -64,8 +64,8 @@ KV_FIELDS = (
     r"(num_key_value_heads|num_kv_heads|n_head_kv|n_kv_heads|num_attention_kv_heads|multi_query_group_num"
     r"|swa_num_key_value_heads)"
 )
-EVEN = {HEADS: 4, KV_HEADS: 2, HEADS * HEAD_DIM: 32, WIDTH: 64, 20: 32}
-"""For configs that ask for powers of two."""
+EVEN = {HEADS: 16, KV_HEADS: 2, HEADS * HEAD_DIM: 128, WIDTH: 32, 20: 32}
+"""For configs that ask for powers of two: so many heads that four ranks have some of each of four banks."""
 WITH: Mapping[str, Mapping[str, int]] = {
     "depths": {"image_size": 64, "window_size": 2, "patch_size": 4},  # stages halve the image
     "num_random_blocks": {"num_random_blocks": 1, "block_size": 1},  # a short batch would be attended to without blocks

@@ -17,17 +17,20 @@ from shardformer.sharding.config import ShardConfig
 from shardformer.sharding.plan import make_plan
 
 FOUND = {
+    "codegen": ("CodeGenForCausalLM", ["attn.qkv_proj", "attn.out_proj", "mlp.fc_in"]),
     "funnel": ("FunnelForMaskedLM", ["attention.q_head", "attention.r_kernel", "post_proj", "ffn.linear_1"]),
     "hiera": ("HieraForImageClassification", ["attn.qkv", "attn.proj", "mlp.fc1"]),
     "gpt_oss": ("GptOssForCausalLM", ["experts.gate_up_proj", "experts.down_proj"]),
     "longcat_flash": ("LongcatFlashForCausalLM", ["experts.gate_up_proj", "self_attn.1.q_b_proj", "mlps.1.up_proj"]),
 }
 """Model type -> its class, and ends of the names of weights that are cut."""
+EVEN = ("codegen",)
+"""Those that take only sizes that are powers of two."""
 
 
 def drawn(family: str) -> nn.Module:
     """A small model none of whose parameters is zero: a bias that is added twice shows."""
-    config = shrunk(transformers.AutoConfig.for_model(family))
+    config = shrunk(transformers.AutoConfig.for_model(family), even=family in EVEN)
     model: nn.Module = getattr(transformers, FOUND[family][0])(config).double().eval()
     generator = torch.Generator().manual_seed(0)
     for param in model.parameters():
