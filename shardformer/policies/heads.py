@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -97,16 +98,18 @@ class HeadLayout:
 
     def query_split(self, unit: int | None = None) -> Split:
         """Features of which each query head has ``unit``, by default the head dim."""
-        d = unit or self.head_dim
-        split = Split(tuple(((a * d, b * d),) for a, b in pairwise(self.query_bounds)))
-        return Split.stack([split] * self.banks, [split.full] * self.banks)
+        return self._split(pairwise(self.query_bounds), unit)
 
     def kv_split(self, unit: int | None = None) -> Split:
         """Features of which each KV head has ``unit``."""
-        d = unit or self.head_dim
         held = [self.held(r) for r in range(self.ranks)]
-        split = Split(tuple(((h[0] * d, (h[-1] + 1) * d),) for h in held))
-        return Split.stack([split] * self.banks, [split.full] * self.banks)
+        return self._split([(h[0], h[-1] + 1) for h in held], unit)
+
+    def _split(self, heads: Iterable[tuple[int, int]], unit: int | None) -> Split:
+        """Every rank's heads, from one to before another, of each bank."""
+        d = unit or self.head_dim
+        bank = Split(tuple(((a * d, b * d),) for a, b in heads))
+        return Split.stack([bank] * self.banks, [bank.full] * self.banks)
 
     def grouped_split(self, queries: bool, width: int) -> Split:
         """Features that lie by KV head: its query heads' (where ``queries``), its k, its v; ``width`` in all."""

@@ -17,10 +17,10 @@ from shardformer.policies.infer.flow import Flow, Group
 from shardformer.policies.paths import features_of, join, matching, relative
 
 UNKNOWN = "no role describes it"
-BANKS = 4
-"""The cores that a model was first trained on, in whose order its heads still lie (CodeGen)."""
 LOW_RANK = "it only gives to a projection of an attention"
 LEAVES = "what it gives leaves its layer"
+BANKS = 4
+"""The cores that a model was first trained on, in whose order its heads still lie (CodeGen)."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ def _everywhere(model: nn.Module, path: str) -> list[str]:
 def _layer_of(model: nn.Module, path: str, members: list[str]) -> tuple[str, str] | None:
     """(path of the list of layers, path of the layer) that all members stand in; of lists inside stages the inner."""
     parts = path.split(".")
-    lists = [i for i, part in enumerate(parts) if part.isdigit() and _is_list(model, ".".join(parts[:i]))]
+    indices = [i for i, part in enumerate(parts) if part.isdigit()]
+    lists = [i for i in indices if isinstance(model.get_submodule(".".join(parts[:i])), nn.ModuleList)]
     if not lists:
         return None
     at = lists[0]
@@ -120,10 +121,6 @@ def _is_stage(model: nn.Module, outer: str, inner: str) -> bool:
     return 2 * sum(p.numel() for p in blocks.parameters()) > sum(p.numel() for p in stage.parameters())
 
 
-def _is_list(model: nn.Module, path: str) -> bool:
-    return isinstance(model.get_submodule(path), nn.ModuleList)
-
-
 def _alike(modules: nn.Module) -> bool:
     return len({type(module) for module in modules.children()}) == 1
 
@@ -139,10 +136,6 @@ def _block_path(model: nn.Module, inside: str, layer: str, attends: bool) -> str
         else part
         for i, part in enumerate(parts)
     )
-
-
-def _are_experts(model: nn.Module, path: str) -> bool:
-    return "expert" in path.rpartition(".")[2] and _alike(model.get_submodule(path))
 
 
 def _all_layers(model: nn.Module, layers: str) -> list[str]:
@@ -197,7 +190,7 @@ def _attentions(model: nn.Module, flow: Flow, group: Group, layer: str) -> Itera
                 ways.append(numbers | {f"config.{n}": kind for n, kind in count.of_config(module.config)})
             fused = any(part in projections for part in ("qkv", "kv"))
             own = any(model.get_submodule(like)._parameters for like in _everywhere(model, group.entry))
-            late = own or _may_enter_late(group)
+            late = own or len(group.columns) > len(group.apart) + 1
             first = [name for name in names.values() if name not in apart][:1]
             entries = [None] * (group.enters or bool(behind)) + first * late
             norms = _attention_norms(model, flow, group, layer, count, width)
@@ -237,10 +230,6 @@ def _inside(group: Group, path: str, layer: str) -> str:
     if f"{path}.".startswith(f"{group.entry}."):
         return path[len(group.entry) :].lstrip(".")
     return path[len(layer) :]
-
-
-def _may_enter_late(group: Group) -> bool:
-    return len(group.columns) > len(group.apart) + 1
 
 
 def _norms(model: nn.Module, flow: Flow, group: Group, layer: str, sizes: set[int]) -> list[str]:
