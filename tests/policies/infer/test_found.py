@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -24,13 +26,17 @@ FOUND = {
     "longcat_flash": ("LongcatFlashForCausalLM", ["experts.gate_up_proj", "self_attn.1.q_b_proj", "mlps.1.up_proj"]),
 }
 """Model type -> its class, and ends of the names of weights that are cut."""
+SMALLER: dict[str, dict[str, Any]] = {
+    "funnel": {"block_sizes": [1, 1], "num_decoder_layers": 1},
+    "hiera": {"depths": [1, 1], "num_heads": [1, 8], "masked_unit_attention": [True, False], "num_query_pool": 1},
+}
 EVEN = ("codegen",)
 """Those that take only sizes that are powers of two."""
 
 
 def drawn(family: str) -> nn.Module:
     """A small model none of whose parameters is zero: a bias that is added twice shows."""
-    config = shrunk(transformers.AutoConfig.for_model(family), even=family in EVEN)
+    config = shrunk(transformers.AutoConfig.for_model(family, **SMALLER.get(family, {})), even=family in EVEN)
     model: nn.Module = getattr(transformers, FOUND[family][0])(config).double().eval()
     generator = torch.Generator().manual_seed(0)
     for param in model.parameters():
