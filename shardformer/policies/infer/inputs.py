@@ -37,7 +37,10 @@ def batches_for(model: nn.Module) -> list[dict[str, Tensor]]:
     others = {name: x for name, x in made.items() if name not in text[:2]}
     sound = {name: x for name, x in made.items() if name in ("input_values", "input_features", "decoder_input_ids")}
     ways = [made, only_text, others, sound]
-    return [way for i, way in enumerate(ways) if way and way not in ways[:i]] if len(made) > 1 else [made]
+    ways = [way for i, way in enumerate(ways) if way and way not in ways[:i]]
+    if "input_ids" in made and (books := _field(getattr(model, "config", None), "num_codebooks")):
+        ways.append({**only_text, "input_ids": made["input_ids"].repeat(books, 1)})  # a row for each code of a sound
+    return ways
 
 
 def _inputs(model: nn.Module, names: set[str]) -> Iterator[tuple[str, Tensor]]:
@@ -55,13 +58,18 @@ def _inputs(model: nn.Module, names: set[str]) -> Iterator[tuple[str, Tensor]]:
             mask[1, -2:] = 0
             yield "attention_mask", mask
     side = _field(config, "image_size", "vision_config") or SIDE
-    if "pixel_values" in names:
+    channels = _field(config, "num_channels", "vision_config") or 3
+    if "spatial_shapes" in names and (patch := _field(config, "patch_size", "vision_config")):
+        yield "spatial_shapes", torch.tensor([[3, 3], [3, 3]])
+        yield "pixel_attention_mask", torch.ones(BATCH, LENGTH, dtype=torch.int64)
+        yield "pixel_values", torch.randn(BATCH, LENGTH, channels * patch**2, generator=generator)
+    elif "pixel_values" in names:
         height, width = (side, side) if isinstance(side, int) else side
-        channels = _field(config, "num_channels", "vision_config") or 3
         yield "pixel_values", torch.randn(BATCH, channels, height, width, generator=generator)
     bins = _field(config, "num_mel_bins", "audio_config", "encoder_config") or _field(config, "feature_size")
     if "input_features" in names and bins:
-        frames = 2 * (_field(config, "max_source_positions", "audio_config") or LENGTH)
+        positions = _field(config, "max_source_positions", "audio_config")
+        frames = 2 * positions if positions else LENGTH * (_field(config, "audio_length_per_tok") or 2)
         yield "input_features", torch.randn(BATCH, bins, frames, generator=generator)
     elif "input_features" in names and (bins := _field(config, "feature_projection_input_dim")):
         yield "input_features", torch.randn(BATCH, LENGTH, bins, generator=generator)
