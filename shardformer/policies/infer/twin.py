@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,10 +35,11 @@ LATENT = {
 }  # fmt: skip
 FIELDS: Mapping[str, int] = {
     r"(hidden_size|hidden_dim|mamba_d_ssm|d_model|n_embd|dim|embed_dim|embedding_size|word_embed_proj_dim|model_dim|emb_dim|output_hidden_size"
-    r"|encoder_hidden_size|cross_attention_hidden_size|prediction_head_size)": HEADS * HEAD_DIM,
-    r"((num|n|encoder|decoder|swa_num)_(attention_)?heads?|(num|n)_(encoder|decoder)_(attention_)?heads?"
+    r"|encoder_hidden_size|cross_attention_hidden_size|prediction_head_size|d_latents"
+    r"|hidden_size_global)": HEADS * HEAD_DIM,
+    r"((num|n|encoder|decoder|swa_num|linear_num)_(attention_)?heads?|(num|n)_(encoder|decoder|self|cross)_(attention_)?heads?"
     r"|attention_heads)": HEADS,
-    r"(head_dim|d_kv|d_head|attention_head_size|kv_channels|rotary_dim|swa_head_dim|dim_head)": HEAD_DIM,
+    r"(head_dim|d_kv|d_head|attention_head_size|kv_channels|rotary_dim|(swa|linear)_head_dim|dim_head)": HEAD_DIM,
     r"(\w*intermediate_size(_mlp)?|ffn_dim|d_ff|dff|ffn_hidden_size|(encoder|decoder)_ffn_dim|n_inner|d_inner|ffn_size"
     r"|dim_ff|mlp_dim|expert_ffn_hidden_size|feed_forward_size)": WIDTH,
     r"(\w+_)?vocab_size(_per_layer_input)?|\w+_group_vocab": VOCAB,
@@ -48,26 +50,36 @@ FIELDS: Mapping[str, int] = {
     r"(mamba_)?(expand|n_groups)": 1,
     r"mamba_(n_heads|num_heads)|n_mamba_heads": HEADS,
     r"mamba_(d_head|head_dim|headdim)": HEAD_DIM,
-    r"num_kv_shared_layers": 0,
     r"index_n_heads": 3,
     r"linear_num_heads|linear_num_value_heads": HEADS,
     r"linear_num_key_heads": KV_HEADS,
     r"linear_(key_|value_)?head_dim": HEAD_DIM,
     r"index_head_dim": 2 * HEAD_DIM,
+    r"num_filters|mm_tokens_per_image": 4,
     **EXPERTS,
     **LATENT,
 }  # fmt: skip
 NUM_LAYERS = (
     r"num_hidden_layers|n_layers?|num_layers(_per_stack)?|(num_)?(encoder|decoder)_layers|num_(encoder|decoder)_blocks"
+    r"|num_self_attends_per_block"
 )
 KV_FIELDS = (
     r"(num_key_value_heads|num_kv_heads|n_head_kv|n_kv_heads|num_attention_kv_heads|multi_query_group_num"
     r"|swa_num_key_value_heads)"
 )
-EVEN = {HEADS: 16, KV_HEADS: 2, HEADS * HEAD_DIM: 128, WIDTH: 32, 20: 32}
-"""For configs that ask for powers of two: so many heads that four ranks have some of each of four banks."""
+KV_SHARED = "num_kv_shared_layers"
+"""How many of the last layers have no keys and values of their own."""
+EVEN = {HEADS: 16, HEAD_DIM: 16, HEADS * HEAD_DIM: 256, WIDTH: 128, 16: 32, 20: 32}
+"""For configs that ask for powers of two, or turn only a quarter of a head: so many heads that four ranks have some of
+each of four banks."""
+MANY_WORDS = 2**14
+"""For classes that name a token by a number of their own."""
+STAGES: Mapping[str, int] = {"image_size": 64, "window_size": 2}
+"""Of a model of stages, which halve the image."""
 WITH: Mapping[str, Mapping[str, int]] = {
-    "depths": {"image_size": 64, "window_size": 2, "patch_size": 4},  # stages halve the image
+    "depths": STAGES,
+    "depth": STAGES,
+    "hidden_sizes": STAGES,
     "num_random_blocks": {"num_random_blocks": 1, "block_size": 1},  # a short batch would be attended to without blocks
     "stagger_local_blocks": {"block_size": 8},
     "trigram_input": {"embedding_size": 16},  # three of them become a state
@@ -118,10 +130,10 @@ def _shrunk_twins(model: nn.Module) -> Iterator[Callable[[], nn.Module]]:
     if not hasattr(config, "to_dict"):
         return
     # with few layers, or as many as it takes to have one of each kind
-    for even, layers in product((False, True), dict.fromkeys((0, _layers_needed(model)))):
+    for anew, even, layers in product((False, True), (False, True), dict.fromkeys((0, _layers_needed(model)))):
 
-        def make(even: bool = even, layers: int = layers) -> nn.Module:
-            small = shrunk(config, even=even, layers=layers)
+        def make(anew: bool = anew, even: bool = even, layers: int = layers) -> nn.Module:
+            small = shrunk(config, even=even, layers=layers, anew=anew)
             with torch.device("meta"):
                 numel = sum(p.numel() for p in type(model)(copy.deepcopy(small)).parameters())
             if numel > SMALL_NUMEL:
@@ -195,31 +207,36 @@ def model_of(config: Any) -> nn.Module:
     return model
 
 
-def shrunk(config: Any, *, even: bool = False, layers: int = 0) -> Any:
+def shrunk(config: Any, *, even: bool = False, layers: int = 0, anew: bool = False) -> Any:
     """A copy of a transformers config with few and small layers, and the relations of its head counts.
 
     ``even`` asks for sizes that are powers of two, ``layers`` for the first so many layers, in place of one of each
-    kind that the config's lists tell apart.
+    kind that the config's lists tell apart. ``anew`` keeps two of each kind, for weights that layers share, and has
+    the config's class derive again from the small fields what it derived from the large ones.
     """
     small = copy.deepcopy(config)
     fields = {name: value for name, value in vars(small).items() if not name.startswith("_")}
     heads = next((v for n, v in fields.items() if _size_of(n) == HEADS and type(v) is int), 0)
-    of = _layers(fields, layers)
+    of = _layers(fields, layers, each=1 + anew)
     for name, value in fields.items():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            new: Any = shrunk(value, even=even, layers=layers)
+            new: Any = shrunk(value, even=even, layers=layers, anew=anew)
         elif type(value) is int and value > 0:
             new = _kv_heads(value, heads) if re.fullmatch(KV_FIELDS, name) else _size_of(name)
             new = EVEN.get(new, new) if even and new is not None else new
+            if anew and name == "vocab_size":
+                new = min(value, MANY_WORDS)
             if re.fullmatch(NUM_LAYERS, name):
                 new = len(of.kept) if value == of.count else LAYERS
+            if name == KV_SHARED:
+                new = sum(i >= of.count - value for i in of.kept)
             new = next((sizes[name] for field, sizes in WITH.items() if field in fields and name in sizes), new)
             if name.endswith(("token_id", "token_index")) and value >= VOCAB:
                 new = 3 if name.startswith(("bos", "eos", "pad", "decoder")) else VOCAB - 1
         elif name == "image_size" and "depths" in fields:
-            new = type(value)(WITH["depths"][name] for _ in value)
-        elif name in ("depths", "block_sizes"):
-            new = type(value)(min(LAYERS, depth) for depth in value)
+            new = type(value)(STAGES[name] for _ in value)
+        elif name in ("depths", "depth", "block_sizes") and isinstance(value, list | tuple):
+            new = type(value)(min(LAYERS + 1 if name == "depth" else LAYERS, depth) for depth in value)
         elif isinstance(value, list | tuple) and of.count and len(value) == of.count:
             new = type(value)(value[i] for i in (range(len(of.kept)) if _numbered(value) else of.kept))
             if (size := _size_of(name)) is not None and len(set(value)) == 1:  # one and the same number for each layer
@@ -228,9 +245,22 @@ def shrunk(config: Any, *, even: bool = False, layers: int = 0) -> Any:
             continue
         if new is not None:
             setattr(small, name, new)
+    if anew:
+        small = _derived_anew(small, fields)
     if hasattr(small, "_experts_implementation"):
         small._experts_implementation = "eager"  # the other implementations do not compute in fp64
     return small
+
+
+def _derived_anew(small: Any, was: Mapping[str, Any]) -> Any:
+    """The config as its class makes it of the fields of ``small``, without the sizes that the class itself can tell."""
+    default, now, given = vars(type(small)()), vars(small), {}
+    for field in (field for field in dataclasses.fields(small) if field.init):
+        name = small.attribute_map.get(field.name, field.name)
+        derived = field.default is None and default.get(name) is not None and type(now[name]) is int
+        if name in now and not (derived and now[name] == was.get(name)):
+            given[field.name] = now[name]
+    return type(small)(**given)
 
 
 @dataclass(frozen=True)
@@ -241,13 +271,14 @@ class _Layers:
     kept: tuple[int, ...]
 
 
-def _layers(fields: Mapping[str, Any], first: int) -> _Layers:
+def _layers(fields: Mapping[str, Any], first: int, each: int) -> _Layers:
     count = next((v for n, v in fields.items() if type(v) is int and re.fullmatch(NUM_LAYERS, n)), 0)
     if first:
         return _Layers(count, tuple(range(min(first, count))))
     lists = [v for v in fields.values() if isinstance(v, list | tuple) and len(v) == count > 2 and not _numbered(v)]
+    lists.append([i < count - (fields.get(KV_SHARED) or 0) for i in range(count)])
     kinds = list(zip(*lists, strict=True))
-    firsts = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+    firsts = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < each]
     rest = [i for i in range(count) if i not in firsts]
     return _Layers(count, tuple(sorted([*firsts, *rest[: max(0, LAYERS - len(firsts))]])))
 
