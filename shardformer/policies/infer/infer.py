@@ -223,5 +223,5 @@ def _vocabulary(model: nn.Module) -> dict[str, tuple[str, ...]]:
     output: Any = getattr(model, "get_output_embeddings", lambda: None)()
     return {
         "embeddings": tuple(n for n, m in modules.items() if isinstance(m, nn.Embedding) and m.weight is tokens.weight),
-        "head": tuple(n for n, m in modules.items() if m is output and is_linear(output)),
+        "head": tuple(n for n, m in modules.items() if is_linear(m) and (m is output or m.weight is tokens.weight)),
     }
