@@ -48,16 +48,13 @@ def draft(model: nn.Module, flow: Flow) -> list[Block]:
     """All blocks, in the order in which the forward comes to them; the first layer with a block speaks for all."""
     blocks, seen = [], set()
     for group in flow.groups:
-        place = _layer_of(model, group.row, [group.entry, *group.columns])
-        if place is None:
+        place, at = _layer_of(model, group.row, [group.entry, *group.columns]), _layer_of(model, group.row, [])
+        key = at and (at[0], _block_path(model, group.row[len(at[1]) + 1 :], at[1], group.attends))
+        if place is not None and key not in seen:
+            seen.add(key)
+            blocks.append(_block(model, flow, group, *place))
+        elif place is None and not (group.attends and key in seen):  # where it does, the role of the first cuts both
             blocks.append(Block("", [], [path for c in group.columns for path in _everywhere(model, c)], LEAVES))
-            continue
-        layers, layer = place
-        key = layers, _block_path(model, group.row[len(layer) + 1 :], layer, group.attends)
-        if key in seen:
-            continue
-        seen.add(key)
-        blocks.append(_block(model, flow, group, layers, layer))
     return blocks + _experts(model, flow)
 
 
@@ -182,7 +179,12 @@ def _attentions(model: nn.Module, flow: Flow, group: Group, layer: str) -> Itera
     reads_context = bool(apart) and _context(model, flow, group, layer) is not None
     inputs = [] if reads_context else _inputs(model, flow, group)
     behind = [] if reads_context or inputs else apart
+    layers = len(_everywhere(model, group.row))
+    lacking = {name for c, name in names.items() if len(_everywhere(model, c)) < layers}
     for projections in projections_of(names):
+        said: dict[str, Any] = {
+            part: f"{name}?" if part in "kv" and name in lacking else name for part, name in projections.items()
+        }
         for count in head_counts(model, group.entry, projections, features, width, bool(behind)):
             numbers = counted(_numbers(model, flow, group.entry, count), count, width)
             ways = [numbers, {n: kind for n, kind in numbers.items() if kind != "width"}, {}]
@@ -199,7 +201,7 @@ def _attentions(model: nn.Module, flow: Flow, group: Group, layer: str) -> Itera
                 (False, True), entries, orders, _distinct(ways), _parameters(module, count, width)
             ):
                 yield Attention(
-                    at, _inside(group, group.row, layer), **projections, behind=behind, interleaved=interleaved,
+                    at, _inside(group, group.row, layer), **said, behind=behind, interleaved=interleaved,
                     banks=banks, attributes=attributes, parameters=parameters, inputs=inputs, tables=tables,
                     entry=entry, norms=norms, width_of_input=width_of_input, reads_context=reads_context,
                     arguments=_arguments(flow, group, count), **count.said,

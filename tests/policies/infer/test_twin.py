@@ -1,0 +1,88 @@
+"""The small twin of a model: which relations its config keeps, what it is fed, and what is found on it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from shardformer.comm.rehearsal import Rehearsal
+from shardformer.policies.infer.infer import infer
+from shardformer.policies.infer.twin import HEAD_DIM, HEADS, kinds_of_layers, model_of, shrunk, twin_of
+from shardformer.policies.roles import RolePolicy
+from shardformer.sharding.config import ShardConfig
+from shardformer.sharding.plan import make_plan
+
+
+def native(model_type: str, name: str, **settings: object) -> nn.Module:
+    return model_of(transformers.AutoConfig.for_model(model_type, architectures=[name], **settings))
+
+
+def cut_in_layers(model: nn.Module, policy: RolePolicy) -> set[str]:
+    """The last two names of each linear in the layers that the policy cuts everywhere."""
+    policy.set_model(model)
+    policy.set_shard_config(ShardConfig(context=Rehearsal(2).context(0)))
+    cut = make_plan(model, policy).cut()
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n}
+    whole = {".".join(n.split(".")[-2:]) for n, m in linears.items() if id(m.weight) not in cut}
+    return {".".join(n.split(".")[-2:]) for n in linears} - whole
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "shapes"),
+    [
+        ("musicgen_decoder", "MusicgenForCausalLM", {"input_ids": (8, 9)}),  # a row for each of four codes
+        ("siglip2", "Siglip2ForImageClassification", {"pixel_values": (2, 9, 768), "spatial_shapes": (2, 2)}),
+        ("voxtral_realtime", "VoxtralRealtimeForConditionalGeneration", {"input_features": (2, 16, 72)}),
+        ("perceiver", "PerceiverForMaskedLM", {"input_ids": (2, 9)}),  # its layers are self-attentions of a block
+        ("vibevoice_asr", "VibeVoiceAsrForConditionalGeneration", {"input_ids": (2, 9)}),
+        ("neomme", "NeoMMEForMaskedLM", {"input_ids": (2, 9)}),  # a quarter of its heads is turned, by fours
+        ("levit", "LevitForImageClassification", {"pixel_values": (2, 3, 64, 64)}),
+    ],
+)
+def test_a_twin_of_special_sizes_or_inputs_runs(model_type: str, name: str, shapes: dict[str, tuple[int, ...]]) -> None:
+    batch = twin_of(native(model_type, name)).batch
+    assert {name: tuple(batch[name].shape) for name in shapes} == shapes
+
+
+def test_a_class_derives_sizes_from_the_small_ones() -> None:
+    small = shrunk(transformers.ZambaConfig(), anew=True)
+    assert small.attention_hidden_size == 2 * HEADS * HEAD_DIM
+    assert small.attention_head_dim == 2 * HEAD_DIM
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("zamba", "ZambaForCausalLM"),  # layers that share weights: two of each kind
+        ("xlstm", "xLSTMForCausalLM"),  # two names of one size
+        ("blt", "BltForCausalLM"),  # a size that only the config around its parts knows
+    ],
+)
+def test_a_config_is_made_anew_where_its_fields_alone_do_not_fit(model_type: str, name: str) -> None:
+    model = native(model_type, name)
+    assert kinds_of_layers(twin_of(model).model) == kinds_of_layers(model)
+
+
+def test_a_head_inside_another_model_is_cut_with_the_embedding_whose_weight_it_has() -> None:
+    model = native("shieldgemma2", "ShieldGemma2ForImageClassification")
+    assert infer(model).head == ("model.lm_head",)
+
+
+def test_layers_that_read_the_keys_and_values_of_earlier_ones_are_cut_with_them() -> None:
+    layer_types = ["sliding_attention", "full_attention"] * 4
+    model = native(
+        "gemma4_text", "Gemma4ForCausalLM", num_hidden_layers=8, layer_types=layer_types, num_kv_shared_layers=4
+    )
+    twin = twin_of(model).model
+    assert kinds_of_layers(twin) == kinds_of_layers(model)
+    policy = infer(model)
+    cut = cut_in_layers(model, policy)
+    assert {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj"} <= cut
+
+
+def test_a_model_of_stages_is_shrunk_to_a_small_image() -> None:
+    mobilevit = twin_of(native("mobilevit", "MobileViTForImageClassification"))
+    assert mobilevit.batch["pixel_values"].shape == torch.Size([2, 3, 64, 64])
+    assert max(shrunk(transformers.CvtConfig()).depth) == 3
