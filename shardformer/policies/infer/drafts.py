@@ -97,7 +97,7 @@ def _layer_of(model: nn.Module, path: str, members: list[str]) -> tuple[str, str
     """(path of the list of layers, path of the layer) that all members stand in; of lists inside stages the inner."""
     parts = path.split(".")
     indices = [i for i, part in enumerate(parts) if part.isdigit()]
-    lists = [i for i in indices if isinstance(model.get_submodule(".".join(parts[:i])), nn.ModuleList)]
+    lists = [i for i in indices if _is_list(model, ".".join(parts[:i]))]
     if not lists:
         return None
     at = lists[0]
@@ -116,6 +116,12 @@ def _is_stage(model: nn.Module, outer: str, inner: str) -> bool:
     if len(stages) == 1 or len({type(m) for m in stages}) > 1 or not _alike(blocks) or "expert" in inner:
         return False
     return 2 * sum(p.numel() for p in blocks.parameters()) > sum(p.numel() for p in stage.parameters())
+
+
+def _is_list(model: nn.Module, path: str) -> bool:
+    """Whether it is a list of layers: a ModuleList, or what runs several layers alike one after another."""
+    module = model.get_submodule(path)
+    return isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and _alike(module))
 
 
 def _alike(modules: nn.Module) -> bool:

@@ -198,10 +198,12 @@ class _Observer:
         group.entry = path if group.enters or len(beside) > 1 else beside[0]
         group.enters = group.enters or len(beside) == 1
         if group.attends and (group.entry in group.columns or not group.enters) and len(group.columns) > 1:
-            around = common_parent([*group.columns, group.row])
-            apart = [c for c, x in first.items() if not _is_of(x, self._given(around))]
+            inner, outer = common_parent(group.columns), common_parent([*group.columns, group.row])
+            given = self._given(outer)
+            apart = [c for c, x in first.items() if not _is_of(x, given)]
             if group.entry in group.columns or len(apart) < len(group.columns):
-                group.entry, group.apart, group.enters = around, apart, True
+                group.entry = inner if self._given(inner) is given else outer
+                group.apart, group.enters = apart, True
 
     def _given(self, path: str) -> Tensor | None:
         """What enters the module: its first tensor argument."""

@@ -10,7 +10,7 @@ from torch import nn
 from shardformer.comm.rehearsal import Rehearsal
 from shardformer.policies.infer.infer import infer
 from shardformer.policies.infer.twin import HEAD_DIM, HEADS, kinds_of_layers, model_of, shrunk, twin_of
-from shardformer.policies.roles import RolePolicy
+from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
 from shardformer.sharding.config import ShardConfig
 from shardformer.sharding.plan import make_plan
 
@@ -86,3 +86,11 @@ def test_a_model_of_stages_is_shrunk_to_a_small_image() -> None:
     mobilevit = twin_of(native("mobilevit", "MobileViTForImageClassification"))
     assert mobilevit.batch["pixel_values"].shape == torch.Size([2, 3, 64, 64])
     assert max(shrunk(transformers.CvtConfig()).depth) == 3
+
+
+def test_layers_in_a_sequential_are_layers_and_projections_of_convolved_states_are_cut() -> None:
+    sizes = {"embed_dim": (12, 24, 48), "num_heads": (1, 2, 4), "depth": (1, 2, 3)}
+    policy = infer(native("cvt", "CvtForImageClassification", **sizes))
+    assert isinstance(policy.stack, Stack)
+    assert policy.stack.layers == "encoder.stages.*.layers"
+    assert [type(role) for role in policy.stack.blocks] == [Attention, MLP]
