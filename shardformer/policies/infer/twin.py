@@ -7,6 +7,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -38,8 +39,9 @@ FIELDS: Mapping[str, int] = {
     r"|encoder_hidden_size|cross_attention_hidden_size|prediction_head_size|d_latents"
     r"|hidden_size_global)": HEADS * HEAD_DIM,
     r"((num|n|encoder|decoder|swa_num|linear_num)_(attention_)?heads?|(num|n)_(encoder|decoder|self|cross)_(attention_)?heads?"
-    r"|attention_heads)": HEADS,
-    r"(head_dim|d_kv|d_head|attention_head_size|kv_channels|rotary_dim|(swa|linear)_head_dim|dim_head)": HEAD_DIM,
+    r"|attention_heads|mamba_(n|num)_heads|n_mamba_heads)": HEADS,
+    r"(head_dim|d_kv|d_head|attention_head_size|kv_channels|rotary_dim|(swa|linear)_head_dim|dim_head"
+    r"|mamba_(d_head|head_dim|headdim))": HEAD_DIM,
     r"(\w*intermediate_size(_mlp)?|ffn_dim|d_ff|dff|ffn_hidden_size|(encoder|decoder)_ffn_dim|n_inner|d_inner|ffn_size"
     r"|dim_ff|mlp_dim|expert_ffn_hidden_size|feed_forward_size)": WIDTH,
     r"(\w+_)?vocab_size(_per_layer_input)?|\w+_group_vocab": VOCAB,
@@ -48,8 +50,6 @@ FIELDS: Mapping[str, int] = {
     r"num_mel_bins|feature_size": 16,
     r"attention_window": 8,
     r"(mamba_)?(expand|n_groups)": 1,
-    r"mamba_(n_heads|num_heads)|n_mamba_heads": HEADS,
-    r"mamba_(d_head|head_dim|headdim)": HEAD_DIM,
     r"index_n_heads": 3,
     r"linear_num_heads|linear_num_value_heads": HEADS,
     r"linear_num_key_heads": KV_HEADS,
@@ -126,21 +126,19 @@ def twin_of(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> Twin
 
 
 def _shrunk_twins(model: nn.Module) -> Iterator[Callable[[], nn.Module]]:
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_dict"):
-        return
-    # with few layers, or as many as it takes to have one of each kind
-    for anew, even, layers in product((False, True), (False, True), dict.fromkeys((0, _layers_needed(model)))):
+    if hasattr(getattr(model, "config", None), "to_dict"):
+        # with few layers, or as many as it takes to have one of each kind
+        for anew, even, layers in product((False, True), (False, True), dict.fromkeys((0, _layers_needed(model)))):
+            yield partial(_shrunk_twin, model, even=even, layers=layers, anew=anew)
 
-        def make(anew: bool = anew, even: bool = even, layers: int = layers) -> nn.Module:
-            small = shrunk(config, even=even, layers=layers, anew=anew)
-            with torch.device("meta"):
-                numel = sum(p.numel() for p in type(model)(copy.deepcopy(small)).parameters())
-            if numel > SMALL_NUMEL:
-                raise ValueError(f"with its config shrunk it still has {numel:,} parameters")
-            return type(model)(small)
 
-        yield make
+def _shrunk_twin(model: nn.Module, **how: Any) -> nn.Module:
+    small = shrunk(model.config, **how)
+    with torch.device("meta"):
+        numel = sum(p.numel() for p in type(model)(copy.deepcopy(small)).parameters())
+    if numel > SMALL_NUMEL:
+        raise ValueError(f"with its config shrunk it still has {numel:,} parameters")
+    return type(model)(small)
 
 
 Kind = frozenset[tuple[str, str]]
@@ -217,7 +215,7 @@ def shrunk(config: Any, *, even: bool = False, layers: int = 0, anew: bool = Fal
     small = copy.deepcopy(config)
     fields = {name: value for name, value in vars(small).items() if not name.startswith("_")}
     heads = next((v for n, v in fields.items() if _size_of(n) == HEADS and type(v) is int), 0)
-    of = _layers(fields, layers, each=1 + anew)
+    count, kept = _layers(fields, layers, each=1 + anew)
     for name, value in fields.items():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             new: Any = shrunk(value, even=even, layers=layers, anew=anew)
@@ -227,9 +225,9 @@ def shrunk(config: Any, *, even: bool = False, layers: int = 0, anew: bool = Fal
             if anew and name == "vocab_size":
                 new = min(value, MANY_WORDS)
             if re.fullmatch(NUM_LAYERS, name):
-                new = len(of.kept) if value == of.count else LAYERS
+                new = len(kept) if value == count else LAYERS
             if name == KV_SHARED:
-                new = sum(i >= of.count - value for i in of.kept)
+                new = sum(i >= count - value for i in kept)
             new = next((sizes[name] for field, sizes in WITH.items() if field in fields and name in sizes), new)
             if name.endswith(("token_id", "token_index")) and value >= VOCAB:
                 new = 3 if name.startswith(("bos", "eos", "pad", "decoder")) else VOCAB - 1
@@ -237,10 +235,10 @@ def shrunk(config: Any, *, even: bool = False, layers: int = 0, anew: bool = Fal
             new = type(value)(STAGES[name] for _ in value)
         elif name in ("depths", "depth", "block_sizes") and isinstance(value, list | tuple):
             new = type(value)(min(LAYERS + 1 if name == "depth" else LAYERS, depth) for depth in value)
-        elif isinstance(value, list | tuple) and of.count and len(value) == of.count:
-            new = type(value)(value[i] for i in (range(len(of.kept)) if _numbered(value) else of.kept))
+        elif isinstance(value, list | tuple) and count and len(value) == count:
+            new = type(value)(value[i] for i in (range(len(kept)) if _numbered(value) else kept))
             if (size := _size_of(name)) is not None and len(set(value)) == 1:  # one and the same number for each layer
-                new = type(value)([size] * len(of.kept))
+                new = type(value)([size] * len(kept))
         else:
             continue
         if new is not None:
@@ -263,24 +261,17 @@ def _derived_anew(small: Any, was: Mapping[str, Any]) -> Any:
     return type(small)(**given)
 
 
-@dataclass(frozen=True)
-class _Layers:
-    """The layers of a config: how many, and which of them the twin has: one of each kind that its lists tell apart."""
-
-    count: int
-    kept: tuple[int, ...]
-
-
-def _layers(fields: Mapping[str, Any], first: int, each: int) -> _Layers:
+def _layers(fields: Mapping[str, Any], first: int, each: int) -> tuple[int, Sequence[int]]:
+    """How many layers a config has, and which of them the twin: so many of each kind that its lists tell apart."""
     count = next((v for n, v in fields.items() if type(v) is int and re.fullmatch(NUM_LAYERS, n)), 0)
     if first:
-        return _Layers(count, tuple(range(min(first, count))))
+        return count, range(min(first, count))
     lists = [v for v in fields.values() if isinstance(v, list | tuple) and len(v) == count > 2 and not _numbered(v)]
     lists.append([i < count - (fields.get(KV_SHARED) or 0) for i in range(count)])
     kinds = list(zip(*lists, strict=True))
     firsts = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < each]
     rest = [i for i in range(count) if i not in firsts]
-    return _Layers(count, tuple(sorted([*firsts, *rest[: max(0, LAYERS - len(firsts))]])))
+    return count, sorted([*firsts, *rest[: max(0, LAYERS - len(firsts))]])
 
 
 def _numbered(values: Sequence[Any]) -> bool:
