@@ -69,7 +69,7 @@ KV_FIELDS = (
 )
 KV_SHARED = "num_kv_shared_layers"
 """How many of the last layers have no keys and values of their own."""
-EVEN = {HEADS: 16, HEAD_DIM: 16, HEADS * HEAD_DIM: 256, WIDTH: 128, 16: 32, 20: 32}
+EVEN = {HEADS: 16, HEAD_DIM: 32, HEADS * HEAD_DIM: 512, WIDTH: 128, 16: 64, 20: 64}
 """For configs that ask for powers of two, or turn only a quarter of a head: so many heads that four ranks have some of
 each of four banks."""
 MANY_WORDS = 2**14
