@@ -170,7 +170,7 @@ def _runs(twin: nn.Module, batch: Mapping[str, Tensor] | None) -> tuple[Run, Map
     for candidate in [batch] if batch is not None else batches_for(twin):
         run = runner(twin, candidate)
         try:
-            Truth.of(twin, run).check_finite()
+            Truth.of(copy.deepcopy(twin), run).check_finite()  # some modules keep what a forward made
             return run, candidate
         except Exception as error:
             problem = problem or error
