@@ -194,9 +194,13 @@ def look(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[str, set[st
 
 
 def is_layer(model: nn.Module, path: str) -> bool:
-    """Whether the module is an element of a list, at any depth; the outermost one that is called is the layer."""
+    """Whether the module is an element of a list, at any depth, and more than a linear (one of several heads).
+
+    The outermost one that is called is the layer.
+    """
     above, _, name = path.rpartition(".")
-    return name.isdigit() and isinstance(model.get_submodule(above), nn.ModuleList)
+    in_list = name.isdigit() and isinstance(model.get_submodule(above), nn.ModuleList)
+    return in_list and not is_linear(model.get_submodule(path))
 
 
 def twin_or_itself(model: nn.Module, model_type: str, name: str) -> Twin:

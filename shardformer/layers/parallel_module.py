@@ -102,9 +102,7 @@ def _is_plain(module: nn.Module) -> bool:
         return False
     if not isinstance(out, Tensor) or out.shape != expected.shape:
         return False
-    allowed = max(
-        1e-5, 2 * torch.finfo(weight.dtype).eps
-    )  # a bias may be added before the product is rounded, or after
+    allowed = max(1e-5, 2 * torch.finfo(weight.dtype).eps)  # a bias is added before the product is rounded, or after
     return bool((out - expected).abs().max() <= allowed * expected.abs().max())
 
 

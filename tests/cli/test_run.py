@@ -143,6 +143,11 @@ def test_an_error_of_ours_is_said_once_for_all_ranks(tmp_path: Path) -> None:
         "from shardformer.sharding.config import ShardConfig\n"
         "def configure():\n"
         "    return ShardConfig(enable_sequence_overlap=True)\n"
+        "import glob, os, pathlib, time\n"
+        "here = f'{__file__}.{os.getppid()}'\n"
+        "pathlib.Path(f'{here}.{os.environ[\"RANK\"]}').touch()\n"
+        "while len(glob.glob(f'{here}.*')) < 2:\n"
+        "    time.sleep(0.001)  # the launcher ends a rank that is still importing when the other has failed\n"
         "configure()\n"
     )
     status, _, err = finish(start("--nproc_per_node", "2", bad))
