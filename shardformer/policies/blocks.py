@@ -142,6 +142,7 @@ class Stack:
         blocks: the attentions, MLPs and experts of one layer.
         final_norm: the norm behind the last layer.
         context: (path of a module, name of its argument): the states that ``reads_context`` attentions read.
+        whole_sequence: why sequence parallelism cannot cut its sequence, where it does cut those of other stacks.
         optional: whether some models lack it.
     """
 
@@ -149,4 +150,5 @@ class Stack:
     blocks: Sequence[Role]
     final_norm: str | None = None
     context: tuple[str, str] | None = None
+    whole_sequence: str | None = None
     optional: bool = False

@@ -93,8 +93,10 @@ class RolePolicy(Policy):
 
     def refuses_sequence(self) -> str | None:
         """Why this model cannot run sequence parallelism; None where it can."""
-        is_backbone = hasattr(self.model, "out_features") and hasattr(self.model, "out_indices")
-        return self.against_sequence or (BETWEEN_LAYERS if is_backbone else None)
+        if hasattr(self.model, "out_features") and hasattr(self.model, "out_indices"):  # a backbone
+            return BETWEEN_LAYERS
+        whole = [stack.whole_sequence for stack in self.stacks()]
+        return self.against_sequence or (whole[0] if whole and all(whole) else None)
 
     @property
     def base(self) -> str:
@@ -143,27 +145,24 @@ class RolePolicy(Policy):
 
     def stacks(self) -> list[StackDescription]:
         own = [
-            StackDescription(
-                join(self.base, s.layers),
-                self._final_norm(s),
-                (join(self.base, s.context[0]), s.context[1]) if s.context else None,
-            )
+            (self.base, StackDescription(s.layers, self._final_norm(s), s.context, s.whole_sequence))
             for s, _ in self._present_stacks()
         ]
         inner = [(path, s) for path, policy in self._parts() for s in policy.stacks()]
-        return own + [
-            StackDescription(
-                join(path, s.layers),
-                join(path, s.final_norm) if s.final_norm else None,
-                (join(path, s.context[0]), s.context[1]) if s.context else None,
+        return [
+            replace(
+                s,
+                layers=join(path, s.layers),
+                final_norm=join(path, s.final_norm) if s.final_norm else None,
+                context=(join(path, s.context[0]), s.context[1]) if s.context else None,
             )
-            for path, s in inner
+            for path, s in own + inner
         ]
 
     def _final_norm(self, stack: Stack) -> str | None:
-        path = join(self.base, (stack.final_norm or "").rstrip("?"))
-        lacks = (stack.final_norm or "?").endswith("?") and find(self.model, path) is None
-        return None if lacks or not stack.final_norm else path
+        path = (stack.final_norm or "").rstrip("?")
+        lacks = (stack.final_norm or "?").endswith("?") and find(self.model, join(self.base, path)) is None
+        return None if lacks or not path else path
 
     def replicated(self) -> list[str] | None:
         base = module_at(self.model, self.base)

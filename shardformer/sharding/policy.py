@@ -108,11 +108,13 @@ class StackDescription:
         layers: path of the ModuleList.
         final_norm: path of the norm behind it, which still sees a part of the sequence.
         context: (path of a module, name of its argument): states from another stack that all layers read.
+        whole_sequence: why sequence parallelism does not cut its sequence: its blocks enter and leave with all of it.
     """
 
     layers: str
     final_norm: str | None = None
     context: tuple[str, str] | None = None
+    whole_sequence: str | None = None
 
 
 @dataclass

@@ -93,8 +93,8 @@ def average_gradients(
             entries.append(entry)
     if not entries:
         return None
-    if not config.enable_sequence_parallelism:
-        for module, block in blocks:
+    for module, block in blocks:
+        if block.sequence is None:
             _watch_side(module, block, {id(e.param): e for e in entries if id(e.param) not in cut})
     averager = GradientAverager(entries, config.extra_kwargs.get("bucket_bytes", BUCKET_BYTES))
     for module in model.modules():  # the user may keep a part of the model alone
@@ -118,7 +118,7 @@ class _Side:
 def _watch_side(at: nn.Module, block: Block, entries: dict[int, Entry]) -> None:
     """ALBERT's attention holds its own norm behind the exit, T5's none: which side a module is on shows when it runs.
 
-    With sequence parallelism it makes no difference: behind the exit a rank sees its stretch of the sequence.
+    Where the sequence is cut it makes no difference: behind the exit a rank sees its stretch of it.
     """
     for module in at.modules():
         mine = [entries[id(p)] for p in module.parameters(recurse=False) if id(p) in entries]
@@ -156,7 +156,8 @@ def partial_parameters(model: nn.Module, plan: Plan, config: ShardConfig) -> set
             after.add(f"{prefix}{block.row}.bias")
             if block.around is not None:
                 around.add(f"{prefix}{block.around}.")
-    stretched = [f"{s.layers}." for s in plan.stacks] + [f"{s.final_norm}." for s in plan.stacks if s.final_norm]
+    cut = [s for s in plan.stacks if not s.whole_sequence]
+    stretched = [f"{s.layers}." for s in cut] + [f"{s.final_norm}." for s in cut if s.final_norm]
     out = set()
     for name in specs:
         if specs[name].is_sharded:

@@ -222,7 +222,9 @@ class Sharding:
         regions: dict[str, SequenceRegion] = {}
         for stack in plan.stacks:
             region = None
-            if config.enable_sequence_parallelism:
+            if config.enable_sequence_parallelism and stack.whole_sequence:
+                self._record.notes.append(f"The sequence stays whole in {stack.layers}: {stack.whole_sequence}.")
+            elif config.enable_sequence_parallelism:
                 region = SequenceRegion(axis, overlap=config.enable_sequence_overlap, random=random)
                 regions[f"{stack.layers}."] = region
                 if random:

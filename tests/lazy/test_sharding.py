@@ -61,7 +61,7 @@ def assert_parts_of(model: nn.Module, plain: nn.Module, rank: int) -> None:
 def test_parts_and_a_training_step_are_those_of_the_eager_model(
     family: str, size: int, options: dict[str, bool]
 ) -> None:
-    if family in ("swin", "swinv2", "sam", "blip-2"):  # which refuse it
+    if family in ("swin", "swinv2", "sam"):  # which refuse it
         options = {name: on for name, on in options.items() if "sequence" not in name}
     sample = Sample(family)
     batch, plain, lazy = Batches(sample.head_class)(0), built(sample), built_lazily(sample, size)

@@ -33,7 +33,8 @@ READERS = [
     family for family in REGISTERED if Batches(MAIN[family])(0).keys() == {"input_ids", "attention_mask", "labels"}
 ]
 SLOW = "bloom slow but exact"
-WITHOUT_SEQUENCE = ("swin", "swinv2", "sam", "blip-2")
+WITHOUT_SEQUENCE = ("swin", "swinv2", "sam")
+OF_QFORMER_ALONE = ("Blip2QFormerModel", "Blip2TextModelWithProjection")
 EVERY_HEAD = [(family, head) for family in REGISTERED for head in HEADS[family]]
 Recorded = Callable[[str, object], None]
 # What a block's two edges communicate, which shows that the mode was on.
@@ -53,9 +54,9 @@ def assert_nobody_can_tell(report: Report, mode: str = "plain", tensor: int = 2)
 
 def _runs(sample: Sample, mode: str) -> bool:
     """Whether the model can cut the sequence; where it cannot, sharding says why."""
-    alone, head = sample.head_class == "Blip2VisionModel", sample.head_class
+    head = sample.head_class
     between = head.endswith(("Backbone", "ForSemanticSegmentation")) or "use_weighted_layer_sum" in sample.changes
-    return mode == "plain" or not ((sample.family in WITHOUT_SEQUENCE and not alone) or between)
+    return mode == "plain" or not (sample.family in WITHOUT_SEQUENCE or head in OF_QFORMER_ALONE or between)
 
 
 def check(

@@ -35,7 +35,7 @@ QFORMER: list[Role] = [
     MLP("intermediate_query", up="dense", down=".output_query.dense"),
     MLP("intermediate", up="dense", down=".output.dense", optional=True),
 ]
-AGAINST_SEQUENCE = "the Q-Former sends its queries and its text through different layers"
+WHOLE = "the Q-Former sends its queries and its text through different layers"
 
 
 class Blip2VisionPolicy(RolePolicy):
@@ -45,15 +45,14 @@ class Blip2VisionPolicy(RolePolicy):
 
 
 class Blip2QFormerPolicy(RolePolicy):
-    stack = Stack("encoder.layer", QFORMER)
+    stack = Stack("encoder.layer", QFORMER, whole_sequence=WHOLE)
     num_heads = ".num_attention_heads"
-    against_sequence = AGAINST_SEQUENCE
 
 
 class Blip2Policy(RolePolicy):
     stack = (
         Stack("vision_model.encoder.layers", VISION, optional=True),
-        Stack("qformer.encoder.layer", QFORMER, optional=True),
+        Stack("qformer.encoder.layer", QFORMER, whole_sequence=WHOLE, optional=True),
     )
     parts = ("language_model?",)
     embeddings = "embeddings.word_embeddings?"
@@ -62,4 +61,3 @@ class Blip2Policy(RolePolicy):
         "vision_projection?", "text_projection?",
     )  # fmt: skip
     num_heads = ".num_attention_heads"
-    against_sequence = AGAINST_SEQUENCE
