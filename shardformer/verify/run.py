@@ -114,6 +114,12 @@ def _loss(job: Job, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return loss
 
 
+def _loss_of_step(job: Job, model: nn.Module, part: Mapping[str, Any], step: int, data_rank: int) -> Tensor:
+    """The loss with random numbers of this step and part: an expert that is drawn is the same one in both layouts."""
+    torch.manual_seed(1 + step * job.data + data_rank)
+    return _loss(job, model, part)
+
+
 def _no_loss(model: nn.Module, output: Any) -> ConfigError:
     labels = hasattr(output, "loss")  # such an output has a loss where the batch has labels
     return ConfigError(
@@ -134,7 +140,8 @@ def _run_plain(job: Job) -> Trace:
     for step in range(job.steps):
         parts = [_part(job, job.batch_fn(step), d) for d in range(job.data)]
         with _watch_casts(trace, model) if step == 0 else nullcontext():
-            loss = torch.stack([_loss(job, model, part).double() for part in parts]).mean()
+            losses = [_loss_of_step(job, model, part, step, d).double() for d, part in enumerate(parts)]
+        loss = torch.stack(losses).mean()
         loss.backward()
         trace.losses.append(float(loss.detach()))
         trace.grads.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
@@ -176,7 +183,7 @@ def _run_sharded(job: Job, context: ParallelContext) -> tuple[Trace, str]:
     for step in range(job.steps):
         part = _part(job, job.batch_fn(step), context.data.rank)
         with Recorder(context) as recorder:
-            loss = _loss(job, model, part).double()
+            loss = _loss_of_step(job, model, part, step, context.data.rank).double()
             loss.backward()
         mean = all_reduce(loss.detach().clone(), context.data, purpose="check") / context.data.size
         trace.losses.append(float(mean))

@@ -32,6 +32,7 @@ from shardformer.verify.compare import compare
 from shardformer.verify.run import Job, run_job
 from tests.verify.tower import ForgetfulPolicy, Tower, TowerPolicy, distance, numbers
 
+LLAMA_BATCHES = Batches(LANGUAGE_MODEL["llama"])
 SEQUENCE = {"enable_sequence_parallelism": True}
 OVERLAP = {**SEQUENCE, "enable_sequence_overlap": True}
 
@@ -370,6 +371,18 @@ def test_a_model_of_ones_own_with_a_policy_and_a_loss(pool2: WorkerPool, config:
     assert report.passed, str(report)
     assert report.model == "Tower"
     assert report.bounds.gradient == 1e-10
+
+
+def drawn(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Draws a number that counts after the first step, as a router's does once two experts are as good (PhiMoE)."""
+    loss, number = model(**batch).loss, torch.rand(())
+    is_first = batch["input_ids"].sum() == LLAMA_BATCHES(0)["input_ids"].sum()
+    return torch.where(is_first, loss, loss * number)
+
+
+def test_what_a_model_draws_between_its_blocks_is_drawn_alike(pool2: WorkerPool) -> None:
+    report = verify(Sample("llama"), LLAMA_BATCHES, tensor=2, loss_fn=drawn, pool=pool2)
+    assert report.passed, str(report)
 
 
 def test_a_wrong_policy_of_ones_own_is_seen(pool2: WorkerPool) -> None:
