@@ -26,9 +26,10 @@ def param_specs(model: nn.Module) -> dict[str, ShardSpec]:
 def tensor_axis(model: nn.Module) -> Axis:
     """The tensor axis that the model's layers are cut along; one of size 1 when none is."""
     for module in model.modules():
-        axis = module.__dict__.get("axis")
-        if isinstance(axis, Axis) and axis.name == "tensor":
-            return axis
+        for name in ("axis", "shard_axis"):  # of a parallel layer; of one whose parameters are cut where they stand
+            axis = module.__dict__.get(name)
+            if isinstance(axis, Axis) and axis.name == "tensor":
+                return axis
     return Axis("tensor")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from shardformer.context import Axis
 from shardformer.layout import ShardSpec, Split
 
 
@@ -16,13 +17,13 @@ def hold_part(
     module: nn.Module,
     name: str,
     splits: Mapping[int, Split],
-    rank: int,
+    axis: Axis,
     shared: dict[int, nn.Parameter] | None = None,
 ) -> Tensor:
     """Puts this rank's part in the place of the parameter or buffer ``name``. Returns the full one.
 
-    The layout of a parameter stands beside it, as in a ``ParallelModule``: in ``module.shard_specs``. Communicates
-    nothing; a parameter that is cut has this rank's part of the gradient.
+    The layout of a parameter stands beside it, as in a ``ParallelModule``, in ``module.shard_specs``, and the axis in
+    ``module.shard_axis``. Communicates nothing; a parameter that is cut has this rank's part of the gradient.
 
     Args:
         splits: dim -> how it is cut.
@@ -33,11 +34,12 @@ def hold_part(
     full: Tensor = getattr(module, name)
     spec = ShardSpec(tuple(full.shape), dict(splits))
     if name in module._buffers:
-        module._buffers[name] = spec.slice(full, rank)
+        module._buffers[name] = spec.slice(full, axis.rank)
         return full
     shared = {} if shared is None else shared
     if id(full) not in shared:
-        shared[id(full)] = nn.Parameter(spec.slice(full, rank), requires_grad=full.requires_grad)
+        shared[id(full)] = nn.Parameter(spec.slice(full, axis.rank), requires_grad=full.requires_grad)
     module.register_parameter(name, shared[id(full)])
     module.__dict__.setdefault("shard_specs", {})[name] = spec
+    module.__dict__["shard_axis"] = axis
     return full

@@ -152,7 +152,7 @@ class Sharding:
             self._record.add(path, module, new)
         for path, module, name, splits in list(plan.parameters()):
             if splits:
-                kept_alive.append(hold_part(module, name, splits, self._context.tensor.rank, shared))
+                kept_alive.append(hold_part(module, name, splits, self._context.tensor, shared))
                 kind = "buffer" if name in module._buffers else "parameter"
                 self._record.add(f"{path}.{name}".lstrip("."), kind, "a part")
         self._rebind(shared)

@@ -7,11 +7,14 @@ from copy import deepcopy
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from shardformer.comm.params import gather_param, param_specs
 from shardformer.comm.recorder import Recorder
+from shardformer.comm.rehearsal import Rehearsal
 from shardformer.context import ParallelContext
 from shardformer.optim.grad_norm import clip_grad_norm_, grad_norm
+from shardformer.policies.roles import Experts, RolePolicy, Stack
 from shardformer.pool import Pools
 from shardformer.samples import Batches, Sample
 from shardformer.sharder import shard_model
@@ -42,6 +45,46 @@ def test_clipping_is_torchs_on_the_plain_model(pools: Pools, family: str, norm_t
         assert got == pytest.approx(want, rel=2e-6) and want > 0.01
         assert worst < 1e-6 * want
         assert calls == 1
+
+
+class _Bank(nn.Module):
+    """Experts whose weights are stacked; each sees every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(3, 10, 8)), nn.Parameter(torch.randn(3, 8, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("besw,ehw->bsh", torch.einsum("bsh,ewh->besw", x, self.up).relu(), self.down)
+
+
+class _OfExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"experts": _Bank()}) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer.get_submodule("experts")(x)
+        return x
+
+
+class _ExpertsPolicy(RolePolicy):
+    stack = Stack("layers", [Experts("experts", "up", "down")])
+
+
+def test_a_model_without_one_parallel_layer_has_the_norm_of_all_its_parts() -> None:
+    plain, x = _OfExperts(), torch.randn(2, 5, 8)
+    models = [deepcopy(plain), deepcopy(plain)]
+    plain(x).square().mean().backward()
+
+    def clip(context: ParallelContext) -> float:
+        model = shard_model(models[context.tensor.rank], _ExpertsPolicy, context=context)
+        model(x).square().mean().backward()
+        return float(clip_grad_norm_(model, 0.01))
+
+    want = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01))
+    assert Rehearsal(2).run(clip) == pytest.approx([want, want], rel=1e-6)
 
 
 def _nonfinite() -> str:
