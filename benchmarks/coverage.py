@@ -316,6 +316,9 @@ def small(model_type: str, name: str) -> nn.Module:
     model = twin_of(native(model_type, name)).model
     if hasattr(model, "config") and hasattr(model.config, "apply_spec_augment"):
         model.config.apply_spec_augment = False
+    for module in model.modules():
+        if hasattr(module, "jitter_noise"):  # of a router's input
+            module.jitter_noise = 0.0
     return model
 
 
