@@ -106,7 +106,7 @@ class Experts:
     Args:
         at: path of the module.
         up: parameters (experts, width, hidden) or (experts, hidden, width) that read the input, and their biases.
-        down: the parameter (experts, hidden, width), or the other way round, at the exit.
+        down: the parameter (experts, hidden, width) at the exit; the other way round too where ``fused`` is not one.
         summands: what is added to the experts' sum and is not cut: a bias (experts, hidden) behind ``down``, the module
             that stands for experts that change nothing.
         fused: how many blocks lie behind each other in each of ``up``.
