@@ -38,7 +38,9 @@ def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[in
     if ours:
         lines += [line for line in (_note(first).get("frame"), in_lines(*ours)) if line]
         more = "" if wants_traceback() else f" ({TRACEBACK_VARIABLE}=1 shows the traceback of each rank)"
-        lines.append(f"shardformer run: {_who(alike, _note(first))}: {_short(first)}{more}")
+        # one that raised it may have been ended by the launcher on its way out
+        left = next((failures[rank] for rank in alike if failures[rank].exitcode > 0), first)
+        lines.append(f"shardformer run: {_who(alike, _note(first))}: {_short(left)}{more}")
     elif _lost_peer(first):
         ended = sorted(set(ranks) - set(failures))
         who = _listed(ended) if ended else "a process of its group"

@@ -206,11 +206,14 @@ OURS = ["ConfigError", "x=3", "It is even", "Use 2"]
         # on another machine: the launcher does not know which
         ({0: failure(1, "Connection closed by peer")}, range(0), "a process of its group had ended before rank 0"),
         ({2: failure(1, "Connection closed by peer")}, range(3), "ranks 0, 1 had ended before rank 2"),
-        # the launcher ended rank 1 while it was about to end by itself
-        (
-            {r: failure(c, "x=3", r, parts=OURS, world_size=2) for r, c in ((0, 1), (1, -15))},
-            range(2),
-            "all 2 ranks: exit code 1, ConfigError",
+        # the launcher ended rank 1 while it was about to end by itself; and rank 0, though that had raised it first
+        *(
+            (
+                {r: failure(c, "x=3", r, parts=OURS, world_size=2) for r, c in enumerate(codes)},
+                range(2),
+                "all 2 ranks: exit code 1, ConfigError",
+            )
+            for codes in ((1, -15), (-15, 1))
         ),
         ({1: failure(1, "x=3", 1, parts=OURS, world_size=4), 0: failure(-15)}, range(2), "run: rank 1 of 4: exit"),
     ],

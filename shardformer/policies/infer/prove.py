@@ -84,7 +84,7 @@ def fault(truth: Truth, policy: type[Policy], ranks: int, **options: bool) -> st
         return error.what
     except Exception as error:  # a forward that the cut breaks can raise anything
         said = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(": ")
-        return f"cut so, it does not run ({said[:100]})"
+        return f"cut so, it does not run ({said[:160]})"
 
 
 class _Differs(Exception):
