@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardformer.errors import ConfigError
 from shardformer.layers import attention_kernels, own_attention
 from shardformer.layers.attention import _describe, check_flash_attention, use_flash_attention
 from shardformer.samples import sample_loss
 from tests.families.option import CASTS, EXACT, FAMILIES, assert_same, batch_of, build, plain, sharded
+from tests.ops import Ops
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 OPTION = "enable_flash_attention"
@@ -79,18 +79,6 @@ def test_other_settings(name: str, scores: set[tuple[int, int, int]]) -> None:
     family, changes = VARIANTS[name]
     assert_same(sharded(family, OPTION, **changes), plain(family, **changes), CASTS)
     assert scores
-
-
-class Ops(TorchDispatchMode):
-    """The names of the operations that run."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch gives its bases no types
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.__name__.partition(".")[0])
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.feature("memory-efficient attention")

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardformer
 from shardformer.errors import ConfigError
 from shardformer.layers import attention_kernels
 from shardformer.layers.attention import _describe, use_flash_attention
 from shardformer.pool import WorkerPool
+from tests.ops import Ops
 from tests.timm.models import MODELS, Small, images, loss
 from tests.timm.test_timm import MODES, differences, in_worker, of, sharded
 
@@ -24,18 +24,6 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FLASH = {"enable_flash_attention": True}
 TRAINED_BIAS = ("beit", "beit with one bias for all", "swin", "swin v2")
 HELD_BY_THE_MODEL = {"swin": "the model itself adds relative positions to the mask of each shifted window"}
-
-
-class Ops(TorchDispatchMode):
-    """The names of the operations that run."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch gives its bases no types
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.__name__.partition(".")[0])
-        return func(*args, **(kwargs or {}))
 
 
 # ------------------------------------------------------------------------------------------------------ nobody can tell
