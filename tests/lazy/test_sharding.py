@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +25,7 @@ from shardformer.sharding.config import ShardConfig
 from shardformer.sharding.guards import full_state_dict
 from shardformer.sharding.policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardformer.sharding.record import describe
+from tests.lazy.living import Living
 from tests.policies.toy import ToyLM, ToyPolicy
 
 OPTIONS = {"enable_sequence_parallelism": True, "enable_fused_normalization": True}
@@ -175,25 +175,14 @@ def test_one_full_tensor_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     """Of what is made and not kept, the most that lives at once is the largest full tensor."""
     sample = Sample("gpt2", changes={"n_layer": 4})
     lazy = built_lazily(sample, 2)[0]
-    living, peak = [0], [0]
-
-    def freed(size: int) -> None:
-        living[0] -= size
-
-    def allocate(place: recipe.Place) -> Any:
-        storage = torch.empty(place.num_bytes, dtype=torch.uint8).untyped_storage()
-        living[0] += place.num_bytes
-        peak[0] = max(peak[0], living[0])
-        weakref.finalize(storage, freed, place.num_bytes)
-        return storage
-
-    monkeypatch.setattr(recipe, "_allocate", allocate)
+    living = Living()
+    monkeypatch.setattr(recipe, "_allocate", living)
     largest = max(p.nbytes for p in lazy.parameters())
     whole = sum(p.nbytes for p in lazy.parameters())
     for place in {recipe.place_of(p) for p in lazy.parameters()}:
         assert place is not None
         recipe.compute(place)
-    assert peak[0] == largest < whole / 4
+    assert living.peak == largest < whole / 4
 
 
 def test_a_cast_before_the_cut_holds_no_full_tensor_of_the_new_dtype() -> None:

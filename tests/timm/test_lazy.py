@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,6 +15,7 @@ from shardformer.context import ParallelContext
 from shardformer.lazy import recipe
 from shardformer.pool import Pools, WorkerPool
 from tests.lazy.families import assert_same
+from tests.lazy.living import Living
 from tests.timm.models import MODELS, STAGED, Small, images, loss
 from tests.timm.process import timm
 from tests.timm.test_timm import NORMS, SEQUENCE, in_worker, of
@@ -115,23 +114,12 @@ def held_while_sharding(name: str) -> tuple[int, int, int, int]:
     with shardformer.LazyInit():
         model = getattr(timm(f"models.{module}"), cls)(**{**arguments, "depth": 6})
     sizes = [p.nbytes for p in model.parameters()]
-    living, peak = [0], [0]
-
-    def freed(size: int) -> None:
-        living[0] -= size
-
-    def allocate(place: recipe.Place) -> Any:
-        storage = torch.empty(place.num_bytes, dtype=torch.uint8).untyped_storage()
-        living[0] += place.num_bytes
-        peak[0] = max(peak[0], living[0])
-        weakref.finalize(storage, freed, place.num_bytes)
-        return storage
-
-    with patch.object(recipe, "_allocate", allocate):
+    living = Living()
+    with patch.object(recipe, "_allocate", living):
         model = shardformer.shard_model(model, context=context)
     specs = param_specs(model)
     whole = [p.nbytes for key, p in model.named_parameters() if not specs[key].is_sharded]
-    return peak[0], max(sizes), sum([*whole, *(b.nbytes for b in model.buffers())]), sum(sizes)
+    return living.peak, max(sizes), sum([*whole, *(b.nbytes for b in model.buffers())]), sum(sizes)
 
 
 @pytest.mark.parametrize("name", ["vit", "beit", "eva02"])

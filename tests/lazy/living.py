@@ -1,0 +1,27 @@
+"""How much of what lazy models are made of lives at once."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from shardformer.lazy import recipe
+
+
+class Living:
+    """Stands for ``recipe._allocate``: counts the bytes of the storages that live, and the most that ever did."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def __call__(self, place: recipe.Place) -> Any:
+        storage = torch.empty(place.num_bytes, dtype=torch.uint8).untyped_storage()
+        self.now += place.num_bytes
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, place.num_bytes)
+        return storage
+
+    def _free(self, size: int) -> None:
+        self.now -= size
