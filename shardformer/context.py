@@ -12,6 +12,7 @@ import runpy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from math import prod
 from typing import Any
 
 import torch
@@ -107,6 +108,10 @@ class ParallelContext:
         return self.axes["tensor"]
 
     @property
+    def pipe(self) -> Axis:
+        return self.axes["pipe"]
+
+    @property
     def data(self) -> Axis:
         return self.axes["data"]
 
@@ -169,6 +174,7 @@ def launch_from_torch(
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     tensor: int | None = None,
+    pipe: int | None = None,
     data: int | None = None,
     backend: str | None = None,
     seed: int | None = None,
@@ -181,7 +187,8 @@ def launch_from_torch(
     Args:
         config: a dict, or a Python file whose names are its keys, with ``parallel = dict(tensor=2, data=2)`` or
             ``parallel = dict(tensor=dict(size=2, mode="1d"))``; keyword arguments win over it.
-        tensor, data: sizes of these axes; one left open takes what remains of the processes.
+        tensor, pipe, data: sizes of these axes. One of tensor and data that is left open takes what remains of the
+            processes; pipe is 1 unless given.
         backend: a torch.distributed backend; by default gloo, and with CUDA nccl beside it.
         seed: seeds torch on every process, the same everywhere.
         timeout_s: after this many seconds a collective that not all processes joined is an error.
@@ -189,7 +196,7 @@ def launch_from_torch(
     Raises LaunchError without a launcher's environment, ConfigError when the sizes do not fit the processes.
     """
     settings = _read_config(config)
-    sizes = {"tensor": tensor, "data": data}
+    sizes = {"tensor": tensor, "pipe": pipe, "data": data}
     for name, size in _parallel_sizes(settings).items():
         if sizes.get(name) is None:
             sizes[name] = size
@@ -259,7 +266,7 @@ def _parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
             remedy="Write parallel = dict(tensor=2)",
         )
     for name, value in asked.items():
-        axis = {"pipeline": "pipe"}.get(name, name)
+        axis = {"pipeline": "pipe"}.get(str(name), name)
         if axis not in AXES:
             raise ConfigError(
                 f"The config asks for parallel axis {name!r}",
@@ -316,33 +323,41 @@ def _resolve_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
                 rule="The size of an axis is a whole number, one or more",
                 remedy=f"Use {name}=1 or leave it out",
             )
-    for name in ("pipe", "sequence"):
-        if (sizes.get(name) or 1) > 1:
-            raise ConfigError(
-                f"{name}={sizes[name]}",
-                rule="This version lays processes along the data and tensor axes",
-                remedy=f"Leave {name} out, or use tensor=... and data=...",
-            )
-    tensor, data = sizes.get("tensor"), sizes.get("data")
-    fits = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-    for name, other, size in (("data", tensor, data), ("tensor", data, tensor)):
-        if size is not None and other is None and world % size:
-            raise ConfigError(
-                f"{name}={size} does not divide the number of processes, {world}",
-                rule="The sizes of the axes multiply to the number of processes",
-                remedy=f"Use {name}={fits.replace(', ', f' or {name}=')}, or start {size} processes or a multiple",
-            )
-    if tensor is None:
-        tensor = world // data if data else world
-    if data is None:
-        data = max(world // tensor, 1)
-    if tensor * data != world:
+    if (sizes.get("sequence") or 1) > 1:
         raise ConfigError(
-            f"tensor={tensor} times data={data} is not the number of processes, {world}",
-            rule="The sizes of the axes multiply to the number of processes",
-            remedy=f"Leave one of them out (it takes what remains), or start {tensor * data} processes",
+            f"sequence={sizes['sequence']}",
+            rule="This version lays processes along the data, pipe and tensor axes",
+            remedy="Leave sequence out: enable_sequence_parallelism cuts the sequence along the tensor axis",
         )
-    return {"data": data, "pipe": 1, "sequence": 1, "tensor": tensor}
+    tensor, data, pipe = sizes.get("tensor"), sizes.get("data"), sizes.get("pipe") or 1
+    given = {n: s for n, s in (("tensor", tensor), ("pipe", sizes.get("pipe")), ("data", data)) if s is not None}
+    known = prod(given.values())
+    if world % known and (tensor is None or data is None):
+        asked = " times ".join(f"{name}={size}" for name, size in given.items())
+        raise ConfigError(
+            f"{asked} does not divide the number of processes, {world}",
+            rule="The sizes of the axes multiply to the number of processes",
+            remedy=f"Use {_that_divide(given, world)}, or start {known} processes or a multiple",
+        )
+    if tensor is None:
+        tensor = world // known if data is not None or sizes.get("pipe") is None else 1
+    if data is None:
+        data = world // (tensor * pipe)
+    if tensor * pipe * data != world:
+        shown = [f"tensor={tensor}", *([f"pipe={pipe}"] if pipe > 1 else []), f"data={data}"]
+        raise ConfigError(
+            f"{' times '.join(shown)} is not the number of processes, {world}",
+            rule="The sizes of the axes multiply to the number of processes",
+            remedy=f"Leave one of them out (it takes what remains), or start {tensor * pipe * data} processes",
+        )
+    return {"data": data, "pipe": pipe, "sequence": 1, "tensor": tensor}
+
+
+def _that_divide(given: Mapping[str, int], world: int) -> str:
+    if len(given) > 1:
+        return f"sizes whose product is one of {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}"
+    (name,) = given
+    return " or ".join(f"{name}={n}" for n in range(1, world + 1) if world % n == 0)
 
 
 def _axis_of_mesh(mesh: DeviceMesh, name: str, traffic: Traffic) -> Axis:

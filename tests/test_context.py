@@ -214,7 +214,7 @@ def test_without_sizes_all_processes_form_the_tensor_axis(pool2: WorkerPool) -> 
         ({"parallel": {"tensor": {"size": 2, "mod": "1d"}}}, r"'mod'.*'mode'"),
         ({"parallel": {"tensor": "2"}}, r"tensor='2'"),
         ({"parallel": {"tensor": True}}, r"tensor=True"),
-        ({"parallel": {"pipe": 2}}, r"pipe=2"),
+        ({"parallel": {"sequence": 2}}, r"sequence=2"),
         ({"parallel": 2}, r"parallel = 2"),
         ({"paralel": {"tensor": 2}}, r"paralel = "),
         ({"tensor": 2}, r"tensor = 2 outside of parallel"),

@@ -3,7 +3,7 @@
 Counted where they start, on this process. ``wire_bytes`` is what a bandwidth-optimal algorithm puts on the wire, sent
 by all ranks of the group together; with R ranks and a full tensor of S bytes:
 
-    all_reduce      2 (R-1) S        all_gather      (R-1) S        reduce_scatter  (R-1) S
+    all_reduce      2 (R-1) S        all_gather      (R-1) S        reduce_scatter  (R-1) S        send  S
 
 A ring that does a gather or a scatter in steps counts as that one collective.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardformer.context import Axis, ParallelContext, Traffic
 
-WIRE_FACTOR = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+WIRE_FACTOR = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "send": 1}
 
 
 @dataclass(frozen=True)
