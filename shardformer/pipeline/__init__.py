@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the layers of a model spread over ranks, and the order in which micro-batches pass them."""

@@ -1,0 +1,132 @@
+"""Pictures of schedules: the grid with its bands and its notes, and the chart."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from shardformer.errors import ConfigError
+from shardformer.pipeline.picture import as_text, check_file, colours, grid, save
+from shardformer.pipeline.schedule import SCHEDULES, Action, Kind, forward_only, make_schedule
+from shardformer.pipeline.timing import simulate
+
+needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is an extra")
+
+
+def test_the_text_says_what_is_drawn_and_what_it_costs() -> None:
+    schedule = make_schedule("interleaved", 2, 2)
+    assert as_text(schedule, simulate(schedule)).splitlines() == [
+        "  time   0                   5                   10",
+        "rank 0 | F0a F1a F0b F1b .   .   B0b --  .   B1b --  B0a --  B1a --",
+        "rank 1 | .   F0a F1a F0b B0b --  F1b B1b --  B0a --  B1a --  .   .",
+        "",
+        "F forward, B backward; then the micro-batch",
+        "chunk: a virtual stages 0-1, b virtual stages 2-3",
+        "bubble     20.0% of 15 units of time (formula: 20.0%)",
+        "in flight  at most 4, 3 micro-batches (of one chunk) on ranks 0 to 1",
+    ]
+
+
+def test_a_forward_alone_has_no_formula_and_one_rank_no_others() -> None:
+    schedule = forward_only(make_schedule("1f1b", 1, 3))
+    assert as_text(schedule, simulate(schedule)).splitlines()[-3:] == [
+        "F forward; then the micro-batch",
+        "bubble     0.0% of 3 units of time",
+        "in flight  at most 3 micro-batches",
+    ]
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_long_grid_is_folded_into_bands_that_fit_and_lose_nothing(name: str, width: int) -> None:
+    schedule = make_schedule(name, 4, 16)
+    timeline = simulate(schedule)
+    folded = as_text(schedule, timeline, width).split("\n\n")[:-1]
+    assert len(folded) > 1 and max(len(line) for band in folded for line in band.splitlines()) <= width
+    for rank, whole in enumerate(grid(schedule, timeline).splitlines()):
+        parts = [band.splitlines()[1 + rank].partition("|")[2].split() for band in folded]
+        assert [cell for part in parts for cell in part] == whole.partition("|")[2].split()
+
+
+def test_a_band_begins_with_the_time_of_its_first_column() -> None:
+    schedule = make_schedule("1f1b", 2, 8)
+    timeline = simulate(schedule, {Kind.FORWARD: 0.5, Kind.BACKWARD: 1})
+    bands = as_text(schedule, timeline, width=45).split("\n\n")[:-1]
+    assert [band.splitlines()[0].split() for band in bands] == [
+        ["time", "0", "2.5"],
+        ["time", "5", "7.5"],
+        ["time", "10", "12.5"],
+    ]
+
+
+def test_the_rows_are_in_line_when_ranks_and_micro_batches_have_two_digits() -> None:
+    schedule = make_schedule("1f1b", 11, 12)
+    rows = as_text(schedule, simulate(schedule)).split("\n\n")[0].splitlines()[1:]
+    assert len({row.index("|") for row in rows}) == 1
+    assert {match.start() % 4 for row in rows for match in re.finditer(r"[FB]\d+", row)} == {rows[0].index("F") % 4}
+
+
+def test_times_that_are_no_multiples_are_rounded_and_said_to_be() -> None:
+    schedule = make_schedule("1f1b", 2, 2)
+    timeline = simulate(schedule, {Kind.FORWARD: 1, Kind.BACKWARD: 2.4}, send=0.3)
+    text = as_text(schedule, timeline)
+    assert "a column is 1 units of time, to which the grid is rounded" in text
+    for action in (action for order in schedule.actions for action in order):
+        assert re.search(rf"^rank {action.stage} .* {action.kind}{action.micro_batch}\b", text, re.MULTILINE)
+    assert "rounded" not in as_text(schedule, simulate(schedule))
+
+
+# ----------------------------------------------------------------------------------------------------------- the chart
+
+
+@needs_matplotlib
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_chart_has_a_box_for_each_action_and_says_what_it_costs(name: str, tmp_path: Path) -> None:
+    schedule = make_schedule(name, 2, 4)
+    timeline = simulate(schedule)
+    save(schedule, timeline, tmp_path / "chart.svg")
+    svg = (tmp_path / "chart.svg").read_text(encoding="utf-8")
+    for said in ("rank 0", f"{name}: 2 stages, 4 micro-batches", f"bubble (idle) {timeline.bubble:.1%}", "forward"):
+        assert said in svg
+    wanted = Counter(colours(schedule, action)[0].lower() for order in schedule.actions for action in order)
+    drawn = Counter(re.findall(r"fill: (#\w{6}); stroke: #ffffff", svg))
+    assert drawn == wanted
+
+
+@needs_matplotlib
+def test_the_same_chart_is_the_same_file(tmp_path: Path) -> None:
+    schedule = make_schedule("zbv", 2, 4)
+    for name in ("one.svg", "two.svg"):
+        save(schedule, simulate(schedule), tmp_path / name)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+
+
+@needs_matplotlib
+def test_a_chart_can_be_a_png_and_is_no_wider_than_can_be_looked_at(tmp_path: Path) -> None:
+    schedule = make_schedule("1f1b", 2, 100)
+    save(schedule, simulate(schedule), tmp_path / "chart.png")
+    head = (tmp_path / "chart.png").read_bytes()[:24]
+    assert head[1:4] == b"PNG" and int.from_bytes(head[16:20]) <= 40 * 160
+
+
+def test_kinds_and_chunks_have_colours_of_their_own() -> None:
+    schedule = make_schedule("interleaved_zb", 2, 2, 4)
+    kinds = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
+    faces = {colours(schedule, Action(kind, 2 * chunk, 0))[0] for kind in kinds for chunk in range(4)}
+    assert len(faces) == 12
+
+
+def test_a_file_that_cannot_be_a_chart_is_refused(tmp_path: Path) -> None:
+    for path, said in [("chart.pdf", r"ends in \.svg or \.png"), ("nowhere/chart.svg", "a folder that exists")]:
+        with pytest.raises(ConfigError, match=said):
+            check_file(tmp_path / path)
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardformer.pipeline.picture.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"pip install 'shardformer\[plot\]'"):
+        save(make_schedule("1f1b", 2, 2), simulate(make_schedule("1f1b", 2, 2)), tmp_path / "chart.svg")

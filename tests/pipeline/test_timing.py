@@ -1,0 +1,144 @@
+"""The clock and the checker of schedules: a broken schedule is named, times are what the durations make them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardformer.errors import ConfigError
+from shardformer.pipeline.schedule import SCHEDULES, Action, Kind, Schedule, forward_only, make_schedule
+from shardformer.pipeline.timing import check, problems, simulate
+
+F, B, INPUT, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT
+
+
+def changed(schedule: Schedule, rank: int, order: tuple[Action, ...]) -> Schedule:
+    return replace(schedule, actions=(*schedule.actions[:rank], order, *schedule.actions[rank + 1 :]))
+
+
+def test_a_missing_action_is_named() -> None:
+    schedule = make_schedule("1f1b", 2, 3)
+    broken = changed(schedule, 0, tuple(a for a in schedule.actions[0] if a != Action(B, 0, 2)))
+    assert problems(broken) == ["B2@0 is missing"]
+    with pytest.raises(ConfigError, match=r"'1f1b' cannot be run: B2@0 is missing"):
+        check(broken)
+
+
+def test_an_action_that_is_there_twice_is_named() -> None:
+    schedule = make_schedule("gpipe", 2, 2)
+    broken = changed(schedule, 1, (*schedule.actions[1], Action(B, 1, 1)))
+    assert problems(broken) == ["B1@1 is there 2 times"]
+
+
+def test_an_action_of_no_stage_is_named() -> None:
+    schedule = make_schedule("gpipe", 2, 2)
+    assert "F2@0 is of no stage and micro-batch of this schedule" in problems(
+        changed(schedule, 0, (*schedule.actions[0], Action(F, 0, 2)))
+    )
+
+
+def test_an_action_on_another_rank_is_named() -> None:
+    schedule = make_schedule("interleaved", 2, 2)
+    assert problems(replace(schedule, placement=(0, 1, 1, 0)))[0] == "F0@2 is on rank 0, its stage on rank 1"
+    assert "on rank" in problems(replace(schedule, actions=schedule.actions[::-1]))[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "one", "other"),
+    [
+        ("1f1b", 0, Action(F, 0, 0), Action(B, 0, 0)),  # a backward before its forward
+        ("interleaved", 0, Action(F, 0, 0), Action(F, 2, 0)),  # a chunk before the one before
+        ("zbv", 1, Action(F, 1, 0), Action(F, 2, 0)),  # the bottom of the V, on one rank
+        ("zbv", 1, Action(INPUT, 2, 0), Action(INPUT, 1, 0)),
+        ("zbv", 0, Action(INPUT, 3, 0), Action(W, 3, 0)),
+    ],
+)
+def test_an_order_that_cannot_be_is_named(name: str, rank: int, one: Action, other: Action) -> None:
+    schedule = make_schedule(name, 2, 2)
+    swapped = {one: other, other: one}
+    broken = changed(schedule, rank, tuple(swapped.get(a, a) for a in schedule.actions[rank]))
+    (said,) = problems(broken)
+    assert said.startswith("it stands still: ") and f"rank {rank} waits with {other}" in said
+    with pytest.raises(ConfigError, match="stands still"):
+        simulate(broken)
+
+
+def test_ranks_that_wait_for_each_other_are_named() -> None:
+    """Each list is in order by itself: rank 0 wants a backward before the forward that rank 1 waits for."""
+    orders = (
+        (Action(F, 0, 0), Action(B, 0, 0), Action(F, 0, 1), Action(B, 0, 1)),
+        (Action(F, 1, 0), Action(F, 1, 1), Action(B, 1, 0), Action(B, 1, 1)),
+    )
+    broken = replace(make_schedule("1f1b", 2, 2), actions=orders)
+    assert problems(broken) == ["it stands still: rank 0 waits with B0@0 for B0@1, rank 1 waits with F1@1 for F1@0"]
+
+
+def test_kinds_that_do_not_belong_together_are_named() -> None:
+    schedule = make_schedule("1f1b", 1, 1)
+    broken = changed(schedule, 0, (*schedule.actions[0], Action(INPUT, 0, 0), Action(W, 0, 0)))
+    assert problems(broken) == ["its kinds are B, F, I, W, not F; F and B; or F, I and W"]
+
+
+def test_of_many_problems_a_few_are_said() -> None:
+    schedule = make_schedule("1f1b", 2, 8)
+    with pytest.raises(ConfigError, match=r"B4@1 is missing; and \d+ more"):
+        check(changed(schedule, 1, ()))
+
+
+@given(st.sampled_from(SCHEDULES), st.integers(1, 5), st.data())
+def test_a_schedule_without_one_of_its_actions_is_never_whole(name: str, stages: int, data: st.DataObject) -> None:
+    schedule = make_schedule(name, stages, 2 * stages)
+    rank = data.draw(st.integers(0, stages - 1))
+    order = schedule.actions[rank]
+    gone = data.draw(st.integers(0, len(order) - 1))
+    assert f"{order[gone]} is missing" in problems(changed(schedule, rank, order[:gone] + order[gone + 1 :]))
+
+
+# ---------------------------------------------------------------------------------------------------------------- times
+
+
+def test_every_action_begins_when_what_it_needs_is_there() -> None:
+    timeline = simulate(make_schedule("1f1b", 2, 1), {F: 1, B: 3}, send=0.5)
+    assert [[(str(a), start, end) for a, start, end in row] for row in timeline.spans] == [
+        [("F0@0", 0, 1), ("B0@0", 6, 9)],
+        [("F0@1", 1.5, 2.5), ("B0@1", 2.5, 5.5)],
+    ]
+    assert timeline.makespan == 9 and timeline.idle == (5, 5)
+    assert timeline.bubble == pytest.approx(10 / 18)
+
+
+def test_what_stays_on_a_rank_is_not_sent() -> None:
+    """The bottom of the V, and all of a pipeline of one rank."""
+    assert simulate(make_schedule("zbv", 1, 4), send=5).bubble == 0
+    of_v = {span.action: span for row in simulate(make_schedule("zbv", 2, 1), send=5).spans for span in row}
+    assert of_v[Action(F, 2, 0)].start == of_v[Action(F, 1, 0)].end
+    assert of_v[Action(F, 3, 0)].start == of_v[Action(F, 2, 0)].end + 5
+
+
+@given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.lists(st.floats(0.1, 9), min_size=4, max_size=4))
+def test_no_rank_does_two_things_at_a_time_and_idle_time_adds_up(name: str, stages: int, times: list[float]) -> None:
+    timeline = simulate(make_schedule(name, stages, 2 * stages), dict(zip((F, B, INPUT, W), times)), send=0.3)
+    for row, idle in zip(timeline.spans, timeline.idle):
+        assert all(before.end <= after.start for before, after in pairwise(row))
+        gaps = [after.start - before.end for before, after in pairwise(row)]
+        assert idle == pytest.approx(row[0].start + sum(gaps) + timeline.makespan - row[-1].end, abs=1e-6)
+    assert timeline.bubble == pytest.approx(sum(timeline.idle) / (stages * timeline.makespan))
+
+
+def test_the_forwards_alone_fill_and_drain_the_pipeline_once() -> None:
+    timeline = simulate(forward_only(make_schedule("1f1b", 4, 8)))
+    assert timeline.makespan == 8 + 3
+    assert timeline.in_flight == (8, 8, 8, 8)
+
+
+@pytest.mark.parametrize("time", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_duration_that_cannot_be_is_refused(time: float) -> None:
+    with pytest.raises(ConfigError, match="duration B="):
+        simulate(make_schedule("1f1b", 2, 2), {B: time})
+    if time:
+        with pytest.raises(ConfigError, match="send="):
+            simulate(make_schedule("1f1b", 2, 2), send=time)
