@@ -1,0 +1,103 @@
+"""``shardformer draw``: the schedule of a pipeline as a picture, with what it costs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardformer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from shardformer.pipeline.actions import Kind
+    from shardformer.pipeline.schedule import Schedule
+
+
+def draw(
+    schedule: Annotated[
+        str, typer.Option(metavar="NAME", help="gpipe, 1f1b, interleaved, interleaved_zb or zbv.")
+    ] = "1f1b",
+    stages: Annotated[int, typer.Option(help="Ranks of the pipe axis.")] = 4,
+    micro_batches: Annotated[int, typer.Option(help="Parts that a batch is cut into.")] = 8,
+    chunks: Annotated[
+        int | None, typer.Option(help="Virtual stages that a rank holds, where the schedule leaves a choice.")
+    ] = None,
+    durations: Annotated[
+        str,
+        typer.Option(
+            metavar="F=1,B=2",
+            help="How long a forward takes, and a backward: B the whole; I and W the parts of it for the input and for "
+            "the weights, in interleaved_zb and zbv. By default F=1, B=2, I=1, W=1.",
+        ),
+    ] = "",
+    send: Annotated[float, typer.Option(help="How long a result is on its way to the next rank.")] = 0.0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw a chart, too: a file that ends in .svg or .png.")
+    ] = None,
+) -> None:
+    """Draw a pipeline schedule: what each rank does at what time, how much of it is idle, how much a rank holds."""
+    from rich.console import Console
+
+    from shardformer.pipeline.picture import as_text, check_file, save
+    from shardformer.pipeline.schedule import make_schedule
+    from shardformer.pipeline.timing import simulate
+
+    if out is not None:
+        check_file(out)
+    chosen = make_schedule(schedule, stages, micro_batches, chunks)
+    timeline = simulate(chosen, _durations(durations, chosen), send)
+    console = Console(highlight=False)
+    console.print(_coloured(as_text(chosen, timeline, console.width), chosen))
+    if out is not None:
+        save(chosen, timeline, out)
+        console.print(f"\nThe chart is in {out}", soft_wrap=True, markup=False)
+
+
+def _durations(given: str, schedule: Schedule) -> dict[Kind, float]:
+    """``F=1,B=2`` as a table; only of kinds that the schedule has."""
+    kinds = {str(action.kind): action.kind for order in schedule.actions for action in order}
+    found = {}
+    for part in filter(None, (part.strip() for part in given.split(","))):
+        name, _, value = (word.strip() for word in part.partition("="))
+        if name not in kinds:
+            raise ConfigError(
+                f"--durations {given}: {part!r}",
+                rule=f"The schedule {schedule.name!r} has the actions {', '.join(kinds)}",
+                remedy="Name only those, as in F=1",
+            )
+        try:
+            found[kinds[name]] = float(value)
+        except ValueError as error:
+            raise ConfigError(
+                f"--durations {given}: {part!r}", rule="A duration is a number", remedy=f"Write it as {name}=1.5"
+            ) from error
+    return found
+
+
+def _coloured(text: str, schedule: Schedule) -> Text:
+    """The grid in the colours of the chart; where there is no terminal rich leaves them out."""
+    from rich.style import Style
+    from rich.text import Text
+
+    from shardformer.pipeline.picture import GOES_ON, colours, name_of
+
+    styles = {}
+    for action in (action for order in schedule.actions for action in order):
+        face, ink = colours(schedule, action)
+        styles[name_of(schedule, action)] = Style(color=ink, bgcolor=face)
+    result = Text()
+    running: dict[str, Style] = {}  # what each rank does, also where a band ends in the middle of it
+    for line in text.splitlines(keepends=True):
+        shown = Text(line)
+        head, bar, _ = line.partition("|")
+        for number, cell in enumerate(re.finditer(r" *(\S+)", line[len(head) + 1 :] if bar else "")):
+            goes_on = cell[1] == GOES_ON
+            running[head] = running.get(head, Style()) if goes_on else styles.get(cell[1], Style())
+            start = cell.start() if goes_on and number > 0 else cell.start(1)
+            shown.stylize(running[head], len(head) + 1 + start, len(head) + 1 + cell.end())
+        result.append_text(shown)
+    return result

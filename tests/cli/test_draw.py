@@ -1,0 +1,93 @@
+"""``shardformer draw``."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from shardformer.cli import main
+from shardformer.pipeline.picture import as_text
+from shardformer.pipeline.schedule import SCHEDULES, Kind, make_schedule
+from shardformer.pipeline.timing import simulate
+
+
+@pytest.fixture(autouse=True)
+def width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["draw", *arguments])
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_it_prints_the_picture_in_80_columns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--schedule", name, "--stages", "4", "--micro-batches", "8") == 0
+    said = capsys.readouterr().out
+    schedule = make_schedule(name, 4, 8)
+    assert said.split() == as_text(schedule, simulate(schedule), width=80).split()
+    assert max(map(len, said.splitlines())) <= 80
+    assert said.count("rank 3 |") > 1
+
+
+def test_durations_and_the_time_on_the_way_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--stages", "2", "--micro-batches", "3", "--durations", "F=1, B=3", "--send", "1") == 0
+    schedule = make_schedule("1f1b", 2, 3)
+    timeline = simulate(schedule, {Kind.BACKWARD: 3}, send=1)
+    assert f"{timeline.bubble:.1%} of {timeline.makespan:g} units" in capsys.readouterr().out
+
+
+def test_chunks_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--schedule", "interleaved", "--stages", "2", "--micro-batches", "2", "--chunks", "3") == 0
+    assert "c virtual stages 4-5" in capsys.readouterr().out
+
+
+def test_a_terminal_gets_colours_in_which_an_action_is_one_block(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", "45")
+    assert run("--stages", "2", "--micro-batches", "6") == 0
+    said = capsys.readouterr().out
+    cells = re.findall(r"\x1b\[([\d;]+)m( *[FB-][\d-])\x1b", said)
+    of_kind = {kind: {style for style, cell in cells if cell.startswith(kind)} for kind in "FB"}
+    assert len(of_kind["F"]) == len(of_kind["B"]) == 1 and of_kind["F"] != of_kind["B"]
+    # the second half of a backward, with the gap before it, and where a band begins with it
+    assert {style for style, cell in cells if "--" in cell} == of_kind["B"]
+    assert {cell for _, cell in cells if "--" in cell} == {" --", "--"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is an extra")
+def test_a_chart_is_written_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / ("a-long-name-that-a-user-may-copy-" * 3 + ".svg")
+    assert run("--out", str(path)) == 0
+    assert f"The chart is in {path}\n" in capsys.readouterr().out
+    assert path.read_text(encoding="utf-8").startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--schedule", "1f2b"), "Did you mean '1f1b'?"),
+        (("--schedule", "interleaved", "--micro-batches", "10"), "Use 8 or 12"),
+        (("--durations", "W=1"), "The schedule '1f1b' has the actions F, B"),
+        (("--durations", "F=one"), "F=1.5"),
+        (("--durations", "F"), "F=1.5"),
+        (("--durations", "B=0"), "duration B=0"),
+        (("--send", "-1"), "send=-1"),
+        (("--out", "chart.pdf"), "chart.svg"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_drawn(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert said in err and "Traceback" not in err and out == ""
