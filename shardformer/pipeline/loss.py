@@ -1,0 +1,351 @@
+"""The loss of a batch that runs as micro-batches: exactly that of the whole batch at once.
+
+A mean over tokens is no mean of the micro-batches' means where they count differently many: some labels are padding,
+the last micro-batch is short. The model calls its losses itself, so while its head runs, ``LossWeights`` stands before
+the mean losses of ``torch.nn.functional``, and the i-th of them becomes
+
+    mean_m * n_mi / N_i             n_mi = what it counts in micro-batch m,   N_i = sum of n_mi over all micro-batches
+
+so that the micro-batches' losses add up to the whole batch's, for every sum of such means with fixed factors. N_i is
+needed before the other micro-batches' forwards, as 1F1B runs a backward early: the first forward shows how the i-th
+loss's target comes from the micro-batch's own tensors (``targets``), and the same is done to the others'.
+
+Nothing is believed: every micro-batch's count must be the one that was predicted, and its loss a sum of what was
+watched with the same factors, else a ConfigError tells to give ``loss_weight``.
+"""
+
+# m micro-batch, i call of a loss, n counts, N their sum
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shardformer.errors import ConfigError
+from shardformer.pipeline.counts import WATCHED, Call, Count
+from shardformer.pipeline.targets import Form, Trace, evaluate, find, tensors_of
+
+LossWeight = Callable[[Mapping[str, Any]], float]
+Problem = Callable[[], ConfigError]
+
+
+@dataclass
+class _Loss:
+    """The i-th call of a loss in every micro-batch: what it counts, of a mean as predicted."""
+
+    name: str
+    is_mean: bool
+    n_m: list[float] = field(default_factory=list)
+    seen: dict[int, Count] = field(default_factory=dict)
+
+    def is_like(self, call: Call) -> bool:
+        return (self.name, self.is_mean) == (call.name, call.is_mean)
+
+    @property
+    def total(self) -> float:
+        return sum(self.n_m)
+
+
+@dataclass
+class _Forward:
+    """What the losses of one micro-batch gave. Tensors with a history stay only until ``of``."""
+
+    parts: list[Tensor] = field(default_factory=list)
+    reductions: list[str] = field(default_factory=list)
+
+
+class LossWeights:
+    """Makes the mean losses of micro-batches their parts of the whole batch's.
+
+    Around the head of each micro-batch's forward: ``with weights.weighing(m): ...`` or ``start(m)`` and ``stop()``.
+    Then ``of(m, loss)`` gives what to call backward on, and ``finish()`` comes before the optimizer's step. A single
+    micro-batch is the whole batch, and its loss stays as it is.
+
+    Args:
+        micro_batches: all of them, as the model is given them; their shapes may differ.
+        sizes: how many samples each has.
+        loss_weight: micro-batch -> the number of what counts in it. The loss is then its share of their sum, and no
+            loss is watched.
+        found: what earlier steps found out of the model's losses. It is added to.
+
+    The host waits for the device at the first forward and in ``finish`` alone; on the CPU all is checked at once.
+    """
+
+    def __init__(
+        self,
+        micro_batches: Sequence[Mapping[str, Any]],
+        sizes: Sequence[int],
+        loss_weight: LossWeight | None = None,
+        found: dict[int, Form] | None = None,
+    ) -> None:
+        assert len(micro_batches) == len(sizes), (len(micro_batches), len(sizes))
+        self._micro_batches, self._sizes = micro_batches, sizes
+        self._found = {} if found is None else found
+        self._shares = None if loss_weight is None else _shares([float(loss_weight(m)) for m in micro_batches])
+        self._losses: list[_Loss] = []
+        self._first: int | None = None
+        self._forwards: dict[int, _Forward] = {}
+        self._factors: dict[int, Tensor] = {}  # of each micro-batch's losses in its loss, all in one tensor
+        self._later: list[tuple[Tensor, Problem]] = []
+        self._watch: _Watch | None = None
+
+    @property
+    def is_watching(self) -> bool:
+        return self._watch is not None
+
+    @contextmanager
+    def weighing(self, index: int) -> Iterator[None]:
+        """In here the mean losses of micro-batch ``index`` become their parts of the whole."""
+        self.start(index)
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def start(self, index: int) -> None:
+        """From here on losses are those of micro-batch ``index``, until ``stop()``, which must follow in any case."""
+        self.stop()
+        if self._shares is not None or len(self._micro_batches) == 1:
+            return
+        if self._first is None:
+            self._first = index
+        if index == self._first:
+            self._losses = []
+        self._forwards[index] = _Forward()
+        trace = Trace(dict(tensors_of(self._micro_batches[index]))) if index == self._first else None
+        self._watch = _Watch(self, index, trace)
+        self._watch.__enter__()
+
+    def stop(self) -> None:
+        """Ends what ``start`` began; does nothing where nothing began."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.__exit__(None, None, None)
+
+    def of(self, index: int, loss: Tensor) -> Tensor:
+        """The micro-batch's part of the whole batch's loss: the sum of all parts is that loss.
+
+        Raises ConfigError where the loss is not made of what was watched, as far as its gradient tells.
+        """
+        if self._shares is not None:
+            share = self._shares[index]
+            return loss * share if share else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
+        if len(self._micro_batches) == 1:
+            return loss
+        forward = self._forwards.pop(index, _Forward())
+        if not forward.parts:
+            unreduced = " but with reduction='none'" if "none" in forward.reductions else ""
+            raise _refused(f"The model called no loss of torch.nn.functional{unreduced}, and it gave {loss.detach()}")
+        if loss.numel() != 1:
+            raise _refused(f"The loss of micro-batch {index} has the shape {tuple(loss.shape)}")
+        if len(forward.parts) != len(self._losses):
+            raise _refused(
+                f"Micro-batch {index} called {len(forward.parts)} losses, micro-batch {self._first} {len(self._losses)}"
+            )
+        self._check_sum(index, loss, forward)
+        return loss
+
+    def finish(self) -> None:
+        """After all forwards: raises ConfigError for what was not right in one of them."""
+        checks, self._later = self._later, []
+        if checks:
+            good = torch.stack([ok for ok, _ in checks]).tolist()
+            for (_, problem), ok in zip(checks, good, strict=True):
+                if not ok:
+                    raise problem()
+        self._check_own_means()
+
+    def call(self, index: int, trace: Trace | None, call: Call) -> Tensor:
+        """A watched loss of micro-batch ``index``: its part of the whole; a sum as it is."""
+        forward = self._forwards[index]
+        forward.reductions.append(call.reduction)
+        if call.reduction == "none":
+            return call.given()
+        number = len(forward.parts)
+        if index == self._first:
+            self._losses.append(_Loss(call.name, call.is_mean))
+            if call.is_mean:
+                self._losses[-1].n_m = self._predict(index, trace, call, number)
+        elif number >= len(self._losses) or not self._losses[number].is_like(call):
+            raise _refused(f"{call.name} was called as loss {number} of micro-batch {index} alone")
+        elif call.is_mean:
+            self._verify(index, number, call)
+        forward.parts.append(self._part(self._losses[number], index, call))
+        return forward.parts[-1]
+
+    def _part(self, loss: _Loss, index: int, call: Call) -> Tensor:
+        if not call.is_mean:
+            loss.seen[index] = call.count()
+            return call.given()
+        n, total = loss.n_m[index], loss.total
+        if not total:  # the whole batch's is not a number either
+            return call.given()
+        return call.given() * (n / total) if n else call.summed() * 0.0
+
+    def _predict(self, first: int, trace: Trace | None, call: Call, number: int) -> list[float]:
+        """What the call counts in each micro-batch."""
+        here = call.count()
+        tensors = [dict(tensors_of(m)) for m in self._micro_batches]
+        n_m = self._by_basis(first, trace, call, number, tensors)
+        if n_m is None:
+            n_m = self._by_sample(first, call, here)
+        n_m[first] = here
+        if any(isinstance(n, Tensor) for n in n_m):
+            device = next(n.device for n in n_m if isinstance(n, Tensor))
+            n_m = torch.stack([torch.as_tensor(n, dtype=torch.float64, device=device) for n in n_m]).tolist()
+        return [float(n) for n in n_m]
+
+    def _by_basis(
+        self, first: int, trace: Trace | None, call: Call, number: int, tensors: list[dict[Any, Tensor]]
+    ) -> list[Any] | None:
+        """Counts in what the others have for the labels here; None where the labels came from nowhere."""
+        basis, here = call.basis, tensors[first]
+        if basis is None:
+            return None
+        n, counts = call.count(), call.has_classes or call.has_weights
+
+        def count(m: int, there: Tensor) -> Count:
+            if counts:
+                return call.count_in(there.to(basis.device), call.ignored_in(here, tensors[m]))
+            assert isinstance(n, int)
+            return n * there.numel() // max(basis.numel(), 1)
+
+        expression = None if trace is None else trace.expression_of(basis)
+        if expression is not None:
+            try:
+                again = [evaluate(expression, of_m) for of_m in tensors]
+            except (RuntimeError, IndexError, TypeError, ValueError, KeyError):
+                again = []  # a length of its own in a micro-batch of another length
+            if again and _is_alike(again[first], basis):
+                return [count(m, there) for m, there in enumerate(again)]
+        if not call.has_classes:
+            return None
+        ignored = -100 if call.ignored is None else call.ignored
+        used = [form for i, form in self._found.items() if i < number]
+        forms = find(basis, here, ignored, call.ignores_beyond, used)
+        if not forms:
+            return None
+        form = self._found[number] if self._found.get(number) in forms else forms[0]
+        self._found[number] = form
+        there_m = [call.ignored_in(here, of_m) for of_m in tensors]
+        return [count(m, form(tensors[m], ignored if i is None else i)) for m, i in enumerate(there_m)]
+
+    def _by_sample(self, first: int, call: Call, here: Count) -> list[Any]:
+        """Counts in proportion to the samples, where nothing is ignored."""
+        size = self._sizes[first]
+        full = call.basis.numel() if call.has_classes and call.basis is not None else None
+        if call.has_weights or (full is not None and int(here) != full) or int(here) % size:
+            shape = None if call.basis is None else tuple(call.basis.shape)
+            raise _refused(
+                f"{call.name} counts {float(here):g} in {size} samples of micro-batch {first}, by labels of shape "
+                f"{shape} that the micro-batch does not hold"
+            )
+        return [int(here) // size * other for other in self._sizes]
+
+    def _verify(self, index: int, number: int, call: Call) -> None:
+        expected, seen = self._losses[number].n_m[index], torch.as_tensor(call.count())
+        name = call.name  # what is kept for later keeps no logits
+        self._expect(
+            (seen - expected).abs() <= 1e-6 * abs(expected),
+            lambda: _refused(
+                f"{name}, loss {number} of the model, counts {float(seen):g} in micro-batch {index}, and "
+                f"{expected:g} were expected"
+            ),
+        )
+
+    def _check_sum(self, index: int, loss: Tensor, forward: _Forward) -> None:
+        """The loss is the sum of its parts times their slopes, and the slopes are those of the first micro-batch."""
+        if not loss.requires_grad:
+            return
+        with_grad = [i for i, part in enumerate(forward.parts) if part.requires_grad]
+        grads = torch.autograd.grad(loss, [forward.parts[i] for i in with_grad], retain_graph=True, allow_unused=True)
+        given = dict(zip(with_grad, grads, strict=True))
+        zero = loss.new_zeros((), dtype=torch.float64)
+        slopes = torch.stack([zero if (g := given.get(i)) is None else g.double() for i in range(len(forward.parts))])
+        values = torch.stack([part.detach().double() for part in forward.parts]) * slopes
+        dtypes = [loss.dtype, *(part.dtype for part in forward.parts)]
+        bound = 8 * max(torch.finfo(dtype).eps for dtype in dtypes)
+        whole, of_parts = loss.detach().double(), values.sum()
+        scale = whole.abs() + values.abs().sum()
+        self._expect(  # a loss that is not a number passes, as it would without us
+            ~((whole - of_parts).abs() > bound * scale),
+            lambda: _refused(
+                f"The loss of micro-batch {index} is {float(whole):.6g}, and the means in it add up to "
+                f"{float(of_parts):.6g}"
+            ),
+        )
+        self._factors[index] = slopes
+        before = self._factors[next(iter(self._factors))]
+        self._expect(
+            ~((slopes - before).abs() > bound * before.abs()).any(),
+            lambda: _refused(
+                f"The means in the loss have the factors {slopes.tolist()} in micro-batch {index} and "
+                f"{before.tolist()} in another"
+            ),
+        )
+
+    def _check_own_means(self) -> None:
+        """A sum that the model divides by what counts in the micro-batch is a mean by another name."""
+        for number, loss in enumerate(self._losses):
+            n_m = {m: float(n) for m, n in loss.seen.items()}
+            for m, n in n_m.items():
+                slope = float(self._factors[m][number]) if m in self._factors else 0.0
+                if n < sum(n_m.values()) and abs(slope * n - 1) < 1e-6:
+                    raise _refused(f"The model divides the sum of {loss.name} by {n:g}, what micro-batch {m} counts")
+
+    def _expect(self, ok: Tensor, problem: Problem) -> None:
+        """Raises the problem now where that costs nothing, and in ``finish`` where the device would be waited for."""
+        if ok.device.type != "cpu":
+            self._later.append((ok, problem))
+        elif not ok:
+            raise problem()
+
+
+class _Watch(TorchFunctionMode):
+    """Sees every function of torch while a head runs."""
+
+    def __init__(self, weights: LossWeights, index: int, trace: Trace | None) -> None:
+        super().__init__()
+        self._weights, self._index, self._trace = weights, index, trace
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in WATCHED:
+            return self._weights.call(self._index, self._trace, Call.of(func, args, kwargs))
+        out = func(*args, **kwargs)
+        if self._trace is not None:
+            self._trace.saw(func, args, kwargs, out)
+        return out
+
+
+def _shares(weights: list[float]) -> list[float]:
+    total = sum(weights)
+    if not total > 0 or min(weights) < 0:
+        raise ConfigError(
+            f"loss_weight gave {weights} for the micro-batches",
+            rule="It is the number of what counts in a micro-batch, and something counts",
+            remedy="Count the labels that are not ignored, such as int((micro_batch['labels'] != -100).sum())",
+        )
+    return [weight / total for weight in weights]
+
+
+def _is_alike(x: Tensor, basis: Tensor) -> bool:
+    return x.shape == basis.shape and bool((x.detach().to(basis) == basis.detach()).all())
+
+
+def _refused(what: str) -> ConfigError:
+    return ConfigError(
+        what,
+        rule="The loss of several micro-batches is that of the whole batch if it is a sum of mean losses of "
+        "torch.nn.functional, with fixed factors, whose labels come from the micro-batch",
+        remedy="Give loss_weight=, a function micro_batch -> number of what counts in it; or a loss that is a sum; or "
+        "num_items_in_batch in the batch",
+    )
