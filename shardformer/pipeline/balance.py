@@ -1,0 +1,182 @@
+"""Cuts a chain of layers into stages: contiguous, at least one layer each, and the slowest as fast as can be.
+
+A cut of ``n`` layers into ``p`` stages is the list of its ``p + 1`` bounds: stage ``i`` holds the layers from
+``bounds[i]`` up to ``bounds[i + 1]``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+from shardformer.errors import ConfigError
+
+
+def balanced(costs: Sequence[float], parts: int, before: Sequence[float] | float = 0) -> list[int]:
+    """The bounds for which the largest cost of a stage is the smallest possible.
+
+    Of the cuts that reach it, the one whose counts of layers are the most even (the sum of their squares is the
+    smallest), then the one whose earlier stages have fewer layers, since they hold more micro-batches at a time.
+
+    >>> balanced([1, 1, 1, 1, 4], 2)
+    [0, 4, 5]
+    >>> balanced([1, 1, 1, 1, 1], 2)
+    [0, 2, 5]
+    >>> balanced([1, 1, 1, 1], 2, before=[2, 0])     # the first stage does something else as well
+    [0, 1, 4]
+
+    Args:
+        costs: one a layer, with all that goes with it: the embedding with the first, the head with the last.
+        before: what a stage costs before its first layer; one number for all stages, or one a stage.
+
+    Raises ConfigError for more parts than layers, and for a cost that is negative or no number.
+    """
+    _check_counts(len(costs), parts)
+    own = [before] * parts if isinstance(before, int | float) else list(before)
+    if len(own) != parts:
+        raise ConfigError(
+            f"before has {len(own)} numbers for {parts} stages",
+            rule="Each stage has one cost that is there before its first layer",
+            remedy=f"Give {parts} numbers, or one for all stages",
+        )
+    _check_costs("costs", costs)
+    _check_costs("before", own)
+    # exact sums: rounding must not decide which of two cuts is the better one
+    units, own_units = _as_integers(costs, own)
+    sums = [0, *accumulate(units)]
+    least = _smallest_peak(sums, own_units)
+    return _most_even(sums, own_units, least)
+
+
+def even(layers: int, parts: int) -> list[int]:
+    """The bounds for layers of one cost; where they do not divide, stages in the middle hold one more.
+
+    The first stage holds the embedding as well and the last the head, so these two come last in getting one more, and
+    the last, which computes the loss, after the first. Among the others the later ones come first: earlier stages hold
+    more micro-batches at a time.
+
+    >>> even(12, 4)
+    [0, 3, 6, 9, 12]
+    >>> even(14, 4)
+    [0, 3, 7, 11, 14]
+
+    Raises ConfigError for more parts than layers.
+    """
+    _check_counts(layers, parts)
+    each, extra = divmod(layers, parts)
+    order = [*range(parts - 2, 0, -1), 0, parts - 1]
+    counts = [each] * parts
+    for stage in order[:extra]:
+        counts[stage] += 1
+    return [0, *accumulate(counts)]
+
+
+def explicit(asked: Sequence[int], layers: int, parts: int) -> list[int]:
+    """The bounds for counts of layers that the user gives, one a stage.
+
+    >>> explicit([3, 4, 4, 1], 12, 4)
+    [0, 3, 7, 11, 12]
+
+    Raises ConfigError when they are not one count a stage, of at least one layer, that sum to all layers.
+    """
+    shown = f"layers per stage {list(asked)}"
+    _check_counts(layers, parts)
+    example = [b - a for a, b in zip(even(layers, parts), even(layers, parts)[1:])]
+    remedy = f"Give {parts} counts that sum to {layers}, as {example}"
+    if len(asked) != parts:
+        names = "names 1 stage" if len(asked) == 1 else f"names {len(asked)} stages"
+        raise ConfigError(f"{shown} {names} of {parts}", rule="There is one count a stage", remedy=remedy)
+    for stage, count in enumerate(asked):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigError(
+                f"{shown} gives stage {stage} {count!r} layers",
+                rule="A stage holds a whole number of layers, at least one",
+                remedy=remedy,
+            )
+    total = sum(asked)
+    if total != layers:
+        wrong = f"skips {_range_of(total, layers)}" if total < layers else f"names {total} of {layers} layers"
+        raise ConfigError(f"{shown} {wrong}", rule="Every layer is in exactly one stage", remedy=remedy)
+    return [0, *accumulate(asked)]
+
+
+def _range_of(start: int, end: int) -> str:
+    """``layer 11``, ``layers 10 and 11`` or ``layers 9 to 11``, of the layers from ``start`` up to ``end``."""
+    if end - start == 1:
+        return f"layer {start}"
+    return f"layers {start} {'and' if end - start == 2 else 'to'} {end - 1}"
+
+
+def _check_counts(layers: int, parts: int) -> None:
+    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
+        raise ConfigError(
+            f"{parts!r} pipeline stages",
+            rule="Layers are cut into a whole number of stages, at least one",
+            remedy=f"Use 1 to {layers} stages" if layers > 1 else "Use 1 stage",
+        )
+    if parts > layers:
+        which = f"1 to {layers} stages" if layers > 1 else "1 stage"
+        raise ConfigError(
+            f"{parts} pipeline stages for {layers} layer{'s' if layers != 1 else ''}",
+            rule="Every stage holds at least one layer",
+            remedy=f"Use {which}, or a model of {parts} layers or more" if layers else "Use a model that has layers",
+        )
+
+
+def _check_costs(name: str, costs: Sequence[float]) -> None:
+    for i, cost in enumerate(costs):
+        if not math.isfinite(cost) or cost < 0:
+            raise ConfigError(
+                f"{name}[{i}]={cost}",
+                rule="A cost is a finite number that is not negative",
+                remedy="Give a time, a number of operations or of parameters, or equal costs where none is known",
+            )
+
+
+def _as_integers(*groups: Sequence[float]) -> list[list[int]]:
+    """All numbers in units of one size in which each of them is whole: a float is a whole number over a power of 2."""
+    ratios = [[float(x).as_integer_ratio() for x in group] for group in groups]
+    unit = max((d for group in ratios for _, d in group), default=1)
+    return [[n * (unit // d) for n, d in group] for group in ratios]
+
+
+def _smallest_peak(sums: Sequence[int], own: Sequence[int]) -> int:
+    """The largest cost of a stage in the best cut."""
+    layers = len(sums) - 1
+    # peaks[i]: of the best cut of the first i layers into the stages so far
+    peaks = [own[0] + total if i else None for i, total in enumerate(sums)]
+    for stage in range(1, len(own)):
+        peaks = [
+            min(
+                (max(peak, own[stage] + sums[i] - sums[j]) for j in range(i) if (peak := peaks[j]) is not None),
+                default=None,
+            )
+            for i in range(layers + 1)
+        ]
+    best = peaks[layers]
+    assert best is not None  # there are as many layers as stages
+    return best
+
+
+def _most_even(sums: Sequence[int], own: Sequence[int], limit: int) -> list[int]:
+    """Of the cuts none of whose stages costs more than ``limit``, the most even, earlier stages the lighter ones."""
+    layers, parts = len(sums) - 1, len(own)
+    # rest[i]: (sum of the squares, counts) of the best cut of the layers from i on into the stages from here on
+    rest: list[tuple[int, tuple[int, ...]] | None] = [None] * layers + [(0, ())]
+    for stage in reversed(range(parts)):
+        rest = [
+            min(
+                (
+                    ((j - i) ** 2 + squares, (j - i, *counts))
+                    for j in range(i + 1, layers + 1)
+                    if (after := rest[j]) is not None and own[stage] + sums[j] - sums[i] <= limit
+                    for squares, counts in [after]
+                ),
+                default=None,
+            )
+            for i in range(layers + 1)
+        ]
+    best = rest[0]
+    assert best is not None  # the limit is that of a cut
+    return [0, *accumulate(best[1])]

@@ -1,0 +1,150 @@
+"""Every cut holds each layer once and gives each stage one; the balanced one is the best of all there are."""
+
+from __future__ import annotations
+
+import doctest
+import math
+import re
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardformer.errors import ConfigError
+from shardformer.pipeline import balance
+from shardformer.pipeline.balance import balanced, even, explicit
+
+COSTS = st.lists(st.one_of(st.integers(0, 5), st.floats(0, 10, width=32)), min_size=1, max_size=8)
+
+
+def test_the_examples_of_the_docstrings() -> None:
+    assert doctest.testmod(balance).failed == 0
+
+
+def counts_of(bounds: Sequence[int]) -> list[int]:
+    return [b - a for a, b in pairwise(bounds)]
+
+
+def peak(costs: Sequence[float], bounds: Sequence[int], before: Sequence[float]) -> float:
+    return max(own + math.fsum(costs[a:b]) for own, (a, b) in zip(before, pairwise(bounds), strict=True))
+
+
+def all_cuts(layers: int, parts: int) -> list[list[int]]:
+    return [[0, *inner, layers] for inner in combinations(range(1, layers), parts - 1)]
+
+
+def assert_a_cut(bounds: list[int], layers: int, parts: int) -> None:
+    assert bounds[0] == 0 and bounds[-1] == layers and len(bounds) == parts + 1
+    assert all(a < b for a, b in pairwise(bounds))
+
+
+@settings(deadline=None)
+@given(COSTS, st.integers(1, 8), st.data())
+def test_no_other_cut_has_a_smaller_peak(costs: list[float], parts: int, data: st.DataObject) -> None:
+    parts = min(parts, len(costs))
+    before = data.draw(st.lists(st.integers(0, 5), min_size=parts, max_size=parts))
+    bounds = balanced(costs, parts, before)
+    assert_a_cut(bounds, len(costs), parts)
+    best = min(peak(costs, cut, before) for cut in all_cuts(len(costs), parts))
+    assert peak(costs, bounds, before) == pytest.approx(best, rel=1e-12)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(1, 8))
+def test_of_equal_cuts_the_most_even_whose_earlier_stages_are_lighter(costs: list[int], parts: int) -> None:
+    parts = min(parts, len(costs))
+
+    def badness(cut: list[int]) -> tuple[float, int, list[int]]:
+        return peak(costs, cut, [0] * parts), sum(n * n for n in counts_of(cut)), counts_of(cut)
+
+    assert balanced(costs, parts) == min(all_cuts(len(costs), parts), key=badness)
+
+
+def test_rounding_does_not_choose_between_equal_cuts() -> None:
+    assert counts_of(balanced([0.1] * 12, 4)) == [3, 3, 3, 3]
+    assert counts_of(balanced([0.1, 0.2, 0.3, 0.3, 0.2, 0.1], 2)) == [3, 3]
+
+
+def test_a_number_before_each_stage_changes_nothing_and_one_before_the_first_takes_layers_from_it() -> None:
+    assert balanced([1] * 8, 4, before=3.5) == balanced([1] * 8, 4) == [0, 2, 4, 6, 8]
+    assert counts_of(balanced([1] * 9, 3, before=[2, 0, 1])) == [2, 4, 3]
+
+
+def test_a_long_model_is_cut_at_once() -> None:
+    bounds = balanced([1.0 + (i % 7) / 10 for i in range(200)], 16)
+    assert_a_cut(bounds, 200, 16)
+
+
+@given(st.integers(1, 60), st.integers(1, 12))
+def test_even_counts_differ_by_one_and_the_ends_get_more_last(layers: int, parts: int) -> None:
+    parts = min(layers, parts)
+    bounds = even(layers, parts)
+    assert_a_cut(bounds, layers, parts)
+    counts = counts_of(bounds)
+    assert max(counts) - min(counts) <= 1
+    assert counts[-1] == min(counts)  # the head's stage never holds an extra one
+    if counts[0] > min(counts):
+        assert set(counts[:-1]) == {max(counts)}
+    assert counts[1:-1] == sorted(counts[1:-1])  # of those between, the later hold the extra ones
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9))
+def test_explicit_counts_are_taken_as_they_are(asked: list[int]) -> None:
+    bounds = explicit(asked, sum(asked), len(asked))
+    assert_a_cut(bounds, sum(asked), len(asked))
+    assert counts_of(bounds) == asked
+
+
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [
+        ([3, 4, 5], "[3, 4, 5] names 3 stages of 4"),
+        ([12], "[12] names 1 stage of 4"),
+        ([3, 4, 3, 0], "gives stage 3 0 layers"),
+        ([3, 4, -1, 6], "gives stage 2 -1 layers"),
+        ([3, 4, 4, 1.0], "gives stage 3 1.0 layers"),
+        ([3, 4, 4, True], "gives stage 3 True layers"),
+        ([3, "4", 4, 1], "gives stage 1 '4' layers"),
+        ([3, 4, 3, 1], "[3, 4, 3, 1] skips layer 11"),
+        ([3, 3, 3, 1], "[3, 3, 3, 1] skips layers 10 and 11"),
+        ([3, 3, 2, 1], "[3, 3, 2, 1] skips layers 9 to 11"),
+        ([4, 4, 4, 2], "[4, 4, 4, 2] names 14 of 12 layers"),
+    ],
+)
+def test_explicit_says_what_is_wrong_and_gives_counts_that_do(asked: list[Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(what)) as error:
+        explicit(asked, 12, 4)
+    assert "[3, 3, 3, 3]" in error.value.remedy and error.value.rule
+
+
+@pytest.mark.parametrize("cut", [lambda n, p: balanced([1.0] * n, p), even, lambda n, p: explicit([1] * p, n, p)])
+@pytest.mark.parametrize(
+    ("layers", "parts", "what", "remedy"),
+    [
+        (3, 4, "4 pipeline stages for 3 layers", "1 to 3 stages"),
+        (1, 2, "2 pipeline stages for 1 layer.", "1 stage,"),
+        (0, 2, "2 pipeline stages for 0 layers", "has layers"),
+        (3, 0, "0 pipeline stages", "1 to 3 stages"),
+        (3, -1, "-1 pipeline stages", "1 to 3 stages"),
+    ],
+)
+def test_stages_that_cannot_be_name_both_numbers(cut: Any, layers: int, parts: int, what: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(what)) as error:
+        cut(layers, parts)
+    assert remedy in str(error.value)
+
+
+@pytest.mark.parametrize("bad", [-1, math.nan, math.inf])
+def test_a_cost_that_is_none_is_refused(bad: float) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"costs[1]={bad}")):
+        balanced([1, bad, 1], 2)
+    with pytest.raises(ConfigError, match=re.escape(f"before[1]={bad}")):
+        balanced([1, 1, 1], 2, before=[0, bad])
+
+
+def test_before_is_one_number_a_stage() -> None:
+    with pytest.raises(ConfigError, match="3 numbers for 2 stages"):
+        balanced([1, 1, 1], 2, before=[0, 0, 0])

@@ -1,0 +1,156 @@
+"""Micro-batches hold every sample once, and what comes out of them joins to what the batch gives."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardformer.errors import ConfigError
+from shardformer.pipeline import microbatches
+from shardformer.pipeline.microbatches import batch_size_of, merge_outputs, sizes_of, split_batch
+
+
+def test_the_examples_of_the_docstrings() -> None:
+    assert doctest.testmod(microbatches).failed == 0
+
+
+@given(st.integers(1, 50), st.integers(1, 50))
+def test_sizes_hold_every_sample_once(batch_size: int, count: int) -> None:
+    count = min(count, batch_size)
+    sizes = sizes_of(batch_size, count, None)
+    assert len(sizes) == count and sum(sizes) == batch_size and max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+    sizes = sizes_of(batch_size, None, count)
+    assert sum(sizes) == batch_size and set(sizes[:-1]) <= {count} and 0 < sizes[-1] <= count
+
+
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [
+        ((9, None), "micro_batches=9 for a batch of 8"),
+        ((None, None), "micro_batches=None with micro_batch_size=None"),
+        ((2, 4), "micro_batches=2 with micro_batch_size=4"),
+        ((0, None), "micro_batches=0"),
+        ((None, -1), "micro_batch_size=-1"),
+        ((2.0, None), "micro_batches=2.0"),
+        ((True, None), "micro_batches=True"),
+        ((None, "2"), "micro_batch_size='2'"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(asked: tuple[Any, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(what)):
+        sizes_of(8, *asked)
+
+
+def test_a_size_above_the_batchs_gives_one_micro_batch() -> None:
+    assert sizes_of(3, None, 8) == [3]
+
+
+def test_the_batch_size_is_that_of_the_main_input_or_of_the_first_tensor() -> None:
+    batch = {"names": ["a"], "scale": torch.tensor(2.0), "mask": torch.zeros(5, 2), "input_ids": torch.zeros(4, 2)}
+    assert batch_size_of(batch, "input_ids") == 4
+    assert batch_size_of(batch) == batch_size_of(batch, "pixel_values") == batch_size_of(batch, "names") == 5
+    assert batch_size_of({"nested": [{"x": torch.zeros(3)}]}) == 3
+    assert batch_size_of(UserDict(batch), "input_ids") == 4
+
+
+@pytest.mark.parametrize("batch", [{}, {"a": 1, "loss": torch.tensor(1.0)}])
+def test_a_batch_without_tensors_is_refused(batch: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="a, loss holds no tensor" if batch else "nothing holds no tensor"):
+        batch_size_of(batch)
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+def test_only_what_has_a_sample_a_row_is_cut() -> None:
+    ids, table, words = torch.arange(10).view(5, 2), torch.zeros(3, 2), ["a", "b", "c", "d", "e"]
+    batch = {"input_ids": ids, "table": table, "words": words, "flag": True, "scale": torch.tensor(1.0), "none": None,
+             "deep": {"list": [ids, 1], "pair": Pair(ids, table), "tuple": (ids,)}}  # fmt: skip
+    first, second = split_batch(batch, [3, 2], "input_ids")
+    assert torch.equal(first["input_ids"], ids[:3]) and torch.equal(second["input_ids"], ids[3:])
+    for part in (first, second):
+        assert part["table"] is table and part["words"] is words and part["flag"] is True and part["none"] is None
+        assert part["scale"] is batch["scale"] and isinstance(part["deep"]["pair"], Pair)
+        assert part["deep"]["pair"].b is table and part["deep"]["list"][1] == 1
+    assert torch.equal(second["deep"]["list"][0], ids[3:]) and torch.equal(second["deep"]["tuple"][0], ids[3:])
+    assert torch.equal(second["deep"]["pair"].a, ids[3:])
+
+
+def test_a_tokenizers_batch_is_cut() -> None:
+    from transformers import BatchEncoding
+
+    batch = BatchEncoding({"input_ids": torch.arange(4), "attention_mask": torch.ones(4)})
+    parts = split_batch(batch, [1, 3], "input_ids")
+    assert [part["input_ids"].tolist() for part in parts] == [[0], [1, 2, 3]]
+    assert all(type(part) is dict and len(part["attention_mask"]) == len(part["input_ids"]) for part in parts)
+
+
+def test_sizes_of_another_batch_are_refused() -> None:
+    with pytest.raises(ConfigError, match=re.escape("[2, 2] samples, 4 together, for a batch of 5")):
+        split_batch({"x": torch.zeros(5)}, [2, 2], None)
+
+
+@dataclass
+class Output:
+    loss: Tensor | None
+    logits: Tensor
+    more: tuple[Any, ...] | None = None
+
+
+def test_outputs_join_to_those_of_the_batch() -> None:
+    x = torch.arange(10).view(5, 2)
+    parts = [Output(torch.tensor(1.0), x[:3], (x[:3], None, [7])), Output(torch.tensor(2.0), x[3:], (x[3:], None, [7]))]
+    whole = merge_outputs(parts, [3, 2])
+    assert isinstance(whole, Output) and whole.loss is None and torch.equal(whole.logits, x)
+    assert whole.more is not None and torch.equal(whole.more[0], x) and whole.more[1:] == (None, [7])
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.sampled_from([dict, OrderedDict, UserDict]))
+def test_joining_is_the_inverse_of_cutting(sizes: list[int], kind: Any) -> None:
+    total = sum(sizes)
+    x = torch.arange(2 * total).view(total, 2)
+    batch = {"x": x, "deep": kind(y=[x, Pair(x, 3)], z="same"), "n": 4, "none": None}
+    whole = merge_outputs(split_batch(batch, sizes, "x"), sizes)
+    assert torch.equal(whole["x"], x) and whole["n"] == 4 and whole["none"] is None
+    assert type(whole["deep"]) is kind and whole["deep"]["z"] == "same" and torch.equal(whole["deep"]["y"][0], x)
+    assert isinstance(whole["deep"]["y"][1], Pair) and torch.equal(whole["deep"]["y"][1].a, x)
+
+
+def test_a_models_output_stays_one() -> None:
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    x = torch.randn(3, 2)
+    parts = [
+        CausalLMOutputWithPast(loss=torch.tensor(1.0), logits=x[a:b], hidden_states=(x[a:b], x[a:b] * 2))
+        for a, b in ((0, 2), (2, 3))
+    ]
+    whole = merge_outputs(parts, [2, 1])
+    assert isinstance(whole, CausalLMOutputWithPast) and list(whole.keys()) == ["logits", "hidden_states"]
+    assert torch.equal(whole.logits, x) and whole.loss is None and torch.equal(whole.hidden_states[1], x * 2)
+
+
+def test_what_differs_and_has_no_row_a_sample_is_none() -> None:
+    table = torch.ones(7)
+    one = {"a": 1, "same": table, "other": table, "list": [1], "array": table.numpy()}
+    two = {"a": 2, "same": table, "other": table * 2, "list": [1, 2], "array": table.numpy() * 2}
+    whole = merge_outputs([one, two], [2, 3])
+    assert torch.equal(whole.pop("same"), table)
+    assert whole == {"a": None, "other": None, "list": None, "array": None}
+
+
+def test_gradients_flow_through_what_is_joined() -> None:
+    parts = [torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)]
+    merge_outputs(parts, [2, 1]).sum().backward()
+    assert all(part.grad is not None for part in parts)
