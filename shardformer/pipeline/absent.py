@@ -1,0 +1,74 @@
+"""What stands for the parameters of other stages, so that the model's own forward runs where they are not.
+
+A parameter that another stage holds is taken out of its module, and a tensor of one NaN, stretched to the parameter's
+shape, is left as an attribute in its place: code that looks at its shape, dtype or device goes on, it needs no memory,
+and whatever is computed of it by mistake is NaN, which shows, and not a number that passes for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Ghosts:
+    """The stand-ins in a model, by module and name; they follow when the model moves."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[nn.Module, str]] = []
+        self._at: tuple[torch.device, torch.dtype] | None = None
+
+    def remove(self, model: nn.Module, held: Mapping[str, bool]) -> None:
+        """Takes the parameters out that are not held here, by name; each of its names where it is tied."""
+        for path, module in model.named_modules(remove_duplicate=False):
+            for name, param in list(module._parameters.items()):
+                full = f"{path}.{name}" if path else name
+                if param is not None and not held[full]:
+                    del module._parameters[name]
+                    module.__dict__[name] = _stand_in(param)
+                    self._places.append((module, name))
+
+    def has_any(self, module: nn.Module) -> bool:
+        """Whether a parameter of the module's own, or of one inside of it, is elsewhere."""
+        inside = {id(m) for m in module.modules()}
+        return any(id(m) in inside for m, _ in self._places)
+
+    def follow(self, model: nn.Module) -> None:
+        """After the model was moved to another device or dtype, which stand-ins are not: they are no parameters."""
+        like = next((p for p in model.parameters() if p.is_floating_point()), None)
+        if like is None or (like.device, like.dtype) == self._at:
+            return
+        before, self._at = self._at, (like.device, like.dtype)
+        for module, name in self._places:
+            value = module.__dict__[name]
+            of_model = before is not None and value.dtype == before[1]
+            module.__dict__[name] = _one(value).to(like.device, like.dtype if of_model else None).expand(value.shape)
+
+
+def ghost(*shape: int, like: Tensor) -> Tensor:
+    """A tensor of one NaN that looks like ``shape``."""
+    return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(shape)
+
+
+def _stand_in(param: Tensor) -> Tensor:
+    """What is left of a parameter. Of one that waits for its value, which is nowhere yet, it is on the CPU."""
+    device = torch.device("cpu") if param.is_meta else param.device
+    number = float("nan") if param.is_floating_point() else 0
+    return torch.full((), number, dtype=param.dtype, device=device).expand(tuple(param.shape))
+
+
+def _one(value: Tensor) -> Tensor:
+    return value.as_strided((), ())
+
+
+def output_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """What a table or a linear would give, as a ghost, and without computing it."""
+    x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+    weight: Any = module.weight
+    if isinstance(module, nn.Linear):
+        return ghost(*x.shape[:-1], module.out_features, like=weight)
+    width: Any = module.embedding_dim
+    return ghost(*x.shape, width, like=weight)

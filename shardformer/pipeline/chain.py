@@ -1,0 +1,197 @@
+"""The chain: a model as layers that run one behind the other, which a pipeline cuts into stretches.
+
+A *unit* is one call of a layer. Most layers are called once, so unit and layer are the same; ALBERT calls one layer
+again and again. The units of all stacks, in the order in which they run, are the chain: of an encoder-decoder first
+the encoder's, then the decoder's. What stands before a stack (its *front*: embeddings) goes with its first unit, what
+stands behind it (a norm, a pooler, the head) with its last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, pairwise
+
+from torch import nn
+
+from shardformer.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One stack as the chain sees it.
+
+    Args:
+        layers: path of the stack.
+        units: path of the module that each unit calls, in order.
+        entry: (path of a module, name of its argument): where the states that the stack before it made come in. None:
+            they come in as the hidden states of the first unit.
+        front, behind: paths of what goes with the first unit, and with the last, where the order in which the model
+            registers its modules does not tell.
+        lent: attributes of the first unit's module, modules among them, that the first unit of every stage has too.
+        everywhere: paths of what every stage with a unit of this stack has.
+        returns: how many things a layer returns; 0 for its hidden states alone.
+        is_stretched: whether a tensor rank has a stretch of the sequence between its layers.
+    """
+
+    layers: str
+    units: tuple[str, ...]
+    entry: tuple[str, str] | None = None
+    front: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
+    lent: tuple[str, ...] = ()
+    everywhere: tuple[str, ...] = ()
+    returns: int = 0
+    is_stretched: bool = False
+
+    def within(self, path: str) -> Segment:
+        """The same segment of a model that holds this one's at ``path``."""
+
+        def join(inner: str) -> str:
+            return ".".join(part for part in (path, inner) if part)
+
+        return replace(
+            self,
+            layers=join(self.layers),
+            units=tuple(map(join, self.units)),
+            entry=(join(self.entry[0]), self.entry[1]) if self.entry else None,
+            front=tuple(map(join, self.front)),
+            behind=tuple(map(join, self.behind)),
+            everywhere=tuple(map(join, self.everywhere)),
+        )
+
+    @property
+    def calls_again(self) -> bool:
+        """Whether some layer is called more than once."""
+        return len(set(self.units)) < len(self.units)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The units from ``start`` to before ``end``: what one virtual stage runs."""
+
+    start: int
+    end: int
+
+    def __contains__(self, unit: int) -> bool:
+        return self.start <= unit < self.end
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The segments of a model in the order in which they run."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        return tuple(chain.from_iterable(s.units for s in self.segments))
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first unit of each segment."""
+        return tuple(accumulate((len(s.units) for s in self.segments[:-1]), initial=0))
+
+    def segment_of(self, unit: int) -> int:
+        """The segment that holds a unit."""
+        return max(i for i, start in enumerate(self.starts) if start <= unit)
+
+    def carried(self, unit: int) -> tuple[str, ...]:
+        """What the stage before hands over where a stage begins with ``unit``: "hidden", "context", or both."""
+        if unit == 0:
+            return ()
+        index = self.segment_of(unit)
+        has_context = index > 0 and self.segments[index].entry is not None
+        begins = unit == self.starts[index]
+        return (() if begins and has_context else ("hidden",)) + (("context",) if has_context else ())
+
+    def spans(self, bounds: Sequence[int]) -> list[Span]:
+        """The spans between bounds, which are as many as the stages and one."""
+        return [Span(a, b) for a, b in pairwise(bounds)]
+
+
+def holders(model: nn.Module, units: Chain, spans: Sequence[Span]) -> dict[str, frozenset[int]]:
+    """The virtual stages that hold each parameter and buffer, by each of its names.
+
+    What stands in a layer is held where the layer runs. All else goes with the first or the last unit of a stack: what
+    the model registers before a stack's first layer is its front, what it registers behind it (or inside of the module
+    that holds the stack before) goes with the stack's last; ``front`` and ``behind`` of a segment say what differs.
+    """
+    named = [
+        *(n for n, _ in model.named_parameters(remove_duplicate=False)),
+        *(n for n, _ in model.named_buffers(remove_duplicate=False)),
+    ]
+    order = {name: at for at, name in enumerate(n for n, _ in _in_order(model))}
+    found: dict[str, frozenset[int]] = {}
+    for name in named:
+        found[name] = frozenset(_holders_of(name, units, spans, order))
+    return found
+
+
+def _in_order(model: nn.Module) -> Iterable[tuple[str, object]]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, value in chain(module._parameters.items(), module._buffers.items()):
+            yield (f"{path}.{name}" if path else name), value
+
+
+def _holders_of(name: str, units: Chain, spans: Sequence[Span], order: Mapping[str, int]) -> Iterable[int]:
+    def stages_of(wanted: Iterable[int]) -> set[int]:
+        chosen = set(wanted)
+        return {v for v, span in enumerate(spans) if any(u in span for u in chosen)}
+
+    starts = units.starts
+    for segment, start in zip(units.segments, starts, strict=True):
+        whole = range(start, start + len(segment.units))
+        lent = [f"{segment.units[0]}.{path}" for path in segment.lent]
+        if any(_is_under(name, path) for path in (*segment.everywhere, *lent)):
+            return stages_of(whole)
+        inside = [u for u in whole if _is_under(name, segment.units[u - start])]
+        if inside:
+            return stages_of(inside)
+    for segment, start in zip(units.segments, starts, strict=True):
+        if any(_is_under(name, path) for path in segment.front):
+            return stages_of([start])
+        if any(_is_under(name, path) for path in segment.behind):
+            return stages_of([start + len(segment.units) - 1])
+    return stages_of([_unit_beside(name, units, order)])
+
+
+def _unit_beside(name: str, units: Chain, order: Mapping[str, int]) -> int:
+    """The unit that something outside of the layers goes with, by the place where the model registers it."""
+    starts = units.starts
+    firsts = [min(at for n, at in order.items() if _is_under(n, s.units[0])) for s in units.segments]
+    before = [i for i, first in enumerate(firsts) if order[name] < first]
+    follows = before[0] if before else len(firsts)  # the segment it stands before
+    shared = [_common(name, s.layers) for s in units.segments]
+    nearest = max(shared[:follows], default=-1)
+    if follows < len(firsts) and shared[follows] >= nearest:
+        return starts[follows]
+    earlier = follows - 1 if not nearest else max(i for i in range(follows) if shared[i] == nearest)
+    return starts[earlier] + len(units.segments[earlier].units) - 1
+
+
+def _common(name: str, layers: str) -> int:
+    """How many parts of two paths are the same, from the left."""
+    pairs = zip(name.split("."), layers.split("."), strict=False)
+    count = 0
+    for a, b in pairs:
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _is_under(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}.")
+
+
+def no_chain(model: nn.Module, said: str) -> ConfigError:
+    """For a model whose policy names no stack that can be cut."""
+    return ConfigError(
+        f"pipe={said} and a {type(model).__name__}, whose policy names no stack of layers",
+        rule="A pipeline cuts a stack of layers, which run one behind the other, into stages",
+        remedy="Leave pipe out, or name the stack in a policy: stacks() of a Policy, stack of a RolePolicy",
+    )

@@ -1,0 +1,211 @@
+"""The runtime: does what a schedule says, on one rank, for one batch that was cut into micro-batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.errors import LaunchError, ShardFormerError
+from shardformer.pipeline.actions import Action, Kind
+from shardformer.pipeline.backward import WeightBackward, backward_of_inputs
+from shardformer.pipeline.chain import Chain, Span
+from shardformer.pipeline.links import Links
+from shardformer.pipeline.passage import Passage, Payload, Run
+from shardformer.pipeline.schedule import Schedule
+
+LOST = ("Connection closed", "Connection reset", "Timed out", "Application timeout", "Broken pipe", "Socket", "remote")
+"""How gloo and NCCL say that a peer is gone."""
+
+
+class Head(Protocol):
+    """What is done with the model's output on the last stage."""
+
+    def before(self, micro_batch: int) -> None:
+        """Called when the last layer has run."""
+
+    def after(self, micro_batch: int, output: Any) -> Tensor | None:
+        """Called with what the model gave; returns the loss to go back from, or None."""
+
+
+@dataclass
+class _Live:
+    """A micro-batch in a stage between its forward and its backward."""
+
+    received: list[Tensor]
+    handed_on: list[Tensor]
+    loss: Tensor | None = None
+
+
+@dataclass
+class Job:
+    """One batch.
+
+    Args:
+        batches: the micro-batches, on every rank.
+        keys: what is equal for micro-batches that make activations of the same shapes.
+        seeds: of each micro-batch's random numbers, or None.
+        head: for the last stage.
+    """
+
+    schedule: Schedule
+    batches: Sequence[Mapping[str, Any]]
+    keys: Sequence[Hashable]
+    seeds: Sequence[int | None]
+    head: Head
+
+
+@dataclass
+class Trace:
+    """When each action of this rank ran, in seconds from the start, and how many micro-batches were live at most."""
+
+    spans: list[tuple[Action, float, float]] = field(default_factory=list)
+    in_flight: int = 0
+
+
+class Runtime:
+    """Runs schedules on one rank.
+
+    Args:
+        model: this rank's part.
+        passage: that runs stretches of it.
+        spans: the units of each virtual stage.
+        links: to the other ranks.
+    """
+
+    def __init__(
+        self, model: nn.Module, passage: Passage, chain: Chain, spans: Sequence[Span], links: Links, stage: int
+    ) -> None:
+        self._model, self._passage, self._chain = model, passage, chain
+        self._spans, self._links, self._stage = spans, links, stage
+        self._live: dict[tuple[int, int], _Live] = {}
+        self._weights: dict[tuple[int, int], WeightBackward] = {}
+        self.trace: Trace | None = None
+
+    def run(self, job: Job) -> None:
+        """Does what the schedule says for this rank. Raises LaunchError when another stage is gone."""
+        self._job = job
+        self._live.clear()
+        self._weights.clear()
+        self._links.begin(job.schedule, job.keys)
+        self._links.prefetch()
+        start = time.perf_counter()
+        for action in job.schedule.actions[self._stage]:
+            began = time.perf_counter()
+            with self._named(action):
+                waited = self._do(action)
+            if self.trace is not None:
+                self.trace.spans.append((action, began + waited - start, time.perf_counter() - start))
+                self.trace.in_flight = max(self.trace.in_flight, len({*self._live, *self._weights}))
+        with self._named(None):
+            self._links.finish()
+
+    def _do(self, action: Action) -> float:
+        """Carries out one action. Returns the seconds that it waited for others."""
+        if action.kind is Kind.FORWARD:
+            return self._forward(action)
+        if action.kind is Kind.WEIGHT:
+            self._weights.pop((action.stage, action.micro_batch)).run()
+            return 0.0
+        return self._backward(action)
+
+    def _forward(self, action: Action) -> float:
+        stage, index = action.stage, action.micro_batch
+        job, span = self._job, self._spans[stage]
+        began = time.perf_counter()
+        received: list[Tensor] = []
+        if stage > 0:
+            parts, shapes = self._links.activations(stage, index)
+            received = [self._leaf(p, s.trains) for p, s in zip(parts, shapes, strict=True)]
+        waited = time.perf_counter() - began
+        is_last = stage == job.schedule.last
+        names = self._chain.carried(span.start)
+        run = Run(span, dict(zip(names, received, strict=True)), job.seeds[index])
+        if is_last:
+            run.at_end = lambda: job.head.before(index)
+        output, payload = self._passage.run(self._model, run, job.batches[index])
+        live = _Live(received, [])
+        if is_last:
+            live.loss = job.head.after(index, output)
+        else:
+            assert payload is not None
+            live.handed_on = list(payload.values())
+            self._links.send(action, list(payload.values()), self._are_whole(span.end, payload))
+        if torch.is_grad_enabled():
+            self._live[stage, index] = live
+        return waited
+
+    def _leaf(self, x: Tensor, trains: bool) -> Tensor:
+        return x.requires_grad_() if trains and torch.is_grad_enabled() else x
+
+    def _are_whole(self, unit: int, payload: Payload) -> list[bool]:
+        """Which tensors of a payload all tensor ranks hold alike, at a boundary before ``unit``."""
+        stretched = self._chain.segments[self._chain.segment_of(unit)].is_stretched
+        return [name != "hidden" or not stretched for name in payload]
+
+    def _backward(self, action: Action) -> float:
+        stage, index = action.stage, action.micro_batch
+        live = self._live.pop((stage, index))
+        waited = 0.0
+        outputs = [live.loss] if live.loss is not None else []
+        grads: Sequence[Tensor | None] = [None]
+        if stage != self._job.schedule.last:
+            began = time.perf_counter()
+            outputs = [t for t in live.handed_on if t.requires_grad]
+            grads = self._links.gradients(stage, index, action.kind)
+            waited = time.perf_counter() - began
+        trains = [x for x in live.received if x.requires_grad]
+        arrived = self._go_back(action, outputs, grads, trains)
+        if stage > 0:
+            self._links.send(action, arrived, [])
+        return waited
+
+    def _go_back(
+        self, action: Action, outputs: list[Tensor], grads: Sequence[Tensor | None], inputs: list[Tensor]
+    ) -> list[Tensor | None]:
+        pairs = [(y, g) for y, g in zip(outputs, grads, strict=False) if y.requires_grad]
+        if action.kind is Kind.INPUT:
+            arrived, rest = backward_of_inputs([y for y, _ in pairs], [g for _, g in pairs], inputs)
+            self._weights[action.stage, action.micro_batch] = rest
+            return arrived
+        if pairs:
+            torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+        return [x.grad for x in inputs]
+
+    @contextmanager
+    def _named(self, action: Action | None) -> Iterator[None]:
+        """Says in which action of which stage an error came up."""
+        where = f"stage {self._stage}" + (f", {_in_words(action)}" if action is not None else ", at the end of a step")
+        try:
+            yield
+        except ShardFormerError as error:
+            error.add_note(f"In {where}.")
+            raise
+        except Exception as error:
+            if isinstance(error, RuntimeError) and any(word in str(error) for word in LOST):
+                raise LaunchError(
+                    f"Another stage is gone: found in {where} ({_first_line(error)})",
+                    rule="All stages of a pipeline run a step together",
+                    remedy="See what the stage that ended first says",
+                ) from error
+            error.add_note(f"In {where}.")
+            raise
+
+
+def _in_words(action: Action) -> str:
+    kind = {
+        Kind.FORWARD: "forward",
+        Kind.BACKWARD: "backward",
+        Kind.INPUT: "backward of the input",
+        Kind.WEIGHT: "backward of the weights",
+    }[action.kind]
+    return f"action {action} ({kind} of micro-batch {action.micro_batch} in virtual stage {action.stage})"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

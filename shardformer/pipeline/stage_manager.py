@@ -1,0 +1,174 @@
+"""The stages of a pipeline as one process sees them: which it is, who stands beside it, what each of them holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from shardformer.comm.point_to_point import Wires
+from shardformer.context import AXES, Axis, ParallelContext
+from shardformer.errors import ConfigError, nearest
+from shardformer.pipeline.schedule import check_names, default_chunks, placement_of
+
+CUTS = ("cost", "even")
+
+
+class PipelineStageManager:
+    """How a model is cut into stages, and this process's place among them.
+
+    A rank of the pipe axis holds one *virtual stage*, or several (``num_model_chunks``) with a schedule that visits
+    each rank more than once; a micro-batch passes the virtual stages in order.
+
+    Args:
+        context: the grid, from ``launch_from_torch(pipe=...)``.
+        schedule: "gpipe", "1f1b", "interleaved", "interleaved_zb" or "zbv".
+        num_model_chunks: virtual stages on each rank; None for the schedule's own number (2 for the last three).
+        cut: "cost" makes the largest stage as cheap as can be, by the weights that a token meets; "even" gives each
+            stage as many layers, or nearly; a list says how many layers each virtual stage has.
+        costs: what each layer costs, in any unit, in place of what is estimated; for ``cut="cost"``.
+        checkpoint_layers: how many layers of each virtual stage compute their activations again in the backward
+            instead of keeping them: a number for all, or a list of one for each; None keeps all.
+    """
+
+    def __init__(
+        self,
+        context: ParallelContext,
+        schedule: str = "1f1b",
+        num_model_chunks: int | None = None,
+        *,
+        cut: str | Sequence[int] = "cost",
+        costs: Sequence[float] | None = None,
+        checkpoint_layers: int | Sequence[int] | None = None,
+    ) -> None:
+        if not isinstance(context, ParallelContext):
+            raise ConfigError(
+                f"PipelineStageManager was given {context!r:.60}",
+                rule="The stages stand along the pipe axis of the grid",
+                remedy="Give it what launch_from_torch(pipe=...) returned",
+            )
+        self.context, self.schedule = context, schedule
+        self.num_model_chunks = default_chunks(schedule) if num_model_chunks is None else num_model_chunks
+        check_names(schedule, self.axis.size, self.num_model_chunks)
+        self.placement = placement_of(schedule, self.axis.size, self.num_model_chunks)
+        self.cut, self.costs, self.checkpoint_layers = cut, costs, checkpoint_layers
+        self._check_cut()
+        self.wires = Wires(self.axis, _groups_along(context, "pipe"))
+
+    @property
+    def axis(self) -> Axis:
+        """The pipe axis."""
+        return self.context.pipe
+
+    @property
+    def num_stages(self) -> int:
+        """Ranks of the pipe axis."""
+        return self.axis.size
+
+    @property
+    def stage(self) -> int:
+        """This process's rank on the pipe axis."""
+        return self.axis.rank
+
+    @property
+    def num_virtual_stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def virtual_stages(self) -> tuple[int, ...]:
+        """The virtual stages that this process holds, in the order in which a micro-batch passes them."""
+        return self.virtual_stages_of(self.stage)
+
+    def virtual_stages_of(self, stage: int) -> tuple[int, ...]:
+        return tuple(v for v, rank in enumerate(self.placement) if rank == stage)
+
+    def is_first_stage(self, virtual_stage: int | None = None) -> bool:
+        """Whether this process, or the virtual stage, takes the batch in."""
+        return virtual_stage == 0 if virtual_stage is not None else 0 in self.virtual_stages
+
+    def is_last_stage(self, virtual_stage: int | None = None) -> bool:
+        """Whether this process, or the virtual stage, gives the loss and the outputs."""
+        last = self.num_virtual_stages - 1
+        return virtual_stage == last if virtual_stage is not None else last in self.virtual_stages
+
+    @property
+    def last_stage(self) -> int:
+        """The rank on the pipe axis that gives the loss."""
+        return self.placement[-1]
+
+    @property
+    def prev_rank(self) -> int:
+        """Global rank of the stage before this one, round the ring."""
+        return self.axis.ranks[(self.stage - 1) % self.num_stages]
+
+    @property
+    def next_rank(self) -> int:
+        """Global rank of the stage behind this one, round the ring."""
+        return self.axis.ranks[(self.stage + 1) % self.num_stages]
+
+    def options(self) -> dict[str, Any]:
+        """What was asked for, which is the same on all ranks."""
+        return {
+            "schedule": self.schedule, "num_model_chunks": self.num_model_chunks, "cut": self.cut, "costs": self.costs,
+            "checkpoint_layers": self.checkpoint_layers,
+        }  # fmt: skip
+
+    def checkpointed(self, lengths: Sequence[int]) -> list[int]:
+        """How many layers of each virtual stage are checkpointed, of those that it has."""
+        asked = self.checkpoint_layers
+        if asked is None:
+            return [0] * len(lengths)
+        counts = [asked] * len(lengths) if isinstance(asked, int) else list(asked)
+        if len(counts) != len(lengths) or any(type(n) is not int or n < 0 for n in counts):
+            raise ConfigError(
+                f"checkpoint_layers={asked!r}",
+                rule=f"It is a number of layers, or one for each of the {len(lengths)} virtual stages",
+                remedy=f"Write checkpoint_layers={list(lengths)} to checkpoint all",
+            )
+        return [min(n, length) for n, length in zip(counts, lengths, strict=True)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineStageManager:
+        return self  # its groups cannot be copied
+
+    def _check_cut(self) -> None:
+        if isinstance(self.cut, str) and self.cut not in CUTS:
+            raise ConfigError(
+                f"cut={self.cut!r}",
+                rule="Stages are cut by 'cost', 'even', or by a list of how many layers each has",
+                remedy=nearest(self.cut, CUTS),
+            )
+        if self.costs is not None and self.cut != "cost":
+            raise ConfigError(
+                f"costs are given with cut={self.cut!r}",
+                rule="Costs decide where to cut, and here something else does",
+                remedy="Leave one of the two out",
+            )
+
+
+def _groups_along(context: ParallelContext, name: str) -> list[list[int]]:
+    """The ranks of every group along an axis of the grid, in an order that all processes know."""
+    if context.mesh is None:
+        return [list(context.axis(name).ranks)]
+    at = AXES.index(name)
+    lines = context.mesh.mesh.movedim(at, -1).reshape(-1, context.mesh.mesh.shape[at])
+    return [[int(rank) for rank in line] for line in lines]
+
+
+def groups_of(context: ParallelContext, stages: Sequence[int], names: Sequence[str]) -> Axis:
+    """The axis over some stages and over all ranks of other axes, as this process sees it; all processes call it.
+
+    Of a process on none of the stages: an axis of size 1.
+    """
+    assert context.mesh is not None, "a pipeline lives on a grid of launch_from_torch"
+    label = "_".join([*(n for n in names if context.axes[n].size > 1), "pipe"])
+    mesh = context.mesh.mesh
+    pipe = AXES.index("pipe")
+    joined = [AXES.index(n) for n in names]
+    rest = [d for d in range(len(AXES)) if d != pipe and d not in joined]
+    lines = mesh.index_select(pipe, mesh.new_tensor(list(stages))).permute(*rest, *joined, pipe)
+    groups = [sorted(g) for g in lines.reshape(-1, int(lines[(0,) * len(rest)].numel())).tolist()]
+    mine, _ = dist.new_subgroups_by_enumeration(groups)
+    ranks = next((tuple(g) for g in groups if dist.get_rank() in g), (dist.get_rank(),))
+    size = len(ranks)
+    return Axis(label, size, ranks.index(dist.get_rank()), mine if size > 1 else None, ranks, context.traffic)
