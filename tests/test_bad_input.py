@@ -215,7 +215,10 @@ CASES: dict[str, Case] = {
         ToyLM, {**OWN, "extra_kwargs": {"bucket_byte": 1}}, ConfigError, ("'bucket_byte'", "'bucket_bytes'")
     ),
     "a pipeline": Case(
-        ToyLM, {**OWN, "pipeline_stage_manager": object()}, ConfigError, ("pipeline_stage_manager=object", "data=...")
+        ToyLM,
+        {**OWN, "pipeline_stage_manager": object()},
+        ConfigError,
+        ("pipeline_stage_manager=<object", "PipelineStageManager(context"),
     ),
     "another mode of tensor parallelism": Case(
         ToyLM, {**OWN, "tensor_parallel_mode": "2d"}, ConfigError, ("tensor_parallel_mode='2d'", "'1d'")
@@ -407,7 +410,8 @@ def _lay_grid(**sizes: Any) -> Refusal:
         ({"config": {"parallel": {"tensor": {"size": 2, "mode": "2d"}}}}, ("'2d'", "'1d'")),
         ({"config": {"parallel": {"tensor": {"sise": 2}}}}, ("'sise'", "'size'")),
         ({"config": {"parallel": {"tensor": "two"}}}, ("tensor='two'", "whole number")),
-        ({"config": {"parallel": {"pipe": 2}}}, ("pipe=2", "tensor=... and data=...")),
+        ({"config": {"parallel": {"sequence": 2}}}, ("sequence=2", "enable_sequence_parallelism")),
+        ({"pipe": 3}, ("pipe=3 does not divide", "pipe=1 or pipe=2")),
         ({"config": {"paralel": {"tensor": 2}}}, ("paralel", "called parallel")),
         ({"config": {"tensor": 2}}, ("tensor = 2 outside of parallel", "dict(tensor=2)")),
         ({"config": {"parallel": 2}}, ("parallel = 2", "dict(tensor=2)")),

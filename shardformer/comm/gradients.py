@@ -41,6 +41,7 @@ class Entry:
     Args:
         scale: what a summand is multiplied by as it arrives; a number, or a tensor that broadcasts.
         shared: (dim, indices of the full dim held here, full shape) of a parameter some of whose slices others hold.
+        holders: how many ranks of other axes have a summand of it too (stages that share it), which ``scale`` counts.
         divisor: by what the sum over ``axis`` is divided to give the mean; a number, or a tensor like the full shape.
     """
 
@@ -49,6 +50,7 @@ class Entry:
     scale: Tensor | float = 1
     divisor: Tensor | float = 1
     shared: tuple[int, Tensor, tuple[int, ...]] | None = None
+    holders: int = 1
     bucket: _Bucket | None = None
     changed: bool = False  # since the last mean
     arrived: bool = False  # in this backward
@@ -88,6 +90,7 @@ class Entry:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
         memo[id(self)] = twin = Entry(deepcopy(self.param, memo), self.axis, self.scale, self.divisor, self.shared)
+        twin.holders = self.holders
         return twin
 
 
@@ -159,7 +162,7 @@ class GradientAverager:
 
     def live_with(self, module: nn.Module) -> None:
         """Goes on as long as the module is there: the parameters alone do not keep what agrees on their gradients."""
-        module.__dict__["_gradient_averager"] = self
+        module.__dict__.setdefault("_gradient_averagers", []).append(self)
 
     def refresh(self) -> None:
         """Before a forward: takes up parameters that were frozen before, forgets a backward that was broken off."""
@@ -177,6 +180,10 @@ class GradientAverager:
         self._hooked = {id(e.param): self._hook(e) for e in trainable}
         self._buckets = _fill_buckets(trainable, self._bucket_bytes)
 
+    @property
+    def is_paused(self) -> bool:
+        return self._paused
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Backward in here accumulates this rank's own gradients; the first one after it averages them all."""
@@ -185,6 +192,22 @@ class GradientAverager:
             yield
         finally:
             self._paused = before
+
+    def start(self) -> None:
+        """After backwards that were all paused: starts to agree on what they left. ``finish`` waits for it.
+
+        All ranks call it, also one on which no gradient arrived.
+        """
+        for bucket in self._buckets[self._next :]:
+            bucket.launch()
+        self._next = len(self._buckets)
+
+    def finish(self) -> None:
+        """Waits for all, and writes the means back."""
+        for bucket in self._buckets:
+            bucket.finish()
+        self._next = 0
+        self._dirty = False
 
     def _hook(self, entry: Entry) -> tuple[Any, ...]:
         # The parameter is reached from its hooks by weak references alone: the collector does not see through the node
@@ -236,12 +259,8 @@ class GradientAverager:
 
     def _flush(self) -> None:
         """Sends what is left, waits for all, and writes the means back."""
-        for bucket in self._buckets[self._next :]:
-            bucket.launch()
-        for bucket in self._buckets:
-            bucket.finish()
-        self._next = 0
-        self._dirty = False
+        self.start()
+        self.finish()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientAverager:
         return GradientAverager(deepcopy(self._entries, memo), self._bucket_bytes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import all_gather
@@ -31,6 +33,26 @@ def tensor_axis(model: nn.Module) -> Axis:
             if isinstance(axis, Axis) and axis.name == "tensor":
                 return axis
     return Axis("tensor")
+
+
+PIPE_PLACE = "_shardformer_pipe"
+
+
+@dataclass(frozen=True)
+class PipePlace:
+    """What a stage of a pipeline must know of its parameters: which of them another stage counts."""
+
+    axis: Axis
+    counted_elsewhere: frozenset[str]
+
+    def __deepcopy__(self, memo: object) -> PipePlace:
+        return self
+
+
+def pipe_place(model: nn.Module) -> PipePlace:
+    """The pipe axis that the model is a stage on; one of size 1 when it is whole."""
+    place = model.__dict__.get(PIPE_PLACE)
+    return place if isinstance(place, PipePlace) else PipePlace(Axis("pipe"), frozenset())
 
 
 def gather_param(local: Tensor, spec: ShardSpec, axis: Axis) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import all_reduce
-from shardformer.comm.params import param_specs, tensor_axis
+from shardformer.comm.params import param_specs, pipe_place, tensor_axis
 from shardformer.context import Axis
 from shardformer.errors import ConfigError
 
@@ -19,7 +19,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales all gradients so that their norm over the whole model is at most ``max_norm``.
 
-    The same numbers as ``torch.nn.utils.clip_grad_norm_`` on the plain model. All tensor ranks call it.
+    The same numbers as ``torch.nn.utils.clip_grad_norm_`` on the plain model. All tensor ranks and stages call it.
 
     Args:
         model: sharded or plain.
@@ -27,7 +27,8 @@ def clip_grad_norm_(
         norm_type: 2 for the Euclidean norm, ``inf`` for the largest element, any p > 0.
         error_if_nonfinite: raises RuntimeError when the norm is nan or inf, as torch does.
 
-    Returns the norm before clipping, the same on all ranks. Communicates one all-reduce of one number over tensor.
+    Returns the norm before clipping, the same on all ranks. Communicates one all-reduce of one number over
+    tensor, and one over pipe.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -57,15 +58,18 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
         local = torch.stack([t.to(dtype) for t in terms]).max()
     else:
         local = torch.stack([t.to(dtype) for t in terms]).sum()
-    total = all_reduce(local, axis, op="max" if math.isinf(norm_type) else "sum", purpose="norm")
+    op, pipe = "max" if math.isinf(norm_type) else "sum", pipe_place(model).axis
+    total = all_reduce(local, axis, op=op, purpose="norm")
+    if pipe.size > 1:  # a stage may have nothing, and then does not know in which precision the others count
+        total = all_reduce(total.double(), pipe, op=op, purpose="norm")
     return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
 
 
 def _terms(model: nn.Module, norm_type: float, axis: Axis) -> Iterator[Tensor]:
     """For each parameter the p-th power of its norm (or its largest element), weighted so that ranks add up to one."""
-    specs = param_specs(model)
+    specs, elsewhere = param_specs(model), pipe_place(model).counted_elsewhere
     for name, p in model.named_parameters():
-        if p.grad is None:
+        if p.grad is None or name in elsewhere:
             continue
         magnitude = p.grad.detach().abs()
         if magnitude.dtype in (torch.float16, torch.bfloat16):

@@ -144,6 +144,11 @@ class Stack:
         context: (path of a module, name of its argument): the states that ``reads_context`` attentions read.
         whole_sequence: why sequence parallelism cannot cut its sequence, where it does cut those of other stacks.
         optional: whether some models lack it.
+        front, behind: for a pipeline, what goes with the first layer and with the last, where the model does not
+            register the one before the layers and the other behind them.
+        returns: for a pipeline, how many things a layer returns; 0 for its hidden states alone.
+        lent: for a pipeline, attributes of the first layer that the first layer of every stage needs too.
+        everywhere: for a pipeline, what every layer reads beside its own weights.
     """
 
     layers: str
@@ -152,3 +157,8 @@ class Stack:
     context: tuple[str, str] | None = None
     whole_sequence: str | None = None
     optional: bool = False
+    front: Sequence[str] = ()
+    behind: Sequence[str] = ()
+    returns: int = 0
+    lent: Sequence[str] = ()
+    everywhere: Sequence[str] = ()

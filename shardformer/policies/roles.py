@@ -17,6 +17,7 @@ from torch import nn
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.layers.embedding import VocabParallelEmbedding1D
 from shardformer.layers.linear import VocabParallelLMHead1D
+from shardformer.pipeline.chain import Segment
 from shardformer.policies.blocks import MLP, Attention, Experts, Role, Stack
 from shardformer.policies.cuts import Cutter, check_exits
 from shardformer.policies.heads import HeadLayout, no_count, unit_of
@@ -158,6 +159,26 @@ class RolePolicy(Policy):
             )
             for path, s in own + inner
         ]
+
+    def segments(self) -> list[Segment]:
+        """The stacks, and those of the parts, as a pipeline cuts them."""
+        base = module_at(self.model, self.base)
+        cuts = self.shard_config.enable_sequence_parallelism and self.axis.size > 1
+        own = [
+            Segment(
+                s.layers,
+                tuple(f"{s.layers}.{name}" for name, _ in module_at(base, s.layers).named_children()),
+                entry=s.context if at else None,
+                front=tuple(path.rstrip("?") for path in s.front),
+                behind=tuple(path.rstrip("?") for path in [*s.behind, *([s.final_norm] if s.final_norm else [])]),
+                lent=tuple(s.lent),
+                everywhere=tuple(path.rstrip("?") for path in s.everywhere),
+                returns=s.returns,
+                is_stretched=cuts and not s.whole_sequence,
+            ).within(self.base)
+            for at, (s, _) in enumerate(self._present_stacks())
+        ]
+        return own + [s.within(path) for path, policy in self._parts() for s in policy.segments()]
 
     def _final_norm(self, stack: Stack) -> str | None:
         path = (stack.final_norm or "").rstrip("?")

@@ -187,9 +187,11 @@ def _said(problem: Exception | None) -> str | None:
 
 
 def _gather(value: T, context: ParallelContext) -> list[tuple[int, T]]:
-    """(global rank, value) of every rank of the grid's tensor and data axes."""
-    mine = (dist.get_rank() if dist.is_initialized() else 0, value)
-    return [pair for row in gather_objects(gather_objects(mine, context.tensor), context.data) for pair in row]
+    """(global rank, value) of every rank of the grid."""
+    found = [(dist.get_rank() if dist.is_initialized() else 0, value)]
+    for axis in (context.tensor, context.pipe, context.data):
+        found = [pair for row in gather_objects(found, axis) for pair in row]
+    return found
 
 
 def _raise_difference(all_lines: list[tuple[int, list[str]]]) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from shardformer.context import ParallelContext
 from shardformer.errors import ConfigError, nearest
+from shardformer.pipeline.stage_manager import PipelineStageManager
 
 TENSOR_PARALLEL_MODES = ("1d",)
 EXTRA_KWARGS = ("check_inputs", "bucket_bytes")
@@ -21,7 +22,8 @@ class ShardConfig:
 
     Args:
         tensor_parallel_process_group: the group of the tensor axis. None means all processes.
-        pipeline_stage_manager: the stages of a pipeline. This version has none, and refuses one.
+        pipeline_stage_manager: how the layers are cut into the stages of a pipeline, and its schedule. None: where the
+            context has a pipe axis, the usual ones.
         enable_tensor_parallelism: whether weights are cut over the tensor axis.
         enable_fused_normalization: torch's fused layer and RMS norm in place of the model's own classes.
         enable_flash_attention: torch's flash or memory-efficient attention, or the flash-attn package where it fits.
@@ -36,7 +38,7 @@ class ShardConfig:
     """
 
     tensor_parallel_process_group: dist.ProcessGroup | None = None
-    pipeline_stage_manager: Any = None
+    pipeline_stage_manager: PipelineStageManager | None = None
     enable_tensor_parallelism: bool = True
     enable_fused_normalization: bool = False
     enable_flash_attention: bool = False
@@ -79,12 +81,6 @@ class ShardConfig:
                 rule=f"The modes are {', '.join(TENSOR_PARALLEL_MODES)}",
                 remedy="Use tensor_parallel_mode='1d'",
             )
-        if self.pipeline_stage_manager is not None:
-            raise ConfigError(
-                f"pipeline_stage_manager={type(self.pipeline_stage_manager).__name__}(...)",
-                rule="This version cuts weights over the tensor axis and batches over the data axis, not layers",
-                remedy="Leave pipeline_stage_manager out and use launch_from_torch(tensor=..., data=...)",
-            )
         for name in self.extra_kwargs:
             if name not in EXTRA_KWARGS:
                 raise ConfigError(
@@ -94,6 +90,13 @@ class ShardConfig:
                 )
 
     def _check_kinds(self) -> None:
+        manager: Any = self.pipeline_stage_manager
+        if manager is not None and not isinstance(manager, PipelineStageManager):
+            raise ConfigError(
+                f"pipeline_stage_manager={manager!r:.60}",
+                rule="It is a PipelineStageManager, which says how layers are cut into stages, and the schedule",
+                remedy="Write PipelineStageManager(context, schedule='1f1b'), or leave it out",
+            )
         switches = {n: getattr(self, n) for n in self.__dataclass_fields__ if n.startswith("enable_")}
         switches["check_inputs"] = self.extra_kwargs.get("check_inputs", True)
         wrong = next((n for n, value in switches.items() if not isinstance(value, bool)), None)
@@ -111,6 +114,15 @@ class ShardConfig:
 
     def resolve_context(self) -> ParallelContext:
         """The grid to shard over: the one given, one around the group given, or all processes as the tensor axis."""
+        manager = self.pipeline_stage_manager
+        if manager is not None and self.context is None and self.tensor_parallel_process_group is None:
+            return manager.context
+        if manager is not None and self.context is not manager.context:
+            raise ConfigError(
+                "The config's grid is not that of its pipeline_stage_manager",
+                rule="One grid has the stages and all other axes",
+                remedy="Leave context and tensor_parallel_process_group out: the stage manager brings its context",
+            )
         if self.context is None:
             return ParallelContext.from_group(self.tensor_parallel_process_group)
         if self.tensor_parallel_process_group is not None:

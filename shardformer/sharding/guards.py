@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import checksum, gather_objects
+from shardformer.comm.collectives import broadcast, checksum, gather_objects
 from shardformer.comm.params import gather_param, param_specs
-from shardformer.context import Axis
+from shardformer.context import Axis, ParallelContext
 from shardformer.errors import ConfigError, InputError
 from shardformer.sharding.agree import wait_for_all
 from shardformer.sharding.config import ShardConfig
 from shardformer.sharding.record import ShardRecord, record_of
+from shardformer.sharding.stages import Stages
 
 
 def guard_model(model: nn.Module, record: ShardRecord, config: ShardConfig) -> None:
@@ -43,15 +44,28 @@ class _Guard:
         if torch._C._current_graph_task_id() < 0:  # not a recomputation in a backward
             for edge in self._record.edges:
                 edge.abandon()
-        if self._record.averager is not None:
-            self._record.averager.refresh()
+        for averager in self._record.averagers:
+            averager.refresh()
         self._refuse_outputs(model, kwargs)
+        self._refuse_alone(model)
         if not self._known:
             self._known = True
             _refuse_new_parameters(model, self._record)
         if not self._compared:
             self._compared = True
             compare_inputs([*args, *kwargs.values()], self._record.context.tensor)
+
+    def _refuse_alone(self, model: nn.Module) -> None:
+        """A stage is no model by itself: only a pipeline hands it what the stage before made."""
+        stages = self._record.stages
+        if stages is None or stages.manager.num_stages == 1 or stages.passage is None or stages.passage.now is not None:
+            return
+        raise ConfigError(
+            f"This {type(model).__name__} was called on stage {stages.manager.stage} of {stages.manager.num_stages}",
+            rule="A stage has a part of the layers: all stages run a batch together, and generate() they cannot",
+            remedy="Write pipeline = shardformer.Pipeline(model, micro_batches=...), then pipeline.step(batch), "
+            "pipeline.evaluate(batch) or pipeline.forward(batch)",
+        )
 
     def _refuse_outputs(self, model: nn.Module, kwargs: dict[str, Any]) -> None:
         if not self._is_cut:
@@ -95,20 +109,37 @@ def compare_inputs(values: list[Any], axis: Axis) -> None:
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The plain model's state dict: every parameter and buffer whole, on the CPU, on every rank.
 
-    All ranks of the tensor axis call it. Communicates one all-gather a sharded parameter.
+    All ranks of the tensor and pipe axes call it. Communicates one all-gather a sharded parameter over tensor, and over
+    pipe one broadcast of each parameter and buffer.
     """
     record = record_of(model)
     record.gathers += 1
     axis, specs = record.context.tensor, param_specs(model)
-    wait_for_all(axis, "full_state_dict or save_pretrained", record.gathers)
+    for over in (axis, record.context.pipe):
+        wait_for_all(over, "full_state_dict or save_pretrained", record.gathers)
     known: dict[int, Tensor] = {}
     out = {}
     for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            continue
         if id(value) not in known:
             spec = specs.get(name)
             known[id(value)] = value.detach() if spec is None else gather_param(value, spec, axis)
         out[name] = known[id(value)].cpu()
-    return out
+    if record.stages is None or record.context.pipe.size == 1:
+        return out
+    return _of_all_stages(out, record.stages, record.context)
+
+
+def _of_all_stages(own: dict[str, Tensor], stages: Stages, context: ParallelContext) -> dict[str, Tensor]:
+    """What the stages have together, in the order of the plain model's; tied names give one tensor."""
+    whole: dict[str, Tensor] = {}
+    for name, (first, shape, dtype) in stages.state.items():
+        if first not in whole:
+            source = stages.stages_of(name)[0]
+            here = own[name] if source == context.pipe.rank else torch.empty(shape, dtype=dtype)
+            whole[first] = broadcast(here.to(context.device).contiguous(), context.pipe, source).cpu()
+    return {name: whole[first] for name, (first, _, _) in stages.state.items()}
 
 
 def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
@@ -117,14 +148,14 @@ def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
     state = kwargs.pop("state_dict", None) or full_state_dict(self)
     wait_for_all(context.data, "save_pretrained", record_of(self).gathers)
     problem: Exception | None = None
-    if context.tensor.rank == 0 and context.data.rank == 0:
+    if context.tensor.rank == 0 and context.pipe.rank == 0 and context.data.rank == 0:
         native: Callable[..., None] = type(self).save_pretrained
         try:
             native(self, save_directory, state_dict=state, **kwargs)
         except Exception as error:
             problem = error
     said = [str(problem) if problem else ""]
-    for axis in (context.tensor, context.data):
+    for axis in (context.tensor, context.pipe, context.data):
         said = [word for words in gather_objects(said, axis) for word in words]
     if problem is not None:
         raise problem

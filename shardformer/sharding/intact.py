@@ -15,6 +15,7 @@ from shardformer.layout import ShardSpec
 from shardformer.lazy.materialize import check_recipes
 from shardformer.sharding.plan import Plan
 from shardformer.sharding.record import ATTRIBUTE
+from shardformer.sharding.stages import Stages
 
 
 def check_plain(model: nn.Module) -> None:
@@ -28,9 +29,11 @@ def check_plain(model: nn.Module) -> None:
     check_recipes(model)
 
 
-def check_unheld(model: nn.Module, plan: Plan) -> None:
+def check_unheld(model: nn.Module, plan: Plan, stages: Stages | None = None) -> None:
     """Raises ConfigError when an optimizer holds a parameter that is to be cut: it would go on with the whole one."""
     cut = plan.cut()
+    if stages is not None:
+        cut |= {id(p): name for name, p in model.named_parameters() if not stages.is_here(name)}
     mine = [p for p in model.parameters() if id(p) in cut]
     # not gc.get_objects(): it shows tuples to this thread that others are still making, which makes those fail
     lists = [x for x in gc.get_referrers(*mine) if type(x) is list and x is not mine]

@@ -19,6 +19,7 @@ from shardformer.context import Axis
 from shardformer.errors import PolicyError
 from shardformer.layers.arguments import Bounds
 from shardformer.layout import Split
+from shardformer.pipeline.chain import Segment
 from shardformer.sharding.config import ShardConfig
 
 ModuleKey = str | type[nn.Module]
@@ -203,13 +204,24 @@ class Policy:
         """The model's stacks of layers; sequence parallelism needs them."""
         return []
 
+    def segments(self) -> list[Segment]:
+        """The stacks as a pipeline cuts them, in the order in which they run."""
+        return [
+            Segment(
+                stack.layers,
+                tuple(f"{stack.layers}.{name}" for name, _ in self.model.get_submodule(stack.layers).named_children()),
+                entry=stack.context if at else None,
+                behind=(stack.final_norm,) if stack.final_norm else (),
+                is_stretched=self.shard_config.enable_sequence_parallelism
+                and self.axis.size > 1
+                and not stack.whole_sequence,
+            )
+            for at, stack in enumerate(self.stacks())
+        ]
+
     def replicated(self) -> list[str] | None:
         """Paths of what stays whole on purpose. None: whatever no rule names may."""
         return None
-
-    def get_shared_params(self) -> list[dict[int, Any]]:
-        """Parameters that several pipeline stages hold; none without a pipeline."""
-        return []
 
     # --- the first form
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -18,6 +18,8 @@ from shardformer.errors import ConfigError
 from shardformer.layers.block import Block
 from shardformer.layers.sequence import SequenceRegion, WholeSequence
 from shardformer.sharding.listing import percent, table, whole_rows
+from shardformer.sharding.policy import Policy
+from shardformer.sharding.stages import Stages
 
 ATTRIBUTE = "_shardformer_record"
 
@@ -40,9 +42,11 @@ class ShardRecord:
         context: the grid it lives on.
         source: which link of the chain gave the policy.
         options: the options of the config.
+        policy: by which it was sharded.
         replacements: in the order in which they were made.
         notes: things worth knowing, such as which attention kernel was chosen.
-        averager: what agrees on gradients with other ranks.
+        averagers: what agrees on gradients with other ranks.
+        stages: how a pipeline cut the model.
         edges: where the tensor-parallel regions begin and end.
         num_parameters: how many tensors the model trained when it was sharded.
         gathers: how often its full weights were asked for.
@@ -53,10 +57,12 @@ class ShardRecord:
     options: dict[str, bool | str]
     replacements: list[Replacement] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    averager: GradientAverager | None = None
+    averagers: list[GradientAverager] = field(default_factory=list)
+    stages: Stages | None = None
     edges: list[Block | SequenceRegion | WholeSequence] = field(default_factory=list)
     num_parameters: int = 0
     gathers: int = 0
+    policy: Policy | None = None
 
     def add(self, path: str, before: Any, after: Any, kind: str = "module") -> None:
         self.replacements.append(Replacement(path, _name(before), _name(after), kind))
@@ -84,8 +90,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     ...     model(**first_half).loss.backward()
     >>> model(**second_half).loss.backward()    # doctest: +SKIP
     """
-    averager = record_of(model).averager
-    with averager.paused() if averager is not None else nullcontext():
+    with ExitStack() as pauses:
+        for averager in record_of(model).averagers:
+            pauses.enter_context(averager.paused())
         yield
 
 

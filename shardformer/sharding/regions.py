@@ -20,9 +20,11 @@ from shardformer.layers.parallel_module import ParallelModule
 from shardformer.layers.random_stream import AgreedDraw
 from shardformer.layers.sequence import SequenceRegion
 from shardformer.layout import ShardSpec
+from shardformer.pipeline.stage_manager import groups_of
 from shardformer.sharding.config import ShardConfig
 from shardformer.sharding.plan import Plan
 from shardformer.sharding.policy import StackDescription
+from shardformer.sharding.stages import Stages
 
 READ_LIBRARIES = ("torch", "transformers", "timm", "shardformer")
 """Where dropout is a module, a rate called ``drop_prob`` or a field of the config."""
@@ -70,37 +72,92 @@ def average_gradients(
     blocks: Sequence[tuple[nn.Module, Block]],
     context: ParallelContext,
     config: ShardConfig,
-) -> GradientAverager | None:
+    stages: Stages | None = None,
+) -> list[GradientAverager]:
     """Sees to it that every gradient is the one of the plain model: over data, and where a rank has a summand only.
 
     Args:
         blocks: the module at the entry of each block, and the block.
+        stages: of a pipeline. A parameter that several of them hold has a summand of its gradient on each.
+
+    Returns one averager for what is this stage's own, and one for each set of stages that hold something together.
     """
-    tensor, data = context.tensor, context.data
-    partial = partial_parameters(model, plan, config) if tensor.size > 1 else set()
+    partial = partial_parameters(model, plan, config) if context.tensor.size > 1 else set()
     specs = param_specs(model)
-    both = (
-        context.merged("data", "tensor") if tensor.size > 1 and data.size > 1 else (tensor if data.size == 1 else data)
-    )
-    entries, seen = [], set()
-    cut = {id(p) for name, p in model.named_parameters() if specs[name].is_sharded}
+    shared = stages.shared if stages is not None else {}
+    axes: dict[tuple[int, ...], GradientAxes] = {(): GradientAxes.of_stage(context)}
+    if stages is not None:
+        axes |= {held: GradientAxes.of_stages(context, stages, held) for held in dict.fromkeys(shared.values())}
+    order = {name: at for at, name in enumerate(shared)}
+    entries: dict[tuple[int, ...], list[tuple[int, Entry]]] = {}
+    seen, cut = set(), {id(p) for name, p in model.named_parameters() if specs[name].is_sharded}
     for name, param in model.named_parameters():
         if id(param) in seen:
             continue
         seen.add(id(param))
-        entry = _entry(param, specs[name], name in partial, tensor, data, both)
+        held = shared.get(name, ())
+        entry = axes[held].entry(param, specs[name], name in partial)
         if entry is not None:
-            entries.append(entry)
-    if not entries:
-        return None
+            entries.setdefault(held, []).append((order.get(name, 0), entry))
+    every = [entry for found in entries.values() for _, entry in found]
     for module, block in blocks:
         if block.sequence is None:
-            _watch_side(module, block, {id(e.param): e for e in entries if id(e.param) not in cut})
-    averager = GradientAverager(entries, config.extra_kwargs.get("bucket_bytes", BUCKET_BYTES))
+            _watch_side(module, block, {id(e.param): e for e in every if id(e.param) not in cut})
+    size = config.extra_kwargs.get("bucket_bytes", BUCKET_BYTES)
+    # the stages that hold something together fill buckets in one order, whatever each calls it
+    averagers = [
+        GradientAverager([entry for _, entry in sorted(entries[held], key=lambda pair: pair[0])], size)
+        for held in sorted(entries)
+    ]
     for module in model.modules():  # the user may keep a part of the model alone
         if any(True for _ in module.parameters(recurse=False)):
-            averager.live_with(module)
-    return averager
+            for averager in averagers:
+                averager.live_with(module)
+    return averagers
+
+
+@dataclass(frozen=True)
+class GradientAxes:
+    """The axes that gradients are agreed on over.
+
+    Args:
+        data: for what every tensor rank knows.
+        both: for what each tensor rank has a summand of.
+        holders: stages that hold a parameter, each of which has a summand of its gradient.
+    """
+
+    context: ParallelContext
+    data: Axis
+    both: Axis
+    holders: int = 1
+
+    @classmethod
+    def of_stage(cls, context: ParallelContext) -> GradientAxes:
+        tensor, data = context.tensor, context.data
+        both = context.merged("data", "tensor") if tensor.size > 1 and data.size > 1 else None
+        return cls(context, data, both or (tensor if data.size == 1 else data))
+
+    @classmethod
+    def of_stages(cls, context: ParallelContext, stages: Stages, held: tuple[int, ...]) -> GradientAxes:
+        """All processes call it, in one order."""
+        alone = groups_of(context, held, ("data",))
+        both = groups_of(context, held, ("data", "tensor")) if context.tensor.size > 1 else alone
+        return cls(context, alone, both, len(held))
+
+    def entry(self, param: Tensor, spec: ShardSpec, is_partial: bool) -> Entry | None:
+        tensor, data, holders = self.context.tensor, self.context.data, self.holders
+        held_by = spec.multiplicity(tensor.rank)
+        if isinstance(held_by, Tensor):
+            dim, split = next(iter(spec.splits.items()))
+            divisor = torch.tensor(split.multiplicity, dtype=torch.float64) * (data.size * holders)
+            shape = [-1 if d == dim else 1 for d in range(len(spec.shape))]
+            shared = (dim, split.indices(tensor.rank), tuple(spec.shape))
+            return Entry(param, self.both, held_by.double() * holders, divisor.reshape(shape), shared)
+        if is_partial:
+            return Entry(param, self.both, tensor.size * holders, tensor.size * data.size * holders, holders=holders)
+        if data.size * holders == 1:
+            return None
+        return Entry(param, self.data, holders, data.size * holders, holders=holders)
 
 
 @dataclass(eq=False)
@@ -112,7 +169,7 @@ class _Side:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         for entry in self.entries:
-            entry.scale = self.block.axis.size if self.block.is_open else 1
+            entry.scale = entry.holders * (self.block.axis.size if self.block.is_open else 1)
 
 
 def _watch_side(at: nn.Module, block: Block, entries: dict[int, Entry]) -> None:
@@ -124,19 +181,6 @@ def _watch_side(at: nn.Module, block: Block, entries: dict[int, Entry]) -> None:
         mine = [entries[id(p)] for p in module.parameters(recurse=False) if id(p) in entries]
         if mine and not isinstance(module, ParallelModule):
             module.register_forward_pre_hook(_Side(block, mine))
-
-
-def _entry(param: Tensor, spec: ShardSpec, is_partial: bool, tensor: Axis, data: Axis, both: Axis) -> Entry | None:
-    held_by = spec.multiplicity(tensor.rank)
-    if isinstance(held_by, Tensor):
-        dim, split = next(iter(spec.splits.items()))
-        divisor = torch.tensor(split.multiplicity, dtype=torch.float64) * data.size
-        shape = [-1 if d == dim else 1 for d in range(len(spec.shape))]
-        shared = (dim, split.indices(tensor.rank), tuple(spec.shape))
-        return Entry(param, both, held_by.double(), divisor.reshape(shape), shared)
-    if is_partial:
-        return Entry(param, both, tensor.size, tensor.size * data.size)
-    return Entry(param, data, 1, data.size) if data.size > 1 else None
 
 
 def partial_parameters(model: nn.Module, plan: Plan, config: ShardConfig) -> set[str]:

@@ -21,6 +21,7 @@ from shardformer.layers.parts import hold_part
 from shardformer.layers.random_stream import align_random
 from shardformer.layers.sequence import SequenceRegion, WholeSequence
 from shardformer.lazy.materialize import copy_with_values, fill, is_lazy, notes_of, recording
+from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.sharding import first_form
 from shardformer.sharding.agree import agree, agree_on_group, agree_on_weights, model_lines
 from shardformer.sharding.config import ShardConfig
@@ -31,6 +32,7 @@ from shardformer.sharding.plan import Plan, Target, make_plan, name_of
 from shardformer.sharding.policy import BlockDescription, Policy, SubModuleReplacementDescription
 from shardformer.sharding.record import ATTRIBUTE, ShardRecord
 from shardformer.sharding.regions import agree_on_depth, average_gradients, register_stack, uses_dropout
+from shardformer.sharding.stages import make_stages
 
 
 class Sharding:
@@ -61,20 +63,31 @@ class Sharding:
         self._blocks: list[tuple[nn.Module, Block]] = []
 
     def shard(self) -> list[dict[int, Tensor]]:
-        """Shards the model. Returns the parameters that several pipeline stages hold: none without a pipeline."""
+        """Shards the model. Returns the parameters that several pipeline stages hold: none without a pipeline.
+
+        Each as a dict: the ranks of the pipe axis that hold it -> this rank's own.
+        """
         config = self.shard_config
         if config.context is None and config.tensor_parallel_process_group is None and not dist.is_initialized():
             launch_from_torch()
         self._context = context = agree_on_group(config)
         with unchanged_on_error(self.model):
             plan = agree(context, self._plan, self._lines)
-            self._record.notes += agree_on_weights(self.model, [context.tensor, context.data])
+            self._record.notes += agree_on_weights(self.model, [context.tensor, context.pipe, context.data])
+            stages = self._record.stages
+            if stages is not None:
+                stages.take_out(self.model)
+                plan = stages.restricted(plan)
             agree(context, lambda: self._carry_out(plan))
-            align_random(context.tensor, context.device)
+            for axis in (context.tensor, context.pipe):
+                align_random(axis, context.device)
             cut = plan if self._is_cut else Plan([])
             self._record.num_parameters = len(list(self.model.parameters()))
-            self._record.averager = average_gradients(self.model, cut, self._blocks, context, config)
-        return self._policy.get_shared_params()
+            self._record.averagers = average_gradients(self.model, cut, self._blocks, context, config, stages)
+            if stages is None:
+                return []
+            stages.note_shared(self.model)
+            return stages.shared_params
 
     @property
     def _is_cut(self) -> bool:
@@ -85,7 +98,7 @@ class Sharding:
         config, model = self.shard_config, self.model
         check_plain(model)
         self._policy, source = self._found(model)
-        self._record = ShardRecord(self._context, source, config.options())
+        self._record = ShardRecord(self._context, source, config.options(), policy=self._policy)
         self._policy.set_model(model)
         self._policy.set_shard_config(config)
         check_optimizations(model, config, self._policy)
@@ -94,8 +107,12 @@ class Sharding:
         self._policy.set_model(self.model)
         plan = make_plan(self.model, self._policy)
         self._record.notes += self._policy.notes
+        if config.pipeline_stage_manager is not None or self._context.pipe.size > 1:
+            manager = config.pipeline_stage_manager or PipelineStageManager(self._context)
+            self._record.stages = make_stages(self.model, self._policy, manager)
+            self._record.stages.draws = uses_dropout(self.model)
         if not self._fresh:
-            check_unheld(self.model, plan)
+            check_unheld(self.model, plan, self._record.stages)
         first_form.check(self._policy, self.model)
         return plan
 
@@ -110,7 +127,8 @@ class Sharding:
     def _lines(self, plan: Plan) -> list[str]:
         config = self.shard_config
         asked = [self._record.source, str(config.options()), str(sorted(config.extra_kwargs.items()))]
-        return [*asked, *model_lines(self.model), *plan.lines()]
+        stages = self._record.stages.lines() if self._record.stages is not None else []
+        return [*asked, *model_lines(self.model), *plan.lines(), *stages]
 
     def _carry_out(self, plan: Plan) -> None:
         """Changes the model, and makes this rank's part of the values that it waits for.
@@ -137,6 +155,8 @@ class Sharding:
         if self._is_cut:
             self._open_regions(plan)  # last: its hooks stand on the modules that stay
         self.model = policy.postprocess() or self.model
+        if record.stages is not None:
+            record.stages.open(self.model)
         self.model.__dict__[ATTRIBUTE] = record
         guard_model(self.model, record, config)
 

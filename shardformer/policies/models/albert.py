@@ -1,5 +1,6 @@
 """ALBERT: an encoder that runs the same layer many times; the attention adds its residual itself."""
 
+from shardformer.pipeline.chain import Segment
 from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
 
 
@@ -19,3 +20,9 @@ class AlbertPolicy(RolePolicy):
         "encoder.embedding_hidden_mapping_in",
         "pooler?",
     )
+
+    def segments(self) -> list[Segment]:
+        """As many units as there are layers to compute, each a call of one of the few groups there are."""
+        config, groups = self.model.config, "encoder.albert_layer_groups"
+        depth, kinds = config.num_hidden_layers, config.num_hidden_groups
+        return [Segment(groups, tuple(f"{groups}.{at * kinds // depth}" for at in range(depth))).within(self.base)]

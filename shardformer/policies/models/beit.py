@@ -19,6 +19,7 @@ class BeitPolicy(RolePolicy):
             MLP("mlp", up="fc1", down="fc2"),
         ],
         final_norm="layernorm?",
+        everywhere=["shared_position_bias?", "relative_position_bias?"],
     )
     head = "lm_head"
     whole = ("embeddings", "pooler?", "relative_position_bias?", ".decode_head", ".auxiliary_head", ".fpn")

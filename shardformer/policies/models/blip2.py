@@ -1,7 +1,9 @@
 """BLIP-2: an encoder of images, a Q-Former that reads it, and a language model of a family of its own."""
 
+from dataclasses import replace
 from typing import Any
 
+from shardformer.pipeline.chain import Segment
 from shardformer.policies.roles import MLP, Attention, Role, RolePolicy, Stack
 
 VISION: list[Role] = [
@@ -52,7 +54,7 @@ class Blip2QFormerPolicy(RolePolicy):
 class Blip2Policy(RolePolicy):
     stack = (
         Stack("vision_model.encoder.layers", VISION, optional=True),
-        Stack("qformer.encoder.layer", QFORMER, whole_sequence=WHOLE, optional=True),
+        Stack("qformer.encoder.layer", QFORMER, whole_sequence=WHOLE, optional=True, front=["query_tokens"]),
     )
     parts = ("language_model?",)
     embeddings = "embeddings.word_embeddings?"
@@ -61,3 +63,17 @@ class Blip2Policy(RolePolicy):
         "vision_projection?", "text_projection?",
     )  # fmt: skip
     num_heads = ".num_attention_heads"
+
+    def segments(self) -> list[Segment]:
+        """Image encoder, Q-Former, language model: what the one before has made comes in by a door of its own."""
+        doors = {
+            "qformer.encoder.layer": ("qformer", "encoder_hidden_states"),
+            "language_model": ("language_projection", "input"),
+        }
+        found, entered = super().segments(), set()
+        for at, segment in enumerate(found):
+            door = next((d for d in doors if f"{segment.layers}.".startswith(f"{d}.")), None)
+            if at and door is not None and door not in entered:
+                entered.add(door)
+                found[at] = replace(segment, entry=doors[door])
+        return found

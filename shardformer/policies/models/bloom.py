@@ -19,6 +19,7 @@ class BloomPolicy(RolePolicy):
             MLP("mlp", up="dense_h_to_4h", down="dense_4h_to_h"),
         ],
         final_norm="ln_f",
+        returns=1,
     )
     embeddings = "word_embeddings"
     head = "lm_head"

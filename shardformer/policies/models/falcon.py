@@ -18,6 +18,7 @@ class FalconPolicy(RolePolicy):
             MLP("mlp", up="dense_h_to_4h", down="dense_4h_to_h", joins="self_attention.dense"),
         ],
         final_norm="ln_f",
+        returns=1,
     )
     embeddings = "word_embeddings"
     head = "lm_head"

@@ -18,6 +18,7 @@ class GPTNeoPolicy(RolePolicy):
             MLP("mlp", up="c_fc", down="c_proj"),
         ],
         final_norm="ln_f",
+        returns=1,
     )
     embeddings = "wte"
     head = "lm_head"

@@ -13,6 +13,7 @@ class GPTJPolicy(RolePolicy):
             MLP("mlp", up="fc_in", down="fc_out", joins="attn.out_proj"),
         ],
         final_norm="ln_f",
+        returns=1,
     )
     embeddings = "wte"
     head = "lm_head"

@@ -13,6 +13,7 @@ class OPTPolicy(RolePolicy):
             MLP("fc1", up="", down=".fc2"),
         ],
         final_norm="decoder.final_layer_norm?",
+        behind=["decoder.project_out?"],
     )
     embeddings = "decoder.embed_tokens"
     head = "lm_head"

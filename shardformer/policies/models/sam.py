@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from shardformer.pipeline.chain import Segment
 from shardformer.policies.roles import MLP, Attention, Role, RolePolicy, Stack
 
 
@@ -39,7 +40,7 @@ class SamVisionPolicy(RolePolicy):
 
 class SamPolicy(RolePolicy):
     stack = (
-        Stack("vision_encoder.layers", LAYERS),
+        Stack("vision_encoder.layers", LAYERS, behind=["shared_image_embedding"]),
         Stack(
             "mask_decoder.transformer.layers",
             [
@@ -58,3 +59,7 @@ class SamPolicy(RolePolicy):
     )  # fmt: skip
     num_heads = ".num_attention_heads"
     against_sequence = SamVisionPolicy.against_sequence
+
+    def segments(self) -> list[Segment]:
+        """The image's encoder; the small decoder behind it, which hands on two streams, stays in one piece."""
+        return super().segments()[:1]

@@ -19,6 +19,7 @@ class SwinPolicy(RolePolicy):
             ),
             MLP("mlp", up="fc1", down="fc2"),
         ],
+        returns=2,
     )
     whole = ("embeddings", "encoder.layers.*.downsample?", ".decoder")
     num_heads = ".num_attention_heads"
@@ -44,6 +45,7 @@ class Swinv2Policy(RolePolicy):
             ),
             MLP("intermediate", up="dense", down=".output.dense"),
         ],
+        returns=1,
     )
     whole = (
         "embeddings",

@@ -4,6 +4,9 @@ from typing import Any
 
 from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
 
+TABLE = ("layer.0.SelfAttention.relative_attention_bias", "layer.0.SelfAttention.has_relative_attention_bias")
+"""Only the first layer makes the biases, and hands them on: with a pipeline the first layer of each stage does."""
+
 
 def _attention(at: str, **kwargs: Any) -> Attention:
     return Attention(at, q="q", k="k", v="v", out="o", attributes={"n_heads": "heads"}, **kwargs)
@@ -18,6 +21,8 @@ class T5Policy(RolePolicy):
                 MLP("layer.1.DenseReluDense", up=["wi?", "wi_0?", "wi_1?"], down="wo"),
             ],
             final_norm="encoder.final_layer_norm",
+            returns=3,
+            lent=TABLE,
         ),
         Stack(
             "decoder.block",
@@ -28,6 +33,8 @@ class T5Policy(RolePolicy):
             ],
             final_norm="decoder.final_layer_norm",
             context=("decoder", "encoder_hidden_states"),
+            returns=3,
+            lent=TABLE,
             optional=True,
         ),
     )

@@ -1,0 +1,249 @@
+"""Stages: which rank of the pipe axis holds which part of a model, and the model without the others' parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.comm.params import PIPE_PLACE, PipePlace
+from shardformer.errors import ConfigError
+from shardformer.layers.embedding import VocabParallelEmbedding1D
+from shardformer.pipeline.absent import Ghosts
+from shardformer.pipeline.balance import balanced, even, explicit
+from shardformer.pipeline.chain import Chain, Segment, Span, holders, no_chain
+from shardformer.pipeline.passage import Passage
+from shardformer.pipeline.stage_manager import PipelineStageManager
+from shardformer.sharding.plan import Plan, Target
+from shardformer.sharding.policy import ModulePolicyDescription, Policy
+
+NOTHING = 1e-9
+"""What a layer without any weight costs, so that it counts at all."""
+
+
+@dataclass
+class Stages:
+    """How a model was cut into stages, and what runs its stretches on this rank.
+
+    Args:
+        holders: the virtual stages that hold each parameter and buffer, by name.
+        shared: the stages that hold each parameter of which there are several, by name.
+        draws: whether the model draws random numbers when it trains.
+        state: name -> (first name of that tensor, full shape, dtype) of all that the whole model saves.
+    """
+
+    manager: PipelineStageManager
+    chain: Chain
+    spans: list[Span]
+    costs: list[float]
+    holders: dict[str, frozenset[int]]
+    state: dict[str, tuple[str, tuple[int, ...], torch.dtype]]
+    shared: dict[str, tuple[int, ...]]
+    ghosts: Ghosts = field(default_factory=Ghosts)
+    passage: Passage | None = None
+    draws: bool = False
+    shared_params: list[dict[int, Tensor]] = field(default_factory=list)
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """The ranks of the pipe axis that hold a parameter or buffer."""
+        return tuple(sorted({self.manager.placement[v] for v in self.holders[name]}))
+
+    def is_here(self, name: str) -> bool:
+        return self.manager.stage in self.stages_of(name)
+
+    def lines(self) -> list[str]:
+        """What all ranks must have alike."""
+        return [str(self.manager.options()), str(self.spans), *(f"{n}: {v}" for n, v in self.shared.items())]
+
+    def take_out(self, model: nn.Module) -> None:
+        """Takes the other stages' parameters out of the model."""
+        self.ghosts.remove(model, {name: self.is_here(name) for name in self.holders})
+
+    def _lend_all(self, model: nn.Module) -> None:
+        """The first layer of each stage gets what it needs of the first of all."""
+        for segment, start in zip(self.chain.segments, self.chain.starts, strict=True):
+            for span in self._own_spans():
+                at = max(span.start, start)
+                if at >= span.end or at >= start + len(segment.units) or at == start:
+                    continue
+                _lend(model, segment, segment.units[at - start])
+
+    def _own_spans(self) -> list[Span]:
+        return [self.spans[v] for v in self.manager.virtual_stages]
+
+    def restricted(self, plan: Plan) -> Plan:
+        """What of a plan is about modules that are here."""
+        return replace(plan, targets=[self._restricted(target) for target in plan.targets])
+
+    def _restricted(self, target: Target) -> Target:
+        def is_here(path: str) -> bool:
+            module = target.submodule(path)[1]
+            return module is None or not self.ghosts.has_any(module)
+
+        d = target.description
+        parameters = {p: s for p, s in (d.parameters or {}).items() if self._has(target, p)}
+        return Target(
+            target.path,
+            target.module,
+            ModulePolicyDescription(
+                d.attribute_replacement,
+                d.param_replacement,
+                [sub for sub in d.sub_module_replacement or [] if is_here(sub.suffix)],
+                d.method_replacement,
+                [b for b in d.blocks or [] if is_here(b.entry if b.encloses else b.row)],
+                parameters,
+            ),
+        )
+
+    def _has(self, target: Target, path: str) -> bool:
+        owner_path, _, name = path.rpartition(".")
+        owner = target.submodule(owner_path)[1]
+        return owner is not None and name in {**owner._parameters, **owner._buffers}
+
+    def open(self, model: nn.Module) -> None:
+        """Puts what runs a stretch of the model into its layers; after all else that changes them."""
+        self._lend_all(model)
+        self.passage = Passage(
+            model,
+            self.chain,
+            self.ghosts,
+            (nn.Embedding, VocabParallelEmbedding1D),
+            self._checkpointed(),
+            self.manager.context.tensor.rank,
+        )
+
+    def _checkpointed(self) -> frozenset[int]:
+        counts = self.manager.checkpointed([len(span) for span in self.spans])
+        return frozenset(u for span, n in zip(self.spans, counts, strict=True) for u in range(span.start, span.end)[:n])
+
+    def note_shared(self, model: nn.Module) -> None:
+        """Writes down the parameters that other stages hold too: stage -> this rank's own, for each that holds it.
+
+        The first of the stages counts such a parameter, in a norm and in what is saved.
+        """
+        elsewhere = frozenset(name for name, held in self.shared.items() if held[0] != self.manager.stage)
+        model.__dict__[PIPE_PLACE] = PipePlace(self.manager.axis, elsewhere)
+        for name, param in model.named_parameters():
+            if name in self.shared:
+                self.shared_params.append(dict.fromkeys(self.shared[name], param))
+
+
+def make_stages(model: nn.Module, policy: Policy, manager: PipelineStageManager) -> Stages:
+    """Cuts a model, which is as it was, into the virtual stages of ``manager``.
+
+    Raises ConfigError when the model has no stack that can be cut, fewer layers than stages, layers that are left out
+    at random, or is asked for what no stage has.
+    """
+    count = manager.num_virtual_stages
+    chain = Chain(tuple(s for s in policy.segments() if s.units))
+    if count > 1 and not chain.segments:
+        raise no_chain(model, str(manager.num_stages))
+    if manager.num_stages > 1:
+        _check_settings(model)
+    whole = [Span(0, len(chain.units))]
+    costs = [float(c) for c in manager.costs] if manager.costs is not None else costs_of(model, chain)
+    if len(costs) != len(chain.units):
+        raise ConfigError(
+            f"costs has {len(costs)} numbers",
+            rule=f"It has one for each layer, and this {type(model).__name__} runs {len(chain.units)}",
+            remedy="Leave costs out to have them estimated",
+        )
+    spans = chain.spans(_bounds(manager, costs, count)) if count > 1 else whole
+    named = holders(model, chain, spans) if chain.segments else {}
+    stages = Stages(manager, chain, spans, costs, named, _state_of(model), {})
+    _tie(model, stages)
+    return stages
+
+
+def _state_of(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...], torch.dtype]]:
+    first: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    return {n: (first.setdefault(id(t), n), tuple(t.shape), t.dtype) for n, t in state.items() if isinstance(t, Tensor)}
+
+
+def _bounds(manager: PipelineStageManager, costs: list[float], count: int) -> list[int]:
+    if not isinstance(manager.cut, str):
+        return explicit(manager.cut, len(costs), count)
+    return even(len(costs), count) if manager.cut == "even" else balanced(costs, count)
+
+
+def _tie(model: nn.Module, stages: Stages) -> None:
+    """Notes which parameters are on several stages: of a layer that several call, or by several names (tied)."""
+    names: dict[int, list[str]] = {}
+    if stages.manager.num_stages == 1:
+        return
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    for same in names.values():
+        ranks = sorted({rank for name in same for rank in stages.stages_of(name)})
+        if len(ranks) > 1:
+            stages.shared |= dict.fromkeys(same, tuple(ranks))
+
+
+def costs_of(model: nn.Module, chain: Chain) -> list[float]:
+    """What each unit costs a token, about: the elements of the matrices that it meets, of experts those it is sent to.
+
+    A table that is looked up costs nothing; what stands before and behind a stack counts with its first and last unit.
+    """
+    units = chain.units
+    if not units:
+        return []
+    costs = [NOTHING] * len(units)
+    per_module = {path: _matrices(model, model.get_submodule(path)) for path in dict.fromkeys(units)}
+    for at, path in enumerate(units):
+        costs[at] += per_module[path]
+    single = [Span(at, at + 1) for at in range(len(units))]
+    tables = {id(m) for m in model.modules() if isinstance(m, nn.Embedding)}
+    homes = holders(model, chain, single)
+    for path, module in model.named_modules():
+        for name, p in module.named_parameters(recurse=False):
+            home = homes[f"{path}.{name}" if path else name]
+            if p.dim() >= 2 and id(module) not in tables and len(home) == 1:
+                at = min(home)
+                if not f"{path}.".startswith(f"{units[at]}."):
+                    costs[at] += p.numel()
+    return costs
+
+
+def _matrices(model: nn.Module, module: nn.Module) -> float:
+    config: Any = getattr(model, "config", None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    total = 0.0
+    for p in module.parameters():
+        if p.dim() == 2 or p.dim() > 3:
+            total += p.numel()
+        elif p.dim() == 3:
+            total += p.numel() * min(1.0, chosen / p.shape[0]) if isinstance(chosen, int) else p.numel()
+    return total
+
+
+def _lend(model: nn.Module, segment: Segment, to: str) -> None:
+    """Lets a layer read attributes of the first one; not as modules of its own, which would name them twice."""
+    for path in segment.lent:
+        owner, _, name = path.rpartition(".")
+        value = getattr(model.get_submodule(f"{segment.units[0]}.{owner}"), name)
+        model.get_submodule(f"{to}.{owner}").__dict__[name] = value
+
+
+def _check_settings(model: nn.Module) -> None:
+    """Refuses what stages cannot do: layers dropped at random, and outputs that are gathered from all layers."""
+    configs: Mapping[int, Any] = {
+        id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), "__dict__")
+    }
+    for config in configs.values():
+        for name, value in vars(config).items():
+            if name.endswith("layerdrop") and isinstance(value, float) and value > 0:
+                raise ConfigError(
+                    f"{name}={value} with a pipeline",
+                    rule="Which layers a batch skips would have to be drawn alike by all stages",
+                    remedy=f"Build the model with {name}=0",
+                )
+            if name in ("output_router_logits", "output_hidden_states", "output_attentions") and value is True:
+                raise ConfigError(
+                    f"{name}=True with a pipeline",
+                    rule="It collects something of every layer, and a stage has its own layers only",
+                    remedy=f"Set config.{name} = False",
+                )
