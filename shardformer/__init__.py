@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from shardformer.context import launch as launch
     from shardformer.context import launch_from_slurm as launch_from_slurm
     from shardformer.context import launch_from_torch as launch_from_torch
+    from shardformer.engine import Pipeline as Pipeline
     from shardformer.errors import ConfigError as ConfigError
     from shardformer.errors import InputError as InputError
     from shardformer.errors import LaunchError as LaunchError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from shardformer.lazy.recorder import LazyInit as LazyInit
     from shardformer.optim.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from shardformer.optim.grad_norm import grad_norm as grad_norm
+    from shardformer.pipeline.stage_manager import PipelineStageManager as PipelineStageManager
     from shardformer.policies.infer.infer import infer as infer
     from shardformer.policies.registry import register as register
     from shardformer.policies.roles import MLP as MLP
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 _HOME = {
     "comm.recorder": ["Recorder"],
     "context": ["ParallelContext", "launch", "launch_from_slurm", "launch_from_torch"],
+    "engine": ["Pipeline"],
     "errors": ["ConfigError", "InputError", "LaunchError", "PolicyError", "ShardFormerError", "WorkerError"],
     "layers.parallel_module": ["ParallelModule"],
     "layout": ["ShardSpec", "Split"],
@@ -60,6 +63,7 @@ _HOME = {
     "optim.grad_norm": ["clip_grad_norm_", "grad_norm"],
     "sharding.config": ["ShardConfig"],
     "sharding.guards": ["full_state_dict"],
+    "pipeline.stage_manager": ["PipelineStageManager"],
     "policies.infer.infer": ["infer"],
     "sharding.policy": [
         "Argument",
