@@ -21,9 +21,9 @@ from shardformer.verify.ahead import check_split
 from shardformer.verify.compare import compare
 from shardformer.verify.guard import refuse_import, watch_workers
 from shardformer.verify.report import Bounds, Difference, Report, bounds_for
-from shardformer.verify.run import BatchFn, Job, LossFn, ModelFn, check_batch, run_job
+from shardformer.verify.run import BatchFn, Job, LossFn, ModelFn, Pipelined, check_batch, run_job
 
-__all__ = ["Bounds", "Difference", "Report", "verify"]
+__all__ = ["Bounds", "Difference", "Pipelined", "Report", "verify"]
 
 
 def verify(
@@ -37,6 +37,7 @@ def verify(
     policy: Policy | type[Policy] | None = None,
     config: Mapping[str, Any] | ShardConfig | None = None,
     *,
+    pipeline: Pipelined | None = None,
     pool: WorkerPool | None = None,
 ) -> Report:
     """Trains the plain and the sharded model side by side and compares everything.
@@ -45,13 +46,14 @@ def verify(
         model_fn: builds the plain model; called under one seed in every process. Picklable.
         batch_fn: step -> the global batch of that step. Tensors whose first dim is the batch are cut along the data
             axis, whose size divides it. Picklable.
-        tensor, data: the sizes of the axes; tensor * data processes are started.
+        tensor, data: sizes of axes; as many processes as they and the pipe axis multiply to are started.
         steps: optimizer steps (SGD with momentum on gradients clipped to norm 1).
         dtype: of the model and of what floats in the batch.
         loss_fn: (model, batch) -> loss; by default ``model(**batch).loss``.
         policy: the user's own policy.
         config: options of ``ShardConfig``, as one or as a dict.
-        pool: workers to run in, ``tensor * data`` of them; by default started and ended here.
+        pipeline: runs batches as micro-batches, over the stages that it says: ``Pipelined(pipe=2, micro_batches=4)``.
+        pool: workers to run in, as many as needed; by default started and ended here.
 
     With data ranks the plain loss is the mean of the losses of the ranks' parts of the batch: the loss of the whole
     batch when the parts count equally many labels.
@@ -60,12 +62,13 @@ def verify(
     or the first batch shows it, before any process starts, from a model that is built here once for that.
     """
     refuse_import()
-    for name, count in (("tensor", tensor), ("data", data), ("steps", steps)):
+    pipe = 1 if pipeline is None else pipeline.pipe
+    for name, count in (("tensor", tensor), ("pipe", pipe), ("data", data), ("steps", steps)):
         if count < 1:
             rule = "Each axis has one rank or more, and a comparison one step or more"
             raise ConfigError(f"{name}={count}", rule=rule, remedy=f"Use {name}=1 or more")
     bounds_for(dtype)
-    job = Job(model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, _options_of(config))
+    job = Job(model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, _options_of(config), pipeline)
     start = time.perf_counter()
     Call.of(_verify_here, (job,), {})  # refuses what cannot be sent
     check_split(model_fn, tensor, policy, job.config)
@@ -73,7 +76,7 @@ def verify(
     if pool is not None:
         report = _run_in(pool, job)
     else:
-        with WorkerPool(tensor * data, timeout_s=3600.0) as own:
+        with WorkerPool(tensor * pipe * data, timeout_s=3600.0) as own:
             report = _run_in(own, job)
     report.seconds = time.perf_counter() - start
     return report

@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardformer.comm.collectives import all_reduce, broadcast_object
+from shardformer.comm.collectives import all_reduce, broadcast_object, gather_objects
 from shardformer.comm.params import gather_param, param_specs
 from shardformer.comm.recorder import Recorder
 from shardformer.context import ParallelContext
+from shardformer.engine import Pipeline
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.optim.grad_norm import clip_grad_norm_
+from shardformer.pipeline.loss import LossWeight
+from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.sharder import shard_model
 from shardformer.sharding.config import ShardConfig
 from shardformer.sharding.policy import Policy
+from shardformer.sharding.record import record_of
 
 ModelFn = Callable[[], nn.Module]
 BatchFn = Callable[[int], Mapping[str, Any]]
@@ -29,6 +34,27 @@ MAX_NORM = 1.0
 LEARNING_RATE = 0.05
 MAX_NOISE = 1e-3
 """Of the largest gradient: a model that moves more than that under another order of samples is not comparable."""
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """A pipeline to compare with the plain model.
+
+    Args:
+        pipe: stages.
+        micro_batches: into how many parts a batch is cut, by default as many as there are stages.
+        stages: what else ``PipelineStageManager`` takes, such as ``{"schedule": "gpipe"}``.
+        loss_weight: micro-batch -> how much counts in it, as ``Pipeline`` takes it.
+    """
+
+    pipe: int = 2
+    micro_batches: int | None = None
+    stages: Mapping[str, Any] = field(default_factory=dict)
+    loss_weight: LossWeight | None = None
+
+    def __str__(self) -> str:
+        options = [f"{name}={value}" for name, value in self.stages.items()]
+        return ", ".join([*options, f"{self.micro_batches or self.pipe} micro-batches"])
 
 
 @dataclass(frozen=True)
@@ -42,6 +68,11 @@ class Job:
     loss_fn: LossFn | None
     policy: Policy | type[Policy] | None
     config: Mapping[str, Any]
+    pipeline: Pipelined | None = None
+
+    @property
+    def pipe(self) -> int:
+        return 1 if self.pipeline is None else self.pipeline.pipe
 
 
 @dataclass
@@ -60,19 +91,19 @@ class Trace:
 
 def run_job(job: Job) -> tuple[Trace | None, Trace, str, str]:
     """Called on every worker: the plain trace (on the first only), the sharded one, the model's name, the layout."""
-    context = ParallelContext.from_world({"tensor": job.tensor, "data": job.data})
+    context = ParallelContext.from_world({"tensor": job.tensor, "pipe": job.pipe, "data": job.data})
     plain, problem = None, None
-    if context.tensor.rank == 0 and context.data.rank == 0:
+    if context.tensor.rank == 0 and context.pipe.rank == 0 and context.data.rank == 0:
         try:
             plain = _run_plain(job)
         except ShardFormerError as error:
             problem = error
-    for axis in (context.data, context.tensor):  # what is wrong with the job is raised alike on all ranks
+    for axis in (context.data, context.pipe, context.tensor):  # what is wrong with the job is raised alike on all ranks
         problem = broadcast_object(problem, axis)
     if problem is not None:
         raise problem
     sharded, name = _run_sharded(job, context)
-    return plain, sharded, name, str(context)
+    return plain, sharded, name, f"{context}, {job.pipeline}" if job.pipeline is not None else str(context)
 
 
 def build(job: Job) -> nn.Module:
@@ -100,7 +131,8 @@ def silence_dropout(model: nn.Module) -> None:
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    # a stage may have nothing that trains, and an optimizer wants something
+    trainable = [p for p in model.parameters() if p.requires_grad] or [nn.Parameter(torch.zeros(()))]
     return torch.optim.SGD(trainable, lr=LEARNING_RATE, momentum=0.9)
 
 
@@ -178,27 +210,75 @@ def _noise(job: Job, model: nn.Module) -> dict[str, float]:
 def _run_sharded(job: Job, context: ParallelContext) -> tuple[Trace, str]:
     model, trace = build(job), Trace()
     name = type(model).__name__
-    model = shard_model(model, job.policy, config=ShardConfig(context=context, **job.config))
-    optimizer, specs = _optimizer(model), param_specs(model)
+    options = dict(job.config)
+    if job.pipeline is not None:
+        options["pipeline_stage_manager"] = PipelineStageManager(context, **job.pipeline.stages)
+    model = shard_model(model, job.policy, config=ShardConfig(context=context, **options))
+    step_of = partial(_plain_step, job, model) if job.pipeline is None else _pipelined_step(job, model, job.pipeline)
+    optimizer = _optimizer(model)
     for step in range(job.steps):
         part = _part(job, job.batch_fn(step), context.data.rank)
         with Recorder(context) as recorder:
-            loss = _loss_of_step(job, model, part, step, context.data.rank).double()
-            loss.backward()
+            loss = step_of(part, step, context.data.rank)
         mean = all_reduce(loss.detach().clone(), context.data, purpose="check") / context.data.size
         trace.losses.append(float(mean))
-        trace.grads.append(
-            {
-                n: None if p.grad is None else gather_param(p.grad, specs[n], context.tensor)
-                for n, p in model.named_parameters()
-            }
-        )
+        trace.grads.append(_gathered(model, context, {n: p.grad for n, p in model.named_parameters()}))
         trace.norms.append(float(clip_grad_norm_(model, MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
-    trace.after = {n: gather_param(p, specs[n], context.tensor) for n, p in model.named_parameters()}
+    after = _gathered(model, context, {n: p.detach() for n, p in model.named_parameters()})
+    trace.after = {n: p for n, p in after.items() if p is not None}
     trace.collectives = {f"{op} over {axis} ({why})": v for (op, axis, why), v in recorder.table().items()}
     return trace, name
+
+
+def _plain_step(job: Job, model: nn.Module, part: Mapping[str, Any], step: int, data_rank: int) -> Tensor:
+    loss = _loss_of_step(job, model, part, step, data_rank).double()
+    loss.backward()
+    return loss
+
+
+def _pipelined_step(job: Job, model: nn.Module, asked: Pipelined) -> Callable[[Mapping[str, Any], int, int], Tensor]:
+    loss_fn = job.loss_fn
+    given = None if loss_fn is None else lambda output, part: loss_fn(Replay(model, output), part)
+    pipeline = Pipeline(model, asked.micro_batches, loss_fn=given, loss_weight=asked.loss_weight)
+
+    def step_of(part: Mapping[str, Any], step: int, data_rank: int) -> Tensor:
+        torch.manual_seed(1 + step * job.data + data_rank)
+        return pipeline.step(part)
+
+    return step_of
+
+
+class Replay(nn.Module):
+    """The model for a loss function that calls it, when it has been called already: gives what it gave."""
+
+    def __init__(self, model: nn.Module, output: Any) -> None:
+        super().__init__()
+        self.__dict__["replayed"] = (model, output)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["replayed"][1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["replayed"][0], name)
+
+
+def _gathered(model: nn.Module, context: ParallelContext, own: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """The full tensors of all stages by the plain model's names. A tensor that stages do not hold alike is NaN."""
+    specs = param_specs(model)
+    full = {n: None if t is None else gather_param(t, specs[n], context.tensor) for n, t in own.items()}
+    stages = record_of(model).stages
+    if stages is None or context.pipe.size == 1:
+        return full
+    out: dict[str, Tensor | None] = {}
+    for theirs in gather_objects(full, context.pipe):
+        for name, t in theirs.items():
+            first = stages.state[name][0]
+            known = out.setdefault(first, t)
+            if known is not t and (known is None or t is None or not torch.equal(known, t)):
+                out[first] = None if t is None else torch.full_like(t, float("nan"))
+    return {name: out[name] for name in stages.state if name in out}
 
 
 def check_batch(job: Job) -> None:

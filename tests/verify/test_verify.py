@@ -118,12 +118,12 @@ def shared_heads_alone() -> Any:
     """Slices that several ranks hold count as each rank's own."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def entry(param: Tensor, spec: ShardSpec, *args: Any) -> Any:
-            return None if isinstance(spec.multiplicity(0), Tensor) else original(param, spec, *args)
+        def entry(axes: Any, param: Tensor, spec: ShardSpec, *args: Any) -> Any:
+            return None if isinstance(spec.multiplicity(0), Tensor) else original(axes, param, spec, *args)
 
         return entry
 
-    return replaced(regions, "_entry", make)
+    return replaced(regions.GradientAxes, "entry", make)
 
 
 def unfused() -> Any:
@@ -194,7 +194,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "the sum of a shared KV head's gradient": shared_heads_alone,
     "which KV head a query head reads": expanded_wrongly,
     "the blocks of a fused projection": unfused,
-    "the mean over data": lambda: mock.patch.object(sharder, "average_gradients", lambda *_: None),
+    "the mean over data": lambda: mock.patch.object(sharder, "average_gradients", lambda *_: []),
     "the other ranks' part of the norm": lambda: replaced(grad_norm, "all_reduce", lambda _: lambda x, axis, **_: x),
     "the gradient of a block's weights": no_weight_gradient,
     "other owners of a parameter": nothing_replaced_elsewhere,
