@@ -22,11 +22,16 @@ class Ghosts:
         self._at: tuple[torch.device, torch.dtype] | None = None
 
     def remove(self, model: nn.Module, held: Mapping[str, bool]) -> None:
-        """Takes the parameters out that are not held here, by name; each of its names where it is tied."""
-        for path, module in model.named_modules(remove_duplicate=False):
+        """Takes the parameters out that are not held here, by name. A module with several names is held by any."""
+        wanted: dict[tuple[int, str], bool] = {}
+        modules = list(model.named_modules(remove_duplicate=False))
+        for path, module in modules:
+            for name in module._parameters:
+                key = (id(module), name)
+                wanted[key] = wanted.get(key, False) or held.get(f"{path}.{name}" if path else name, True)
+        for _, module in modules:
             for name, param in list(module._parameters.items()):
-                full = f"{path}.{name}" if path else name
-                if param is not None and not held[full]:
+                if param is not None and not wanted[id(module), name]:
                     del module._parameters[name]
                     module.__dict__[name] = _stand_in(param)
                     self._places.append((module, name))

@@ -8,7 +8,7 @@ stands behind it (a norm, a pooler, the head) with its last.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 
@@ -113,50 +113,47 @@ class Chain:
         return [Span(a, b) for a, b in pairwise(bounds)]
 
 
-def holders(model: nn.Module, units: Chain, spans: Sequence[Span]) -> dict[str, frozenset[int]]:
-    """The virtual stages that hold each parameter and buffer, by each of its names.
+def homes(model: nn.Module, units: Chain) -> dict[str, frozenset[int]]:
+    """The units that each parameter and buffer goes with, by each of its names.
 
-    What stands in a layer is held where the layer runs. All else goes with the first or the last unit of a stack: what
+    What stands in a layer goes with every call of it. All else goes with the first or the last unit of a stack: what
     the model registers before a stack's first layer is its front, what it registers behind it (or inside of the module
-    that holds the stack before) goes with the stack's last; ``front`` and ``behind`` of a segment say what differs.
+    that holds the stack before) goes with that stack's last; ``front`` and ``behind`` of a segment say what differs.
     """
-    named = [
-        *(n for n, _ in model.named_parameters(remove_duplicate=False)),
-        *(n for n, _ in model.named_buffers(remove_duplicate=False)),
-    ]
-    order = {name: at for at, name in enumerate(n for n, _ in _in_order(model))}
-    found: dict[str, frozenset[int]] = {}
-    for name in named:
-        found[name] = frozenset(_holders_of(name, units, spans, order))
-    return found
+    order = {name: at for at, name in enumerate(_in_order(model))}
+    return {name: frozenset(_homes_of(name, units, order)) for name in order}
 
 
-def _in_order(model: nn.Module) -> Iterable[tuple[str, object]]:
+def holders(home: Mapping[str, frozenset[int]], spans: Sequence[Span]) -> dict[str, frozenset[int]]:
+    """The virtual stages that hold each parameter and buffer, by name: those that run a unit it goes with."""
+    return {
+        name: frozenset(v for v, span in enumerate(spans) if any(unit in span for unit in units))
+        for name, units in home.items()
+    }
+
+
+def _in_order(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules(remove_duplicate=False):
         for name, value in chain(module._parameters.items(), module._buffers.items()):
-            yield (f"{path}.{name}" if path else name), value
+            if value is not None:
+                yield f"{path}.{name}" if path else name
 
 
-def _holders_of(name: str, units: Chain, spans: Sequence[Span], order: Mapping[str, int]) -> Iterable[int]:
-    def stages_of(wanted: Iterable[int]) -> set[int]:
-        chosen = set(wanted)
-        return {v for v, span in enumerate(spans) if any(u in span for u in chosen)}
-
-    starts = units.starts
-    for segment, start in zip(units.segments, starts, strict=True):
+def _homes_of(name: str, units: Chain, order: Mapping[str, int]) -> Iterable[int]:
+    for segment, start in zip(units.segments, units.starts, strict=True):
         whole = range(start, start + len(segment.units))
         lent = [f"{segment.units[0]}.{path}" for path in segment.lent]
         if any(_is_under(name, path) for path in (*segment.everywhere, *lent)):
-            return stages_of(whole)
+            return whole
         inside = [u for u in whole if _is_under(name, segment.units[u - start])]
         if inside:
-            return stages_of(inside)
-    for segment, start in zip(units.segments, starts, strict=True):
+            return inside
+    for segment, start in zip(units.segments, units.starts, strict=True):
         if any(_is_under(name, path) for path in segment.front):
-            return stages_of([start])
+            return [start]
         if any(_is_under(name, path) for path in segment.behind):
-            return stages_of([start + len(segment.units) - 1])
-    return stages_of([_unit_beside(name, units, order)])
+            return [start + len(segment.units) - 1]
+    return [_unit_beside(name, units, order)]
 
 
 def _unit_beside(name: str, units: Chain, order: Mapping[str, int]) -> int:

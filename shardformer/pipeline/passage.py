@@ -56,6 +56,7 @@ class Passage:
         model: the model, sharded.
         chain: its layers in order.
         ghosts: what stands for the parameters of other stages.
+        home: the units that each parameter goes with, by name.
         tables: classes of embeddings whose output can be told without computing it.
         checkpointed: the units whose activations are computed again in the backward instead of kept.
         rank: this tensor rank, so that stretches of a sequence draw random numbers of their own.
@@ -66,6 +67,7 @@ class Passage:
         model: nn.Module,
         chain: Chain,
         ghosts: Ghosts,
+        home: Mapping[str, frozenset[int]],
         tables: Sequence[type[nn.Module]] = (nn.Embedding,),
         checkpointed: Iterable[int] = (),
         rank: int = 0,
@@ -80,9 +82,12 @@ class Passage:
             if index > 0 and segment.entry is not None:
                 self._stand_at_entry(model.get_submodule(segment.entry[0]), segment, start)
         inside = {id(m) for path in chain.units for m in model.get_submodule(path).modules()}
-        for module in model.modules():
+        outside: dict[nn.Module, frozenset[int]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
             if id(module) not in inside and type(module) in (*self._tables, nn.Linear):
-                self._stand_in_front(module)
+                outside[module] = outside.get(module, frozenset()) | home.get(f"{path}.weight", frozenset())
+        for module, units in outside.items():
+            self._stand_outside(module, units)
 
     def checkpoint_layer(self, path: str) -> None:
         """From now on the layer at ``path`` computes its activations again in the backward."""
@@ -181,14 +186,14 @@ class Passage:
 
         module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
 
-    def _stand_in_front(self, module: nn.Module) -> None:
-        """A table or linear outside of the layers that is not here, or not run just now, costs nothing."""
+    def _stand_outside(self, module: nn.Module, home: frozenset[int]) -> None:
+        """A table or linear outside of the layers that is of another stage, on this rank or not, costs nothing."""
         original = module.forward
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             run = self.now
-            if run is not None and "weight" not in module._parameters:
+            if run is not None and not any(unit in run.span for unit in home):
                 return output_of(module, args, kwargs)
             return original(*args, **kwargs)
 

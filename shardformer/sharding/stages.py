@@ -14,7 +14,7 @@ from shardformer.errors import ConfigError
 from shardformer.layers.embedding import VocabParallelEmbedding1D
 from shardformer.pipeline.absent import Ghosts
 from shardformer.pipeline.balance import balanced, even, explicit
-from shardformer.pipeline.chain import Chain, Segment, Span, holders, no_chain
+from shardformer.pipeline.chain import Chain, Segment, Span, holders, homes, no_chain
 from shardformer.pipeline.passage import Passage
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.sharding.plan import Plan, Target
@@ -29,6 +29,7 @@ class Stages:
     """How a model was cut into stages, and what runs its stretches on this rank.
 
     Args:
+        home: the units that each parameter and buffer goes with, by name.
         holders: the virtual stages that hold each parameter and buffer, by name.
         shared: the stages that hold each parameter of which there are several, by name.
         draws: whether the model draws random numbers when it trains.
@@ -39,6 +40,7 @@ class Stages:
     chain: Chain
     spans: list[Span]
     costs: list[float]
+    home: dict[str, frozenset[int]]
     holders: dict[str, frozenset[int]]
     state: dict[str, tuple[str, tuple[int, ...], torch.dtype]]
     shared: dict[str, tuple[int, ...]]
@@ -110,6 +112,7 @@ class Stages:
             model,
             self.chain,
             self.ghosts,
+            self.home,
             (nn.Embedding, VocabParallelEmbedding1D),
             self._checkpointed(),
             self.manager.context.tensor.rank,
@@ -144,7 +147,8 @@ def make_stages(model: nn.Module, policy: Policy, manager: PipelineStageManager)
     if manager.num_stages > 1:
         _check_settings(model)
     whole = [Span(0, len(chain.units))]
-    costs = [float(c) for c in manager.costs] if manager.costs is not None else costs_of(model, chain)
+    home = homes(model, chain) if chain.segments else {}
+    costs = [float(c) for c in manager.costs] if manager.costs is not None else costs_of(model, chain, home)
     if len(costs) != len(chain.units):
         raise ConfigError(
             f"costs has {len(costs)} numbers",
@@ -152,8 +156,7 @@ def make_stages(model: nn.Module, policy: Policy, manager: PipelineStageManager)
             remedy="Leave costs out to have them estimated",
         )
     spans = chain.spans(_bounds(manager, costs, count)) if count > 1 else whole
-    named = holders(model, chain, spans) if chain.segments else {}
-    stages = Stages(manager, chain, spans, costs, named, _state_of(model), {})
+    stages = Stages(manager, chain, spans, costs, home, holders(home, spans), _state_of(model), {})
     _tie(model, stages)
     return stages
 
@@ -183,7 +186,7 @@ def _tie(model: nn.Module, stages: Stages) -> None:
             stages.shared |= dict.fromkeys(same, tuple(ranks))
 
 
-def costs_of(model: nn.Module, chain: Chain) -> list[float]:
+def costs_of(model: nn.Module, chain: Chain, home: Mapping[str, frozenset[int]]) -> list[float]:
     """What each unit costs a token, about: the elements of the matrices that it meets, of experts those it is sent to.
 
     A table that is looked up costs nothing; what stands before and behind a stack counts with its first and last unit.
@@ -195,14 +198,12 @@ def costs_of(model: nn.Module, chain: Chain) -> list[float]:
     per_module = {path: _matrices(model, model.get_submodule(path)) for path in dict.fromkeys(units)}
     for at, path in enumerate(units):
         costs[at] += per_module[path]
-    single = [Span(at, at + 1) for at in range(len(units))]
     tables = {id(m) for m in model.modules() if isinstance(m, nn.Embedding)}
-    homes = holders(model, chain, single)
     for path, module in model.named_modules():
         for name, p in module.named_parameters(recurse=False):
-            home = homes[f"{path}.{name}" if path else name]
-            if p.dim() >= 2 and id(module) not in tables and len(home) == 1:
-                at = min(home)
+            goes_with = home[f"{path}.{name}" if path else name]
+            if p.dim() >= 2 and id(module) not in tables and len(goes_with) == 1:
+                at = min(goes_with)
                 if not f"{path}.".startswith(f"{units[at]}."):
                     costs[at] += p.numel()
     return costs
