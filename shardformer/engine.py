@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import all_gather, broadcast, broadcast_object
+from shardformer.comm.collectives import all_gather, broadcast, broadcast_object, checksum
 from shardformer.context import Axis
 from shardformer.errors import ConfigError, InputError
 from shardformer.pipeline.links import Links, Shapes
@@ -69,6 +69,7 @@ class Pipeline:
         self._stages = record.stages or _single_stage(model, record)
         self._found: dict[int, Any] = {}
         self._known: dict[Hashable, Shapes] = {}
+        self._compares = bool(record.extra_kwargs.get("check_inputs", True))
         manager, passage = self._stages.manager, self._stages.passage
         assert passage is not None
         self._links = Links(manager.wires, self._context.tensor, self._known, self._context.device)
@@ -191,18 +192,21 @@ class Pipeline:
     def _agree(self, parts: Sequence[Batch], backward: bool) -> list[Hashable]:
         """A key for each micro-batch: of its shapes, and of what else decides the shapes of activations.
 
-        Raises InputError on every stage when they were not given batches of the same shapes.
+        Raises InputError on every stage when they were not given batches of the same shapes, or in the first call,
+        unless ``check_inputs=False``, not the same batches.
         """
         trains = tuple(p.requires_grad for p in self._model.parameters())
         shapes = [_shapes_of(part) for part in parts]
         axis = self._stages.manager.axis
-        mine = (_number(shapes), len(parts), backward, self._model.training, _number(trains))
+        seen = [checksum(t) for part in parts for _, t in tensors_of(part)] if self._compares and axis.size > 1 else []
+        self._compares = False
+        mine = (_number(shapes), len(parts), backward, self._model.training, _number(seen), _number(trains))
         if axis.size == 1:
             return [(s, mine[2:]) for s in shapes]
         every = _gather_numbers(mine, axis, self._context.device)
-        if any(theirs[:4] != every[0][:4] for theirs in every):
+        if any(theirs[:-1] != every[0][:-1] for theirs in every):
             raise _different(every, axis)
-        mode = (backward, self._model.training, tuple(theirs[4] for theirs in every))
+        mode = (backward, self._model.training, tuple(theirs[-1] for theirs in every))
         return [(s, mode) for s in shapes]
 
     @contextmanager
@@ -338,11 +342,11 @@ def _gather_numbers(numbers: Sequence[int], axis: Axis, device: torch.device) ->
 
 
 def _different(every: Sequence[tuple[int, ...]], axis: Axis) -> InputError:
-    other = next(stage for stage, theirs in enumerate(every) if theirs[:4] != every[0][:4])
-    kinds = ("batches of other shapes", "another number of micro-batches", "another call", "another mode of training")
+    other = next(stage for stage, theirs in enumerate(every) if theirs[:-1] != every[0][:-1])
+    kinds = ("shapes of batches", "numbers of micro-batches", "calls", "modes of training", "batches")
     what = next(kind for kind, a, b in zip(kinds, every[0], every[other], strict=False) if a != b)
     return InputError(
-        f"Stages 0 and {other} of {axis.size} were not given the same: {what}",
+        f"Stages 0 and {other} of {axis.size} were given different {what}",
         rule="All stages make the same calls with the same batch: each takes from it what its layers read",
         remedy="Draw the batch by the data rank: context.data.rank of context.data.size, not the global rank",
     )

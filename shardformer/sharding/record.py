@@ -43,6 +43,7 @@ class ShardRecord:
         source: which link of the chain gave the policy.
         options: the options of the config.
         policy: by which it was sharded.
+        extra_kwargs: those of the config.
         replacements: in the order in which they were made.
         notes: things worth knowing, such as which attention kernel was chosen.
         averagers: what agrees on gradients with other ranks.
@@ -63,6 +64,7 @@ class ShardRecord:
     num_parameters: int = 0
     gathers: int = 0
     policy: Policy | None = None
+    extra_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def add(self, path: str, before: Any, after: Any, kind: str = "module") -> None:
         self.replacements.append(Replacement(path, _name(before), _name(after), kind))

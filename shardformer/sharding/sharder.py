@@ -98,7 +98,9 @@ class Sharding:
         config, model = self.shard_config, self.model
         check_plain(model)
         self._policy, source = self._found(model)
-        self._record = ShardRecord(self._context, source, config.options(), policy=self._policy)
+        self._record = ShardRecord(
+            self._context, source, config.options(), policy=self._policy, extra_kwargs=config.extra_kwargs
+        )
         self._policy.set_model(model)
         self._policy.set_shard_config(config)
         check_optimizations(model, config, self._policy)
