@@ -154,7 +154,9 @@ class Pipeline:
         manager = self._stages.manager
         if not wants_output:
             given = head.loss if head.loss is not None else torch.zeros((), dtype=torch.float64)
-            head.loss = broadcast(given.to(self._context.device), manager.axis, manager.last_stage)
+            loss = broadcast(given.to(self._context.device), manager.axis, manager.last_stage)
+            in_fp64 = any(p.dtype == torch.float64 for p in self._model.parameters())
+            head.loss = loss if in_fp64 else loss.float()
         return head
 
     def _cut(self, batches: Sequence[Batch]) -> tuple[list[dict[str, Any]], list[int]]:

@@ -71,6 +71,8 @@ class Links:
         wires: along the pipe axis.
         tensor: the tensor axis, over which what is replicated is cut and gathered.
         known: (boundary, key of the micro-batch) -> shapes; kept from step to step.
+
+    ``waiting_for`` is the rank of the pipe axis whose parcel is waited for just now.
     """
 
     def __init__(self, wires: Wires, tensor: Axis, known: dict[Hashable, Shapes], device: torch.device) -> None:
@@ -78,6 +80,7 @@ class Links:
         self._kept: dict[tuple[Kind, int, int], list[Tensor]] = {}
         self._sent: deque[tuple[Any, Tensor]] = deque()
         self._incoming: dict[int, _Incoming] = {}
+        self.waiting_for: int | None = None
 
     def begin(self, schedule: Schedule, keys: Sequence[Hashable]) -> None:
         """Makes ready for a step whose micro-batches have these keys."""
@@ -203,6 +206,7 @@ class Links:
         return None if shapes is None else tuple(s for s in shapes if s.trains)
 
     def _finish(self, incoming: _Incoming, action: Action) -> list[Tensor]:
+        self.waiting_for = incoming.source
         if incoming.header is not None:
             header, work = incoming.header
             work.wait()
@@ -214,6 +218,7 @@ class Links:
         parts, shapes = incoming.parts, self._shapes_of(action)
         assert parts is not None and shapes is not None
         incoming.parts, incoming.works = None, []
+        self.waiting_for = None
         return [self._whole(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def _begin_next_parts(self, incoming: _Incoming, action: Action) -> None:

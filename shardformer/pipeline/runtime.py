@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -188,11 +189,7 @@ class Runtime:
             raise
         except Exception as error:
             if isinstance(error, RuntimeError) and any(word in str(error) for word in LOST):
-                raise LaunchError(
-                    f"Another stage is gone: found in {where} ({_first_line(error)})",
-                    rule="All stages of a pipeline run a step together",
-                    remedy="See what the stage that ended first says",
-                ) from error
+                raise _gone(self._links.waiting_for, where, error) from error
             error.add_note(f"In {where}.")
             raise
 
@@ -207,5 +204,11 @@ def _in_words(action: Action) -> str:
     return f"action {action} ({kind} of micro-batch {action.micro_batch} in virtual stage {action.stage})"
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+def _gone(stage: int | None, where: str, error: Exception) -> LaunchError:
+    who = "Another stage" if stage is None else f"Stage {stage}"
+    said = re.sub(r"^(\[[^\]]*\]\s*)+", "", str(error).strip().partition(". This is")[0])
+    return LaunchError(
+        f"{who} is gone, which {where} needs ({said[:120]})",
+        rule="All stages of a pipeline run a step together, and end together",
+        remedy="See what the stage that ended first says",
+    )
