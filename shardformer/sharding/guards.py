@@ -134,12 +134,13 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def _of_all_stages(own: dict[str, Tensor], stages: Stages, context: ParallelContext) -> dict[str, Tensor]:
     """What the stages have together, in the order of the plain model's; tied names give one tensor."""
     whole: dict[str, Tensor] = {}
-    for name, (first, shape, dtype) in stages.state.items():
+    dtypes = gather_objects({name: t.dtype for name, t in own.items()}, context.pipe)
+    for name, (first, shape) in stages.state.items():
         if first not in whole:
             source = stages.stages_of(name)[0]
-            here = own[name] if source == context.pipe.rank else torch.empty(shape, dtype=dtype)
+            here = own[name] if source == context.pipe.rank else torch.empty(shape, dtype=dtypes[source][name])
             whole[first] = broadcast(here.to(context.device).contiguous(), context.pipe, source).cpu()
-    return {name: whole[first] for name, (first, _, _) in stages.state.items()}
+    return {name: whole[first] for name, (first, _) in stages.state.items()}
 
 
 def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:

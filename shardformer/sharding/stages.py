@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardformer.comm.params import PIPE_PLACE, PipePlace
@@ -33,7 +32,7 @@ class Stages:
         holders: the virtual stages that hold each parameter and buffer, by name.
         shared: the stages that hold each parameter of which there are several, by name.
         draws: whether the model draws random numbers when it trains.
-        state: name -> (first name of that tensor, full shape, dtype) of all that the whole model saves.
+        state: name -> (first name of that tensor, full shape) of all that the whole model saves.
     """
 
     manager: PipelineStageManager
@@ -42,7 +41,7 @@ class Stages:
     costs: list[float]
     home: dict[str, frozenset[int]]
     holders: dict[str, frozenset[int]]
-    state: dict[str, tuple[str, tuple[int, ...], torch.dtype]]
+    state: dict[str, tuple[str, tuple[int, ...]]]
     shared: dict[str, tuple[int, ...]]
     ghosts: Ghosts = field(default_factory=Ghosts)
     passage: Passage | None = None
@@ -161,10 +160,10 @@ def make_stages(model: nn.Module, policy: Policy, manager: PipelineStageManager)
     return stages
 
 
-def _state_of(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...], torch.dtype]]:
+def _state_of(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
     first: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
-    return {n: (first.setdefault(id(t), n), tuple(t.shape), t.dtype) for n, t in state.items() if isinstance(t, Tensor)}
+    return {n: (first.setdefault(id(t), n), tuple(t.shape)) for n, t in state.items() if isinstance(t, Tensor)}
 
 
 def _bounds(manager: PipelineStageManager, costs: list[float], count: int) -> list[int]:

@@ -1,0 +1,535 @@
+"""One call for a batch, whatever the layout: what a user of ``Pipeline`` relies on beside equal gradients."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import get_rank
+
+from shardformer.comm.params import gather_param, param_specs
+from shardformer.comm.recorder import Recorder
+from shardformer.context import Axis, ParallelContext
+from shardformer.engine import Pipeline
+from shardformer.errors import ConfigError, InputError, ShardFormerError
+from shardformer.lazy.recorder import LazyInit
+from shardformer.optim.grad_norm import clip_grad_norm_
+from shardformer.pipeline.stage_manager import PipelineStageManager
+from shardformer.pool import Pools, WorkerPool
+from shardformer.samples import Sample
+from shardformer.sharder import shard_model
+from shardformer.sharding.config import ShardConfig
+from shardformer.sharding.guards import full_state_dict
+from shardformer.sharding.record import no_sync
+
+GPT2 = Sample("gpt2", changes={"n_layer": 4})
+T5 = Sample("t5", changes={"num_layers": 2})
+DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
+EXACT = 1e-12
+UPCAST = 1e-7
+"""GPT-2 computes its loss in fp32: another cut of a batch rounds otherwise."""
+
+Batch = dict[str, Tensor]
+
+
+def plain(sample: Sample = GPT2) -> nn.Module:
+    torch.manual_seed(0)
+    return sample().double()
+
+
+def batch_of(samples: int, length: int, seed: int = 0) -> Batch:
+    """Tokens, with another number of ignored labels in each row."""
+    ids = torch.randint(3, 127, (samples, length), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    for row in range(samples):
+        labels[row, : row * 2 % length] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def sharded(sample: Sample = GPT2, sizes: dict[str, int] | None = None, **stages: Any) -> nn.Module:
+    context = ParallelContext.from_world({"pipe": 2, **(sizes or {})})
+    manager = PipelineStageManager(context, **stages)
+    return shard_model(plain(sample), config=ShardConfig(pipeline_stage_manager=manager))
+
+
+def alone() -> nn.Module:
+    """On a grid of one process, beside the others."""
+    context = ParallelContext.from_group(Axis("tensor", ranks=(get_rank(),)))
+    return shard_model(plain(), config=ShardConfig(context=context))
+
+
+def difference(model: nn.Module, reference: nn.Module) -> float:
+    """Between the gradients of this rank's parameters and the plain model's."""
+    theirs = dict(reference.named_parameters(remove_duplicate=False))
+    specs, axis = param_specs(model), model.__dict__["_shardformer_record"].context.tensor
+    found = [0.0]
+    for name, p in model.named_parameters():
+        expected = theirs[name].grad
+        assert (p.grad is None) == (expected is None), name
+        if p.grad is not None and expected is not None:
+            found.append(float((gather_param(p.grad, specs[name], axis) - expected).abs().max()))
+    return max(found)
+
+
+def back(reference: nn.Module, *batches: Batch) -> float:
+    """The plain model's loss, its gradients left in it; of several batches that of all their labels together."""
+    counts = [int((b["labels"][:, 1:] != -100).sum()) for b in batches]
+    losses = [reference(**b).loss * n / sum(counts) for b, n in zip(batches, counts, strict=True)]
+    loss = torch.stack(losses).sum()
+    loss.backward()
+    return float(loss.detach())
+
+
+# -------------------------------------------------------------------------------------------------------------- batches
+
+
+def _shapes_that_change(micro_batch_size: int) -> list[tuple[float, float]]:
+    reference, model = plain(), sharded()
+    pipeline, out = Pipeline(model, micro_batch_size=micro_batch_size), []
+    for samples, length in [(6, 11), (6, 7), (5, 11), (1, 3), (6, 11)]:
+        batch = batch_of(samples, length)
+        reference.zero_grad()
+        model.zero_grad()
+        loss = back(reference, batch)
+        out.append((abs(float(pipeline.step(batch)) - loss), difference(model, reference)))
+    return out
+
+
+def test_batches_may_change_their_length_and_the_last_may_be_short(pool2: WorkerPool) -> None:
+    for found in pool2.run(_shapes_that_change, 2):
+        assert all(loss < 1e-6 and gradient < UPCAST for loss, gradient in found), found
+
+
+def _headers(lengths: list[int]) -> list[int]:
+    model = sharded()
+    pipeline, out = Pipeline(model, micro_batches=2), []
+    for length in lengths:
+        with Recorder(model.__dict__["_shardformer_record"].context) as recorder:
+            pipeline.step(batch_of(4, length))
+        out.append(recorder.count("send", purpose="header"))
+    return out
+
+
+def test_shapes_go_ahead_of_a_batch_only_where_they_are_new(pool2: WorkerPool) -> None:
+    first, _ = pool2.run(_headers, [11, 11, 7, 11, 7])
+    assert first == [1, 0, 1, 0, 0]
+
+
+def _several_batches() -> tuple[float, float]:
+    reference, model = plain(), sharded(schedule="interleaved")
+    batches = [batch_of(4, 9), batch_of(3, 5, seed=1)]
+    loss = back(reference, *batches)
+    return abs(float(Pipeline(model, micro_batches=4).step(batches)) - loss), difference(model, reference)
+
+
+def test_several_batches_at_once_are_one_large_batch(pool2: WorkerPool) -> None:
+    for loss, gradient in pool2.run(_several_batches):
+        assert loss < 1e-6
+        assert gradient < UPCAST
+
+
+def _accumulated() -> float:
+    reference, model = plain(T5), sharded(T5, {"data": 2})
+    pipeline, rank = Pipeline(model, micro_batches=2), pipeline_data_rank(model)
+    batches = [{**batch_of(4, 7, seed), "labels": batch_of(4, 7, seed)["input_ids"]} for seed in range(4)]
+    for batch in batches:
+        (reference(**batch).loss / 2).backward()
+    with no_sync(model):
+        pipeline.step(batches[rank])
+    pipeline.step(batches[2 + rank])
+    return difference(model, reference)
+
+
+def pipeline_data_rank(model: nn.Module) -> int:
+    rank: int = model.__dict__["_shardformer_record"].context.data.rank
+    return rank
+
+
+def test_steps_accumulate_over_data_ranks_and_shared_parameters_once(pool4: WorkerPool) -> None:
+    assert max(pool4.run(_accumulated)) < EXACT
+
+
+def _grid_of_eight(sequence: bool) -> tuple[float, float]:
+    context = ParallelContext.from_world({"tensor": 2, "pipe": 2, "data": 2})
+    config = ShardConfig(context=context, enable_sequence_parallelism=sequence)
+    reference, model = plain(), shard_model(plain(), config=config)
+    parts = [batch_of(4, 9, seed) for seed in range(2)]
+    for part in parts:
+        (reference(**part).loss / 2).backward()
+    Pipeline(model, micro_batches=3).step(parts[context.data.rank])
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+    found = difference_before_clip(model, reference, float(expected))
+    return found, abs(float(clip_grad_norm_(model, 0.5)) - float(expected))
+
+
+def difference_before_clip(model: nn.Module, reference: nn.Module, norm: float) -> float:
+    """The reference's gradients were scaled; they are scaled back first."""
+    for p in reference.parameters():
+        if p.grad is not None:
+            p.grad.mul_((norm + 1e-6) / 0.5)
+    return difference(model, reference)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_tensor_pipe_and_data_on_eight_processes(pools: Pools, sequence: bool) -> None:
+    for gradient, norm in pools(8).run(_grid_of_eight, sequence):
+        assert gradient < UPCAST
+        assert norm < UPCAST
+
+
+# ------------------------------------------------------------------------------------------------------- random numbers
+
+
+def _losses(make: Callable[[], nn.Module], micro_batches: int) -> tuple[list[float], float, float]:
+    model = make().train()
+    pipeline = Pipeline(model, micro_batches=micro_batches)
+    torch.manual_seed(7)
+    losses = [float(pipeline.step(batch_of(6, 11))) for _ in range(2)]
+    return losses, float(clip_grad_norm_(model, 1e9)), float(torch.rand(()))
+
+
+def _layouts() -> list[tuple[list[float], float, float]]:
+    with_dropout = Sample("gpt2", changes={"n_layer": 4, **DROPOUT})
+    found = [_losses(_alone_with(with_dropout), 4)]
+    for stages in (
+        {}, {"schedule": "gpipe", "cut": [1, 3]}, {"schedule": "interleaved"}, {"schedule": "zbv"},
+        {"checkpoint_layers": 1},
+    ):  # fmt: skip
+        found.append(_losses(partial(sharded, with_dropout, **stages), 4))
+    return found
+
+
+def _alone_with(sample: Sample) -> Callable[[], nn.Module]:
+    context = ParallelContext.from_group(Axis("tensor", ranks=(get_rank(),)))
+    return lambda: shard_model(plain(sample), config=ShardConfig(context=context))
+
+
+def test_dropout_draws_the_same_numbers_in_every_layout(pool2: WorkerPool) -> None:
+    for (losses, norm, after), *others in pool2.run(_layouts):
+        assert losses[0] != losses[1], "each step draws anew"
+        for other_losses, other_norm, other_after in others:
+            assert other_losses == pytest.approx(losses, rel=1e-6)
+            assert other_norm == pytest.approx(norm, rel=1e-6)
+            assert other_after == after, "what is drawn outside goes on alike"
+
+
+# ---------------------------------------------------------------------------------------------- checkpointing, freezing
+
+
+def _kept_bytes(**stages: Any) -> tuple[int, float]:
+    """Bytes that the forwards keep for the backwards, and how far the gradients are off."""
+    reference, model = plain().train(), sharded(**stages).train()
+    if stages.pop("by_model", False):
+        model.gradient_checkpointing_enable()
+    kept = 0
+
+    def pack(x: Tensor) -> Tensor:
+        nonlocal kept
+        kept += x.numel() * x.element_size()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        Pipeline(model, micro_batches=2).step(batch_of(4, 11))
+    back(reference, batch_of(4, 11))
+    return kept, difference(model, reference)
+
+
+def test_checkpointed_layers_keep_less_and_give_the_same(pool2: WorkerPool) -> None:
+    usual = pool2.run(_kept_bytes)
+    first_only = pool2.run(_kept_bytes, checkpoint_layers=[2, 0])
+    every = pool2.run(_kept_bytes, schedule="interleaved", checkpoint_layers=5)
+    assert max(gradient for _, gradient in usual + first_only + every) < UPCAST
+    assert first_only[0][0] < 0.3 * usual[0][0], "stage 0 checkpoints both of its layers"
+    assert first_only[1][0] == usual[1][0], "stage 1 keeps all"
+    assert every[0][0] < 0.5 * usual[0][0]
+
+
+def _checkpointed_by_model() -> tuple[float, bool]:
+    reference, model = plain().train(), sharded().train()
+    model.activation_checkpointing_enable() if hasattr(model, "activation_checkpointing_enable") else (
+        model.gradient_checkpointing_enable()
+    )
+    pipeline = Pipeline(model, micro_batches=2)
+    kept = 0
+
+    def pack(x: Tensor) -> Tensor:
+        nonlocal kept
+        kept += x.numel()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        pipeline.step(batch_of(4, 11))
+    back(reference, batch_of(4, 11))
+    return difference(model, reference), kept < 60_000
+
+
+def test_checkpointing_that_the_model_was_asked_for_works_in_stages(pool2: WorkerPool) -> None:
+    for gradient, kept_little in pool2.run(_checkpointed_by_model):
+        assert gradient < UPCAST
+        assert kept_little
+
+
+def _frozen(prefixes: tuple[str, ...]) -> tuple[float, float, int]:
+    reference, model = plain(), sharded()
+    context, batch = model.__dict__["_shardformer_record"].context, batch_of(4, 11)
+    for name, p in [*reference.named_parameters(), *model.named_parameters()]:
+        p.requires_grad_(not name.startswith(prefixes))
+    pipeline = Pipeline(model, micro_batches=2)
+    with Recorder(context) as recorder:
+        pipeline.step(batch)
+    back(reference, batch)
+    while_frozen = difference(model, reference)
+    for p in [*reference.parameters(), *model.parameters()]:
+        p.requires_grad_()
+    model.zero_grad()
+    reference.zero_grad()
+    pipeline.step(batch)
+    back(reference, batch)
+    return while_frozen, difference(model, reference), recorder.count("send", purpose="gradient")
+
+
+LOWER = ("transformer.wte", "transformer.wpe", "transformer.h.0.", "transformer.h.1.", "lm_head")
+UPPER = ("transformer.h.2.", "transformer.h.3.", "transformer.ln_f", "lm_head", "transformer.wte")
+
+
+@pytest.mark.parametrize(("frozen", "sends"), [(LOWER, 0), (UPPER, 2), (("transformer.h.1.",), 2)])
+def test_frozen_layers_get_no_gradient_and_cost_none(pool2: WorkerPool, frozen: tuple[str, ...], sends: int) -> None:
+    (*first, _), (*second, sent) = pool2.run(_frozen, frozen)
+    assert max(first + second) < UPCAST
+    assert sent == sends
+
+
+# ------------------------------------------------------------------------------------------------------ outputs, saving
+
+
+def _outputs() -> tuple[float, float, str, list[str]]:
+    reference, model = plain(T5).eval(), sharded(T5, cut=[2, 2]).eval()
+    batch = batch_of(5, 7)
+    batch["labels"] = batch["labels"].clamp(min=3)
+    pipeline = Pipeline(model, micro_batches=2)
+    with torch.no_grad():
+        expected = reference(**batch)
+    found = pipeline.forward(batch, gather=True)
+    rank = pipeline.stage_manager.stage
+    said = ""
+    try:
+        _ = pipeline.forward(batch).logits
+    except ConfigError as error:
+        said = str(error)
+    loss = abs(float(pipeline.evaluate(batch)) - float(expected.loss))
+    assert (rank == 1) == (said == "")
+    return (
+        loss,
+        float((found.logits - expected.logits).abs().max()),
+        said,
+        [k for k, v in found.items() if v is not None],
+    )
+
+
+def test_outputs_are_on_the_last_stage_and_gathered_when_asked(pool2: WorkerPool) -> None:
+    for loss, logits, said, given in pool2.run(_outputs):
+        assert loss < EXACT
+        assert logits < EXACT
+        assert "logits" in given
+        assert "encoder_last_hidden_state" not in given, "the last stage did not make it"
+        if said:
+            assert "logits was asked of stage 0" in said
+            assert "gather=True" in said
+
+
+def _saved() -> tuple[bool, bool, int]:
+    import transformers
+
+    reference, model = plain(), sharded()
+    state, whole = full_state_dict(model), reference.state_dict()
+    same = list(state) == list(whole) and all(torch.equal(state[name], whole[name]) for name in whole)
+    model.float()
+    again = True
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        if model.__dict__["_shardformer_record"].context.pipe.rank == 0:
+            loaded = transformers.GPT2LMHeadModel.from_pretrained(folder).state_dict()
+            again = all(torch.equal(loaded[name].double(), whole[name].float().double()) for name in whole)
+    return same, again, sum(p.numel() for p in model.parameters())
+
+
+def test_all_stages_save_the_whole_model_together(pool2: WorkerPool) -> None:
+    found = pool2.run(_saved)
+    assert all(same and again for same, again, _ in found)
+    assert sum(size for *_, size in found) < 1.2 * sum(p.numel() for p in plain().parameters())
+
+
+def _lazy() -> tuple[bool, int]:
+    torch.manual_seed(0)
+    with LazyInit():
+        model = GPT2()
+    model = shard_model(model, context=ParallelContext.from_world({"pipe": 2}))
+    torch.manual_seed(0)
+    whole = GPT2().state_dict()
+    state = full_state_dict(model)
+    return all(torch.equal(state[name], whole[name]) for name in whole), sum(p.numel() for p in model.parameters())
+
+
+def test_a_lazy_model_makes_the_values_of_its_stage_alone(pool2: WorkerPool) -> None:
+    whole = sum(p.numel() for p in GPT2().parameters())
+    for same, size in pool2.run(_lazy):
+        assert same
+        assert size < 0.6 * whole
+
+
+# ---------------------------------------------------------------------------------------------------------- what cannot
+
+
+def _refused(ask: Callable[[], Any]) -> str:
+    try:
+        ask()
+    except ShardFormerError as error:
+        assert error.what
+        assert error.rule
+        assert error.remedy
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _ask(what: str) -> str:
+    return _refused(partial(ASKED[what]))
+
+
+def _called_alone() -> None:
+    sharded()(**batch_of(2, 5))
+
+
+def _generated() -> None:
+    sharded().generate(batch_of(2, 5)["input_ids"], max_new_tokens=2)
+
+
+def _stage_of_its_own_batch() -> None:
+    model = sharded()
+    Pipeline(model, micro_batches=2).step(batch_of(4, 5 + model.__dict__["_shardformer_record"].context.pipe.rank))
+
+
+def _stage_of_its_own_tokens() -> None:
+    model = sharded()
+    Pipeline(model, micro_batches=2).step(batch_of(4, 5, model.__dict__["_shardformer_record"].context.pipe.rank))
+
+
+def _no_labels() -> None:
+    sharded_alone = alone()
+    Pipeline(sharded_alone, micro_batches=2).step({"input_ids": batch_of(4, 5)["input_ids"]})
+
+
+ASKED: dict[str, Callable[[], Any]] = {
+    "more stages than layers": lambda: sharded(Sample("gpt2", changes={"n_layer": 1})),
+    "a cut that skips a layer": lambda: sharded(cut=[1, 2]),
+    "a cut of three": lambda: sharded(cut=[1, 2, 1]),
+    "another way to cut": lambda: sharded(cut="cots"),
+    "costs of other layers": lambda: sharded(costs=[1.0, 2.0]),
+    "costs that decide nothing": lambda: sharded(cut="even", costs=[1.0] * 4),
+    "an unknown schedule": lambda: sharded(schedule="1f1f"),
+    "chunks of 1f1b": lambda: sharded(schedule="1f1b", num_model_chunks=2),
+    "micro-batches that interleaved forbids": lambda: Pipeline(sharded(schedule="interleaved"), micro_batches=3),
+    "no micro-batches": lambda: Pipeline(sharded(), micro_batches=0),
+    "both kinds of size": lambda: Pipeline(sharded(), micro_batches=2, micro_batch_size=2),
+    "a batch smaller than the micro-batches": lambda: Pipeline(sharded(), micro_batches=4).step(batch_of(3, 5)),
+    "a model without a stack": lambda: shard_model(
+        nn.Sequential(nn.Linear(4, 4)), context=ParallelContext.from_world({"pipe": 2})
+    ),
+    "layers dropped at random": lambda: sharded(Sample("opt", changes={"layerdrop": 0.1})),
+    "a model that was not sharded": lambda: Pipeline(plain(), micro_batches=2),
+    "a stage called alone": _called_alone,
+    "text generated over stages": _generated,
+    "stages with other shapes": _stage_of_its_own_batch,
+    "stages with other tokens": _stage_of_its_own_tokens,
+    "a batch without labels": _no_labels,
+    "checkpoints of other stages": lambda: sharded(checkpoint_layers=[1, 2, 3]),
+    "another grid": lambda: shard_model(
+        plain(),
+        config=ShardConfig(
+            context=ParallelContext.from_world({"pipe": 2}),
+            pipeline_stage_manager=PipelineStageManager(ParallelContext.from_world({"pipe": 2})),
+        ),
+    ),
+}
+SAID = {
+    "more stages than layers": ("ConfigError", "2 pipeline stages for 1 layer", "Use 1 stage"),
+    "a cut that skips a layer": ("ConfigError", "layer 3"),
+    "a cut of three": ("ConfigError", "[1, 2, 1]", "2"),
+    "another way to cut": ("ConfigError", "cut='cots'", "'cost'"),
+    "costs of other layers": ("ConfigError", "costs has 2 numbers", "runs 4"),
+    "costs that decide nothing": ("ConfigError", "cut='even'"),
+    "an unknown schedule": ("ConfigError", "schedule='1f1f'", "'1f1b'"),
+    "chunks of 1f1b": ("ConfigError", "chunks=2", "interleaved"),
+    "micro-batches that interleaved forbids": ("ConfigError", "micro_batches=3", "Use 2 or 4"),
+    "no micro-batches": ("ConfigError", "micro_batches=0"),
+    "both kinds of size": ("ConfigError", "micro_batch_size"),
+    "a batch smaller than the micro-batches": ("ConfigError", "3", "4"),
+    "a model without a stack": ("Error", "Sequential"),
+    "layers dropped at random": ("ConfigError", "layerdrop=0.1", "layerdrop=0"),
+    "a model that was not sharded": ("ConfigError", "is not sharded", "shard_model"),
+    "a stage called alone": ("ConfigError", "was called on stage", "Pipeline(model"),
+    "text generated over stages": ("ConfigError", "generate()"),
+    "stages with other shapes": ("InputError", "different shapes of batches", "data rank"),
+    "stages with other tokens": ("InputError", "different batches", "data rank"),
+    "a batch without labels": ("ConfigError", "loss=None", "loss_fn="),
+    "checkpoints of other stages": ("ConfigError", "checkpoint_layers=[1, 2, 3]", "[2, 2]"),
+    "another grid": ("ConfigError", "not that of its pipeline_stage_manager", "Leave context"),
+}
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_what_cannot_be_is_said_on_every_stage(pool2: WorkerPool, what: str) -> None:
+    for said in pool2.run(_ask, what):
+        for word in SAID[what]:
+            assert word in said, said
+
+
+# ---------------------------------------------------------------------------------------------------------------- bytes
+
+
+def _hybrid_traffic(sequence: bool) -> dict[str, tuple[int, int]]:
+    context = ParallelContext.from_world({"tensor": 2, "pipe": 2})
+    model = shard_model(plain(), config=ShardConfig(context=context, enable_sequence_parallelism=sequence))
+    pipeline = Pipeline(model, micro_batches=2)
+    pipeline.step(batch_of(4, 12))
+    with Recorder(context) as recorder:
+        pipeline.step(batch_of(4, 12))
+    return {
+        purpose: (recorder.count(purpose=purpose), recorder.wire_bytes(purpose=purpose))
+        for purpose in ("activation", "gradient", "arrival", "header")
+    }
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_tensor_ranks_send_a_part_each(pool4: WorkerPool, sequence: bool) -> None:
+    """Of a boundary's B*S*H each of two tensor ranks sends a half, and fetches the other's where it comes in."""
+    activation = 2 * 12 * 48 * 8
+    found = pool4.run(_hybrid_traffic, sequence)
+    for first_stage, last_stage in ((found[0], found[2]), (found[1], found[3])):
+        assert first_stage["activation"] == last_stage["gradient"] == (2, activation)
+        assert first_stage["gradient"] == last_stage["activation"] == (0, 0)
+        arrivals = (0, 0) if sequence else (2, 2 * activation)
+        assert first_stage["arrival"] == last_stage["arrival"] == arrivals
+        assert first_stage["header"][0] == 0, "the shapes are known"
+
+
+def test_an_unequal_batch_is_no_reason_to_hang(pool2: WorkerPool) -> None:
+    """After a refused batch the same processes go on with one that they share."""
+
+    for loss, gradient in pool2.run(_goes_on):
+        assert loss < 1e-6
+        assert gradient < UPCAST
+
+
+def _goes_on() -> tuple[float, float]:
+    reference, model = plain(), sharded()
+    pipeline = Pipeline(model, micro_batches=2)
+    rank = pipeline.stage_manager.stage
+    with pytest.raises(InputError):
+        pipeline.step(batch_of(4, 5 + rank))
+    loss = back(reference, batch_of(4, 9))
+    return abs(float(pipeline.step(batch_of(4, 9))) - loss), difference(model, reference)
