@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +112,6 @@ class Passage:
         segment, original = self._chain.segments[index], module.forward
         first = self._chain.starts[index]
 
-        @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             run = self.now
             if run is None:
@@ -131,7 +130,7 @@ class Passage:
                 args, kwargs = _with_hidden(args, kwargs, run.received["hidden"])
             return self._run_unit(run, at, segment, original, args, kwargs)
 
-        module.forward = forward
+        module.forward = _StandIn(forward, original)
 
     def _run_unit(
         self, run: Run, at: int, segment: Segment, original: Callable[..., Any], args: Any, kwargs: Any
@@ -190,14 +189,31 @@ class Passage:
         """A table or linear outside of the layers that is of another stage, on this rank or not, costs nothing."""
         original = module.forward
 
-        @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             run = self.now
             if run is not None and not any(unit in run.span for unit in home):
                 return output_of(module, args, kwargs)
             return original(*args, **kwargs)
 
-        module.forward = forward
+        module.forward = _StandIn(forward, original)
+
+
+class _StandIn:
+    """A forward in the place of a module's own. It knows that module, so a copied model would run the first one's."""
+
+    def __init__(self, forward: Callable[..., Any], original: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ConfigError(
+            "A model that runs in a pipeline was copied",
+            rule="Its layers know their stage, and those of a copy would run the first model's weights",
+            remedy="Copy the plain model before it is sharded, or keep averages of model.parameters()",
+        )
 
 
 def _handed_on(segment: Segment, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

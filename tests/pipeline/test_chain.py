@@ -1,0 +1,187 @@
+"""The chain: which layers run in what order, and what goes with which of them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from shardformer.comm.rehearsal import Rehearsal
+from shardformer.errors import ConfigError
+from shardformer.pipeline.absent import Ghosts
+from shardformer.pipeline.chain import Chain, Segment, Span, holders, homes
+from shardformer.pipeline.passage import Passage, Run
+from shardformer.policies.registry import resolve_policy
+from shardformer.samples import Batches, Sample
+from shardformer.sharding.config import ShardConfig
+
+
+def chain_of(sample: Sample) -> tuple[nn.Module, Chain]:
+    model = sample()
+    policy, _ = resolve_policy(model, None)
+    policy.set_model(model)
+    policy.set_shard_config(ShardConfig(context=Rehearsal(1).context(0)))
+    return model, Chain(tuple(policy.segments()))
+
+
+def home_of(sample: Sample) -> dict[str, frozenset[int]]:
+    return homes(*chain_of(sample))
+
+
+def test_units_are_the_layers_in_the_order_in_which_they_run() -> None:
+    _, chain = chain_of(Sample("whisper"))
+    assert [unit.split(".")[-3] for unit in chain.units] == ["encoder", "encoder", "decoder", "decoder"]
+    assert chain.starts == (0, 2)
+    _, albert = chain_of(Sample("albert", changes={"num_hidden_layers": 5, "num_hidden_groups": 2}))
+    assert [unit[-1] for unit in albert.units] == list("00011"), "groups of the five layers, as the model calls them"
+
+
+def test_what_a_stage_is_handed_depends_on_where_it_begins() -> None:
+    _, chain = chain_of(Sample("t5"))
+    assert [chain.carried(unit) for unit in range(4)] == [(), ("hidden",), ("context",), ("hidden", "context")]
+    _, swin = chain_of(Sample("swin"))
+    assert {swin.carried(unit) for unit in range(1, 3)} == {("hidden",)}
+    _, blip = chain_of(Sample("blip-2"))
+    handed = [chain_.carried(unit) for chain_ in [blip] for unit in range(6)]
+    assert handed == [(), ("hidden",), ("context",), ("hidden", "context"), ("context",), ("hidden", "context")]
+
+
+@pytest.mark.parametrize(
+    ("family", "first", "last"),
+    [
+        ("llama", ["model.embed_tokens.weight"], ["model.norm.weight", "lm_head.weight"]),
+        ("gpt2", ["transformer.wte.weight", "transformer.wpe.weight"], ["transformer.ln_f.bias", "lm_head.weight"]),
+        ("bert", ["bert.embeddings.LayerNorm.weight"], ["cls.predictions.decoder.weight"]),
+        ("vit", ["vit.embeddings.cls_token"], ["vit.layernorm.weight", "classifier.weight"]),
+        ("opt", ["model.decoder.embed_positions.weight"], ["model.decoder.final_layer_norm.weight", "lm_head.weight"]),
+        ("sam", ["vision_encoder.pos_embed"], ["shared_image_embedding.positional_embedding"]),
+    ],
+)  # fmt: skip
+def test_embeddings_go_with_the_first_layer_and_the_head_with_the_last(
+    family: str, first: list[str], last: list[str]
+) -> None:
+    model, chain = chain_of(Sample(family))
+    home = homes(model, chain)
+    assert {home[name] for name in first} == {frozenset({0})}
+    assert {home[name] for name in last} == {frozenset({len(chain.units) - 1})}
+
+
+def test_each_stack_of_several_has_what_stands_around_it() -> None:
+    whisper = home_of(Sample("whisper"))
+    assert whisper["model.encoder.conv1.weight"] == {0}
+    assert whisper["model.encoder.layer_norm.weight"] == {1}
+    assert whisper["model.decoder.embed_tokens.weight"] == {2}
+    assert whisper["proj_out.weight"] == {3}
+    swin = home_of(Sample("swin"))
+    assert swin["swin.encoder.layers.0.downsample.reduction.weight"] == {1}
+    blip = home_of(Sample("blip-2"))
+    assert blip["query_tokens"] == {2}
+    assert blip["vision_model.post_layernorm.weight"] == {1}
+    assert blip["language_projection.weight"] == {4}
+
+
+def test_what_all_layers_read_is_on_every_stage_of_the_stack() -> None:
+    t5 = home_of(Sample("t5"))
+    assert t5["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] == {0, 1}
+    assert t5["decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] == {2, 3}
+    albert = home_of(Sample("albert"))
+    assert albert["albert.encoder.albert_layer_groups.0.albert_layers.0.ffn.weight"] == {0, 1}
+    beit = home_of(
+        Sample("beit", changes={"use_relative_position_bias": False, "use_shared_relative_position_bias": True})
+    )
+    shared = [name for name in beit if "shared_position_bias" in name or name.startswith("beit.relative_position_bias")]
+    assert shared
+    assert {beit[name] for name in shared} == {frozenset({0, 1})}
+
+
+def test_every_parameter_is_held_by_a_stage() -> None:
+    model, chain = chain_of(Sample("blip-2"))
+    held = holders(homes(model, chain), chain.spans([0, 1, 5, 6]))
+    assert all(held[name] for name, _ in model.named_parameters())
+    assert {stage for stages in held.values() for stage in stages} == {0, 1, 2}
+
+
+# ------------------------------------------------------------------------------------------------------------ one stage
+
+
+def stretch(model: nn.Module, chain: Chain, span: Span) -> Passage:
+    """The model as the stage that runs ``span`` has it."""
+    home, ghosts = homes(model, chain), Ghosts()
+    ghosts.remove(model, {name: any(unit in span for unit in units) for name, units in home.items()})
+    return Passage(model, chain, ghosts, home)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_stretches_one_behind_the_other_are_the_model(cut: int) -> None:
+    model, chain = chain_of(Sample("llama", changes={"num_hidden_layers": 4}))
+    batch = Batches("LlamaForCausalLM")(0)
+    expected = model.eval()(**batch).loss
+    first, second = copy.deepcopy(model), copy.deepcopy(model)
+    head, tail = stretch(first, chain, Span(0, cut)), stretch(second, chain, Span(cut, 4))
+    output, payload = head.run(first, Run(Span(0, cut), {}), batch)
+    assert output is None
+    assert payload is not None
+    output, rest = tail.run(second, Run(Span(cut, 4), payload), batch)
+    assert rest is None
+    assert torch.equal(output.loss, expected)
+    assert sum(p.numel() for m in (first, second) for p in m.parameters()) == sum(p.numel() for p in model.parameters())
+
+
+def test_the_same_without_what_was_handed_over_shows_as_nan() -> None:
+    model, chain = chain_of(Sample("llama"))
+    batch = Batches("LlamaForCausalLM")(0)
+    stage = stretch(model, chain, Span(1, 2))
+    output, _ = stage.run(model, Run(Span(1, 2), {}), batch)
+    assert output.loss.isnan()
+
+
+def test_names_stay_and_absent_weights_need_no_memory() -> None:
+    model, chain = chain_of(Sample("gpt2"))
+    before = dict(model.named_parameters())
+    stretch(model, chain, Span(1, 2))
+    assert set(dict(model.named_parameters())) < {*before, "lm_head.weight"}
+    absent = model.get_submodule("transformer.h.0.mlp.c_fc").weight
+    assert tuple(absent.shape) == tuple(before["transformer.h.0.mlp.c_fc.weight"].shape)
+    assert absent.untyped_storage().nbytes() == absent.element_size()
+
+
+def test_stand_ins_follow_the_model_to_another_precision() -> None:
+    model, chain = chain_of(Sample("gpt2"))
+    stage = stretch(model, chain, Span(1, 2))
+    for dtype in (torch.float64, torch.bfloat16):
+        model.to(dtype)
+        hidden = torch.zeros(2, 13, 48, dtype=dtype)
+        batch = {"input_ids": torch.ones(2, 13, dtype=torch.long)}
+        output, _ = stage.run(model, Run(Span(1, 2), {"hidden": hidden}), batch)
+        assert output.logits.dtype == dtype
+        assert output.logits.isfinite().all()
+
+
+def test_a_stage_cannot_be_copied() -> None:
+    model, chain = chain_of(Sample("gpt2"))
+    stretch(model, chain, Span(0, 2))
+    with pytest.raises(ConfigError, match="was copied"):
+        copy.deepcopy(model)
+
+
+class Twice(nn.Module):
+    """Runs its layers two times over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            for layer in self.layers:
+                x = layer(x)
+        return x
+
+
+def test_layers_that_run_a_second_time_are_refused() -> None:
+    model, chain = Twice(), Chain((Segment("layers", ("layers.0", "layers.1")),))
+    stage = stretch(model, chain, Span(0, 2))
+    with pytest.raises(ConfigError, match="run a second time"):
+        stage.run(model, Run(Span(0, 2), {}), {"x": torch.zeros(1, 4)})

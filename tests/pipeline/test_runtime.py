@@ -1,0 +1,92 @@
+"""The runtime beside others: a stage that dies, and a timeline of what ran."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardformer.context import ParallelContext
+from shardformer.engine import Pipeline
+from shardformer.pipeline.actions import Action, Kind
+from shardformer.pipeline.schedule import make_schedule
+from shardformer.pipeline.stage_manager import PipelineStageManager
+from shardformer.pipeline.timing import simulate
+from shardformer.pool import WorkerPool
+from shardformer.samples import Batches, Sample
+from shardformer.sharder import shard_model
+from shardformer.sharding.config import ShardConfig
+
+DYING = """
+import os, signal, sys
+import shardformer
+from shardformer.samples import Batches, Sample
+
+context = shardformer.launch_from_torch(pipe=2, seed=0)
+model = shardformer.shard_model(Sample("gpt2")(), context=context)
+seen = []
+
+def die(*_):
+    seen.append(0)
+    if context.pipe.rank == 1 and len(seen) == 7:  # micro-batch 2 of the second step
+        if sys.argv[1] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("out of luck")
+
+model.transformer.h[1].register_forward_pre_hook(die)
+pipeline = shardformer.Pipeline(model, micro_batches=4)
+for step in range(3):
+    pipeline.step(Batches("GPT2LMHeadModel", batch=4)(step))
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "raised"])
+def test_when_a_stage_dies_the_others_end_and_say_what_they_waited_for(tmp_path: Path, how: str) -> None:
+    script = tmp_path / "dying.py"
+    script.write_text(DYING, encoding="utf-8")
+    command = [
+        sys.executable,
+        "-c",
+        "from shardformer.cli import main; main()",
+        "run",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        how,
+    ]
+    start = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert time.monotonic() - start < 60
+    said = done.stdout + done.stderr
+    assert "Stage 1 is gone, which stage 0, action B2@0 (backward of micro-batch 2 in virtual stage 0) needs" in said
+    if how == "raised":
+        assert "In stage 1, action F2@1 (forward of micro-batch 2 in virtual stage 1)." in said
+
+
+def _trace(schedule: str, micro_batches: int) -> tuple[list[Action], int, bool]:
+    manager = PipelineStageManager(ParallelContext.from_world({"pipe": 2}), schedule)
+    torch.manual_seed(0)
+    model = Sample("gpt2", changes={"n_layer": 4})()
+    model = shard_model(model, config=ShardConfig(pipeline_stage_manager=manager))
+    pipeline = Pipeline(model, micro_batches=micro_batches)
+    batch: Any = Batches("GPT2LMHeadModel", batch=8)(0)
+    with pipeline.trace() as trace:
+        pipeline.step(batch)
+    in_order = all(a[2] <= b[1] for a, b in zip(trace.spans, trace.spans[1:], strict=False))
+    return [action for action, _, _ in trace.spans], trace.in_flight, in_order
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv"])
+def test_what_runs_is_the_schedule_and_holds_as_much_as_it_says(pool2: WorkerPool, schedule: str) -> None:
+    said = make_schedule(schedule, 2, 8)
+    for rank, (actions, in_flight, in_order) in enumerate(pool2.run(_trace, schedule, 8)):
+        assert tuple(actions) == said.actions[rank]
+        assert in_order
+        assert in_flight == simulate(said).in_flight[rank]
+        assert any(action.kind in (Kind.BACKWARD, Kind.INPUT) for action in actions)
