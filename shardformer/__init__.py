@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shardformer.policies.roles import Stack as Stack
     from shardformer.sharder import ModelSharder as ModelSharder
     from shardformer.sharder import ShardFormer as ShardFormer
+    from shardformer.sharder import measure_costs as measure_costs
     from shardformer.sharder import shard_model as shard_model
     from shardformer.sharding.config import ShardConfig as ShardConfig
     from shardformer.sharding.guards import full_state_dict as full_state_dict
@@ -78,7 +79,7 @@ _HOME = {
     "sharding.record": ["describe", "no_sync"],
     "policies.registry": ["register"],
     "policies.roles": ["MLP", "Attention", "Experts", "RolePolicy", "Stack"],
-    "sharder": ["ModelSharder", "ShardFormer", "shard_model"],
+    "sharder": ["ModelSharder", "ShardFormer", "measure_costs", "shard_model"],
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
 __all__ = sorted([*_WHERE, "__version__"])

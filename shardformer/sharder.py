@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from shardformer.context import ParallelContext
+from shardformer.context import Axis, ParallelContext
 from shardformer.errors import ConfigError, nearest
+from shardformer.pipeline.chain import Chain, no_chain
 from shardformer.policies.registry import resolve_policy
 from shardformer.sharding.config import ShardConfig
+from shardformer.sharding.costs import measured_costs
 from shardformer.sharding.policy import Policy
 from shardformer.sharding.sharder import Sharding
 
@@ -120,3 +124,26 @@ def shard_model(
             )
         config = ShardConfig(context=context, **options)
     return ShardFormer(config).optimize(model, policy)[0]
+
+
+def measure_costs(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    policy: Policy | type[Policy] | None = None,
+    *,
+    rounds: int = 3,
+) -> list[float]:
+    """What each layer of a plain model costs, in seconds of a forward: for ``PipelineStageManager(costs=...)``.
+
+    In one process, before the model is sharded, with a batch like those it will train on; give what it returns to all
+    processes. What stands before and behind the layers counts with the first and the last.
+    """
+    chosen, _ = resolve_policy(model, policy)
+    chosen.set_model(model)
+    chosen.set_shard_config(ShardConfig(context=ParallelContext.from_group(Axis("tensor"))))
+    chain = Chain(tuple(s for s in chosen.segments() if s.units))
+    if not chain.segments:
+        raise no_chain(model, "...")
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with torch.no_grad():
+        return measured_costs(model, chain, lambda: model(**batch), rounds, device)

@@ -16,11 +16,9 @@ from shardformer.pipeline.balance import balanced, even, explicit
 from shardformer.pipeline.chain import Chain, Segment, Span, holders, homes, no_chain
 from shardformer.pipeline.passage import Passage
 from shardformer.pipeline.stage_manager import PipelineStageManager
+from shardformer.sharding.costs import costs_of
 from shardformer.sharding.plan import Plan, Target
 from shardformer.sharding.policy import ModulePolicyDescription, Policy
-
-NOTHING = 1e-9
-"""What a layer without any weight costs, so that it counts at all."""
 
 
 @dataclass
@@ -183,41 +181,6 @@ def _tie(model: nn.Module, stages: Stages) -> None:
         ranks = sorted({rank for name in same for rank in stages.stages_of(name)})
         if len(ranks) > 1:
             stages.shared |= dict.fromkeys(same, tuple(ranks))
-
-
-def costs_of(model: nn.Module, chain: Chain, home: Mapping[str, frozenset[int]]) -> list[float]:
-    """What each unit costs a token, about: the elements of the matrices that it meets, of experts those it is sent to.
-
-    A table that is looked up costs nothing; what stands before and behind a stack counts with its first and last unit.
-    """
-    units = chain.units
-    if not units:
-        return []
-    costs = [NOTHING] * len(units)
-    per_module = {path: _matrices(model, model.get_submodule(path)) for path in dict.fromkeys(units)}
-    for at, path in enumerate(units):
-        costs[at] += per_module[path]
-    tables = {id(m) for m in model.modules() if isinstance(m, nn.Embedding)}
-    for path, module in model.named_modules():
-        for name, p in module.named_parameters(recurse=False):
-            goes_with = home[f"{path}.{name}" if path else name]
-            if p.dim() >= 2 and id(module) not in tables and len(goes_with) == 1:
-                at = min(goes_with)
-                if not f"{path}.".startswith(f"{units[at]}."):
-                    costs[at] += p.numel()
-    return costs
-
-
-def _matrices(model: nn.Module, module: nn.Module) -> float:
-    config: Any = getattr(model, "config", None)
-    chosen = getattr(config, "num_experts_per_tok", None)
-    total = 0.0
-    for p in module.parameters():
-        if p.dim() == 2 or p.dim() > 3:
-            total += p.numel()
-        elif p.dim() == 3:
-            total += p.numel() * min(1.0, chosen / p.shape[0]) if isinstance(chosen, int) else p.numel()
-    return total
 
 
 def _lend(model: nn.Module, segment: Segment, to: str) -> None:

@@ -1,0 +1,77 @@
+"""Where a model is cut: by what its layers cost, estimated or measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from shardformer.comm.rehearsal import Rehearsal
+from shardformer.pipeline.balance import balanced
+from shardformer.pipeline.chain import Chain, homes
+from shardformer.policies.registry import resolve_policy
+from shardformer.samples import Batches, Sample
+from shardformer.sharder import measure_costs
+from shardformer.sharding.config import ShardConfig
+from shardformer.sharding.costs import costs_of
+
+
+def estimated(model: nn.Module) -> list[float]:
+    policy, _ = resolve_policy(model, None)
+    policy.set_model(model)
+    policy.set_shard_config(ShardConfig(context=Rehearsal(1).context(0)))
+    chain = Chain(tuple(policy.segments()))
+    return costs_of(model, chain, homes(model, chain))
+
+
+def test_the_head_counts_with_the_last_layer_and_a_table_nothing() -> None:
+    model = Sample("llama", changes={"num_hidden_layers": 4, "vocab_size": 1270})()
+    first, *middle, last = estimated(model)
+    layer = sum(p.numel() for p in model.get_submodule("model.layers.1").parameters() if p.dim() == 2)
+    assert first == middle[0] == pytest.approx(layer)
+    assert last == pytest.approx(layer + 48 * 1270)
+    assert balanced([first, *middle, last], 2) == [0, 3, 4], "the head weighs more than three layers"
+
+
+def test_a_layer_that_is_called_again_costs_each_time() -> None:
+    costs = estimated(Sample("albert", changes={"num_hidden_layers": 4})())
+    assert costs[1] == costs[2] > 1000
+
+
+def test_of_experts_those_count_that_a_token_is_sent_to() -> None:
+    import transformers
+
+    settings: dict[str, Any] = dict(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    few, many = (
+        estimated(transformers.MixtralForCausalLM(transformers.MixtralConfig(num_local_experts=n, **settings)))
+        for n in (4, 8)
+    )
+    assert many[0] == pytest.approx(few[0] + 4 * 32, rel=0.01), "the router alone grows"
+
+
+class Slow(nn.Module):
+    """A layer that does what it wraps several times over."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for _ in range(60):
+            self.layer(*args, **kwargs)
+        return self.layer(*args, **kwargs)
+
+
+def test_measured_costs_see_what_no_weight_tells() -> None:
+    model = Sample("llama", changes={"num_hidden_layers": 4, "use_cache": False})().eval()
+    layers: Any = model.get_submodule("model.layers")
+    policy, _ = resolve_policy(model, None)
+    layers[1] = Slow(layers[1])
+    costs = measure_costs(model, Batches("LlamaForCausalLM")(0), type(policy), rounds=2)
+    assert len(costs) == 4
+    assert costs[1] > 5 * max(costs[2], costs[3])
+    assert all(cost > 0 for cost in costs)
