@@ -138,14 +138,18 @@ class Pipeline:
     def _run(self, batch: Batch | Sequence[Batch], *, backward: bool, wants_output: bool = False) -> _Head:
         batches = [batch] if isinstance(batch, Mapping) else list(batch)
         parts, sizes = self._cut(batches)
+        if self._record.check_call is not None:  # here, where it is the same on all stages, and none waits for another
+            self._record.check_call(self._model, parts[0])
         schedule = self._schedule(len(parts))
         if not backward:
             schedule = forward_only(schedule)
-        keys = self._agree(parts, backward)
+        draws = self._model.training and self._stages.draws
+        keys, seed = self._agree(parts, backward, int(torch.randint(2**62, (), device="cpu")) if draws else 0)
+        seeds = [(seed + 7919 * i) % 2**62 if draws else None for i in range(len(parts))]
         self._take_over_checkpointing()
         head = _Head(self, parts, sizes, wants_output)
-        with self._own_random() as seed:
-            seeds = [None if seed is None else (seed + 7919 * i) % 2**62 for i in range(len(parts))]
+        device = self._context.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=draws):
             try:
                 self._runtime.run(Job(schedule, parts, keys, seeds, head))
             finally:
@@ -174,7 +178,7 @@ class Pipeline:
             parts += split_batch(batch, each, main)
             sizes += each
         if "use_cache" in inspect.signature(self._model.forward).parameters:
-            parts = [{**part, "use_cache": False} for part in parts]
+            parts = [{"use_cache": False, **part} for part in parts]
         return parts, sizes
 
     def _fitting(self, size: int, each: list[int]) -> list[int]:
@@ -191,8 +195,8 @@ class Pipeline:
         if self._micro_batches is not None:
             self._schedule(self._micro_batches)
 
-    def _agree(self, parts: Sequence[Batch], backward: bool) -> list[Hashable]:
-        """A key for each micro-batch: of its shapes, and of what else decides the shapes of activations.
+    def _agree(self, parts: Sequence[Batch], backward: bool, seed: int) -> tuple[list[Hashable], int]:
+        """A key for each micro-batch, of its shapes and what else decides the shapes of activations; stage 0's seed.
 
         Raises InputError on every stage when they were not given batches of the same shapes, or in the first call,
         unless ``check_inputs=False``, not the same batches.
@@ -202,25 +206,14 @@ class Pipeline:
         axis = self._stages.manager.axis
         seen = [checksum(t) for part in parts for _, t in tensors_of(part)] if self._compares and axis.size > 1 else []
         self._compares = False
-        mine = (_number(shapes), len(parts), backward, self._model.training, _number(seen), _number(trains))
+        mine = (_number(shapes), len(parts), backward, self._model.training, _number(seen), _number(trains), seed)
         if axis.size == 1:
-            return [(s, mine[2:]) for s in shapes]
+            return [(s, mine[2:-1]) for s in shapes], seed
         every = _gather_numbers(mine, axis, self._context.device)
-        if any(theirs[:-1] != every[0][:-1] for theirs in every):
+        if any(theirs[:-2] != every[0][:-2] for theirs in every):
             raise _different(every, axis)
-        mode = (backward, self._model.training, tuple(theirs[-1] for theirs in every))
-        return [(s, mode) for s in shapes]
-
-    @contextmanager
-    def _own_random(self) -> Iterator[int | None]:
-        """A number from which the random numbers of a batch follow, wherever its layers are; None without any."""
-        if not (self._model.training and self._stages.draws):
-            yield None
-            return
-        seed = int(torch.randint(2**62, (), device="cpu"))
-        device = self._context.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield seed
+        mode = (backward, self._model.training, tuple(theirs[-2] for theirs in every))
+        return [(s, mode) for s in shapes], every[0][-1]
 
     def _take_over_checkpointing(self) -> None:
         """``gradient_checkpointing_enable`` of transformers: here the stretches of a stage are checkpointed instead."""
@@ -344,7 +337,7 @@ def _gather_numbers(numbers: Sequence[int], axis: Axis, device: torch.device) ->
 
 
 def _different(every: Sequence[tuple[int, ...]], axis: Axis) -> InputError:
-    other = next(stage for stage, theirs in enumerate(every) if theirs[:-1] != every[0][:-1])
+    other = next(stage for stage, theirs in enumerate(every) if theirs[:-2] != every[0][:-2])
     kinds = ("shapes of batches", "numbers of micro-batches", "calls", "modes of training", "batches")
     what = next(kind for kind, a, b in zip(kinds, every[0], every[other], strict=False) if a != b)
     return InputError(

@@ -423,6 +423,10 @@ def _no_labels() -> None:
     Pipeline(sharded_alone, micro_batches=2).step({"input_ids": batch_of(4, 5)["input_ids"]})
 
 
+def _with(**more: Any) -> None:
+    Pipeline(sharded(), micro_batches=2).step({**batch_of(4, 5), **more})
+
+
 ASKED: dict[str, Callable[[], Any]] = {
     "more stages than layers": lambda: sharded(Sample("gpt2", changes={"n_layer": 1})),
     "a cut that skips a layer": lambda: sharded(cut=[1, 2]),
@@ -447,6 +451,8 @@ ASKED: dict[str, Callable[[], Any]] = {
     "stages with other tokens": _stage_of_its_own_tokens,
     "a batch without labels": _no_labels,
     "checkpoints of other stages": lambda: sharded(checkpoint_layers=[1, 2, 3]),
+    "states of all layers": lambda: _with(output_hidden_states=True),
+    "a cache": lambda: _with(use_cache=True),
     "another grid": lambda: shard_model(
         plain(),
         config=ShardConfig(
@@ -477,6 +483,8 @@ SAID = {
     "stages with other tokens": ("InputError", "different batches", "data rank"),
     "a batch without labels": ("ConfigError", "loss=None", "loss_fn="),
     "checkpoints of other stages": ("ConfigError", "checkpoint_layers=[1, 2, 3]", "[2, 2]"),
+    "states of all layers": ("output_hidden_states=True", "a stage has its own layers only"),
+    "a cache": ("use_cache=True", "Leave use_cache off"),
     "another grid": ("ConfigError", "not that of its pipeline_stage_manager", "Leave context"),
 }
 

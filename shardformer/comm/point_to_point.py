@@ -10,8 +10,8 @@ from torch import Tensor
 from shardformer.comm.recorder import Call, bytes_of
 from shardformer.context import Axis
 
-UP, DOWN = 0, 1
-"""Towards a higher rank, and towards a lower one."""
+UP, DOWN = 1, 2
+"""Towards a higher rank, and towards a lower one; tags that no exchange has, which sends without one."""
 
 
 class Wires:
@@ -23,7 +23,7 @@ class Wires:
 
     def __init__(self, axis: Axis, all_ranks: list[list[int]]) -> None:
         self.axis = axis
-        self._groups = [axis.group, axis.group]
+        self._groups = {UP: axis.group, DOWN: axis.group}
         if axis.size > 1 and dist.get_backend(axis.group) == "nccl":
             self._groups[DOWN], _ = dist.new_subgroups_by_enumeration(all_ranks)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ def guard_model(model: nn.Module, record: ShardRecord, config: ShardConfig) -> N
         record.notes.append("save_pretrained writes full weights; resize_token_embeddings is refused.")
 
 
+STAGE_OUTPUTS = "It collects something of every layer, and a stage has its own layers only"
+
+
 class _Guard:
     """Before a forward: what an error broke off is forgotten, gradients are hooked; once, inputs are compared."""
 
@@ -39,6 +42,7 @@ class _Guard:
         self._known = False
         self._is_cut = config.enable_tensor_parallelism and record.context.tensor.size > 1
         model.register_forward_pre_hook(self, with_kwargs=True)
+        record.check_call = self._refuse_outputs
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch._C._current_graph_task_id() < 0:  # not a recomputation in a backward
@@ -46,8 +50,8 @@ class _Guard:
                 edge.abandon()
         for averager in self._record.averagers:
             averager.refresh()
-        self._refuse_outputs(model, kwargs)
         self._refuse_alone(model)
+        self._refuse_outputs(model, kwargs)
         if not self._known:
             self._known = True
             _refuse_new_parameters(model, self._record)
@@ -67,20 +71,26 @@ class _Guard:
             "pipeline.evaluate(batch) or pipeline.forward(batch)",
         )
 
-    def _refuse_outputs(self, model: nn.Module, kwargs: dict[str, Any]) -> None:
-        if not self._is_cut:
-            return
-        settings = getattr(model, "config", None)
-        for name, when in (
-            ("output_attentions", True),
-            ("output_hidden_states", self._config.enable_sequence_parallelism),
+    def _refuse_outputs(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+        settings, in_stages = getattr(model, "config", None), self._record.context.pipe.size > 1
+        cuts_sequence = self._is_cut and self._config.enable_sequence_parallelism
+        for name, when, why in (
+            ("output_attentions", self._is_cut, "Between the blocks each tensor rank holds its own heads only"),
+            (
+                "output_hidden_states",
+                cuts_sequence,
+                "Between the blocks each tensor rank holds a stretch of the sequence",
+            ),
+            ("output_attentions", in_stages, STAGE_OUTPUTS),
+            ("output_hidden_states", in_stages, STAGE_OUTPUTS),
+            ("output_router_logits", in_stages, STAGE_OUTPUTS),
+            ("use_cache", in_stages, "Keys and values would be kept by the stage that has the layer"),
         ):
-            asked = kwargs.get(name)
+            asked = kwargs.get(name, False if name == "use_cache" else None)
             if when and (getattr(settings, name, False) if asked is None else asked):
-                part = "heads" if name == "output_attentions" else "stretch of the sequence"
                 raise ConfigError(
                     f"{name}=True on a model that is sharded over {self._record.context}",
-                    rule=f"Between the blocks each tensor rank holds its own {part} only",
+                    rule=why,
                     remedy=f"Leave {name} off, or run the plain model for it",
                 )
 

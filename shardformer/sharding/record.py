@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -44,6 +44,7 @@ class ShardRecord:
         options: the options of the config.
         policy: by which it was sharded.
         extra_kwargs: those of the config.
+        check_call: raises ConfigError for arguments of a forward that the sharded model cannot do.
         replacements: in the order in which they were made.
         notes: things worth knowing, such as which attention kernel was chosen.
         averagers: what agrees on gradients with other ranks.
@@ -65,6 +66,7 @@ class ShardRecord:
     gathers: int = 0
     policy: Policy | None = None
     extra_kwargs: dict[str, Any] = field(default_factory=dict)
+    check_call: Callable[[nn.Module, Mapping[str, Any]], None] | None = None
 
     def add(self, path: str, before: Any, after: Any, kind: str = "module") -> None:
         self.replacements.append(Replacement(path, _name(before), _name(after), kind))
