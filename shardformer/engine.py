@@ -16,7 +16,7 @@ from shardformer.context import Axis
 from shardformer.errors import ConfigError, InputError
 from shardformer.pipeline.links import Links, Shapes
 from shardformer.pipeline.loss import LossWeight, LossWeights
-from shardformer.pipeline.microbatches import batch_size_of, merge_outputs, sizes_of, split_batch
+from shardformer.pipeline.microbatches import batch_size_of, check_sizes, merge_outputs, sizes_of, split_batch
 from shardformer.pipeline.runtime import Job, Runtime, Trace
 from shardformer.pipeline.schedule import Schedule, fitting_micro_batches, forward_only, make_schedule
 from shardformer.pipeline.stage_manager import PipelineStageManager
@@ -63,7 +63,7 @@ class Pipeline:
         self._model, self._record, self._context = model, record, record.context
         if micro_batches is None and micro_batch_size is None:
             micro_batches = 1 if record.stages is None else record.stages.manager.num_stages
-        sizes_of(2**30, micro_batches, micro_batch_size)  # refuses what cannot be
+        check_sizes(micro_batches, micro_batch_size)
         self._micro_batches, self._micro_batch_size = micro_batches, micro_batch_size
         self._loss_fn, self._loss_weight = loss_fn, loss_weight
         self._stages = record.stages or _single_stage(model, record)

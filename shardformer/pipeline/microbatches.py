@@ -23,6 +23,23 @@ def sizes_of(batch_size: int, micro_batches: int | None, micro_batch_size: int |
 
     Raises ConfigError unless exactly one is given, a positive int, and there is a sample for each micro-batch.
     """
+    check_sizes(micro_batches, micro_batch_size)
+    if micro_batch_size is not None:
+        full, rest = divmod(batch_size, micro_batch_size)
+        return [micro_batch_size] * full + [rest] * (rest > 0)
+    assert micro_batches is not None
+    if micro_batches > batch_size:
+        raise ConfigError(
+            f"micro_batches={micro_batches} for a batch of {batch_size}",
+            rule="Every micro-batch has at least one sample",
+            remedy=f"Use at most {batch_size} micro-batches, or a batch of {micro_batches} samples or more",
+        )
+    each, extra = divmod(batch_size, micro_batches)
+    return [each + (i < extra) for i in range(micro_batches)]
+
+
+def check_sizes(micro_batches: int | None, micro_batch_size: int | None) -> None:
+    """Raises ConfigError unless exactly one is given, a positive int."""
     if (micro_batches is None) == (micro_batch_size is None):
         raise ConfigError(
             f"micro_batches={micro_batches} with micro_batch_size={micro_batch_size}",
@@ -36,19 +53,8 @@ def sizes_of(batch_size: int, micro_batches: int | None, micro_batch_size: int |
         raise ConfigError(
             f"{name}={value!r}",
             rule=f"{name} is a whole number of at least 1",
-            remedy=f"Use 1 to {batch_size}" if batch_size > 1 else "Use 1",
+            remedy="Use 1 or more, and no more than a batch has samples",
         )
-    if micro_batch_size is not None:
-        full, rest = divmod(batch_size, micro_batch_size)
-        return [micro_batch_size] * full + [rest] * (rest > 0)
-    if value > batch_size:
-        raise ConfigError(
-            f"micro_batches={value} for a batch of {batch_size}",
-            rule="Every micro-batch has at least one sample",
-            remedy=f"Use at most {batch_size} micro-batches, or a batch of {value} samples or more",
-        )
-    each, extra = divmod(batch_size, value)
-    return [each + (i < extra) for i in range(value)]
 
 
 def batch_size_of(batch: Mapping[str, Any], main: str | None = None) -> int:
