@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import get_rank
 
+from shardformer.comm.collectives import all_reduce
 from shardformer.comm.params import gather_param, param_specs
 from shardformer.comm.recorder import Recorder
 from shardformer.context import Axis, ParallelContext
@@ -22,7 +23,7 @@ from shardformer.optim.grad_norm import clip_grad_norm_
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.pool import Pools, WorkerPool
 from shardformer.samples import Sample
-from shardformer.sharder import shard_model
+from shardformer.sharder import ShardFormer, shard_model
 from shardformer.sharding.config import ShardConfig
 from shardformer.sharding.guards import full_state_dict
 from shardformer.sharding.record import no_sync
@@ -523,6 +524,34 @@ def test_tensor_ranks_send_a_part_each(pool4: WorkerPool, sequence: bool) -> Non
         arrivals = (0, 0) if sequence else (2, 2 * activation)
         assert first_stage["arrival"] == last_stage["arrival"] == arrivals
         assert first_stage["header"][0] == 0, "the shapes are known"
+
+
+def _gathers(schedule: str) -> int:
+    context = ParallelContext.from_world({"tensor": 2, "pipe": 2})
+    manager = PipelineStageManager(context, schedule, cut=[1, 3] if schedule == "1f1b" else [1, 1, 1, 1])
+    config = ShardConfig(pipeline_stage_manager=manager, enable_sequence_parallelism=True)
+    model = shard_model(plain(), config=config)
+    with Recorder(context) as recorder:
+        Pipeline(model, micro_batches=2).step(batch_of(4, 12))
+    of_stage = recorder.count("all_gather", purpose="block")
+    return int(all_reduce(torch.tensor(of_stage), context.pipe))
+
+
+def test_a_backward_in_halves_gathers_no_more_than_a_whole_one(pool4: WorkerPool) -> None:
+    assert pool4.run(_gathers, "interleaved_zb") == pool4.run(_gathers, "1f1b")
+
+
+def _shared() -> list[tuple[int, ...]]:
+    context = ParallelContext.from_world({"pipe": 2})
+    model, shared = ShardFormer(ShardConfig(context=context)).optimize(plain(T5))
+    mine = {id(p) for p in model.parameters()}
+    assert all(id(p) in mine for held in shared for p in held.values())
+    return [tuple(held) for held in shared]
+
+
+def test_parameters_that_several_stages_hold_are_returned(pool2: WorkerPool) -> None:
+    for held in pool2.run(_shared):
+        assert held == [(0, 1)], "the embedding, tied to the decoder's and the head; no table, since the cut is between"
 
 
 def test_an_unequal_batch_is_no_reason_to_hang(pool2: WorkerPool) -> None:

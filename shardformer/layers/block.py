@@ -316,7 +316,7 @@ class RowExit(Function):
     """The row-parallel linear: this rank's partial product, summed over the ranks. The bias comes after.
 
     Plain: forward one all-reduce of B*S*H. With sequence parallelism: forward one reduce-scatter, backward one
-    all-gather of B*S*H.
+    all-gather of B*S*H, also where it is run in two halves, for the input first and for the weight later.
     """
 
     @staticmethod
@@ -324,7 +324,7 @@ class RowExit(Function):
         ctx: Any, x: Tensor, weight: Tensor, transposed: bool, axis: Axis, sequence: SequenceRegion | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.transposed, ctx.axis, ctx.sequence = transposed, axis, sequence
+        ctx.transposed, ctx.axis, ctx.sequence, ctx.gathered = transposed, axis, sequence, None
         if sequence is None:
             return start_all_reduce(matmul_in(x, weight, None, transposed), axis).wait()
         ctx.full = sequence.full
@@ -345,10 +345,14 @@ class RowExit(Function):
 
             grad = ring_gather(grad, ctx.axis, ctx.full, multiply)
         else:
-            if ctx.sequence is not None:
+            if ctx.gathered is not None:
+                grad = ctx.gathered
+            elif ctx.sequence is not None:
                 grad = all_gather(grad, ctx.axis, SEQUENCE_DIM, ctx.full)
             if ctx.needs_input_grad[0]:
                 x_grad = matmul_in(grad, weight, None, not transposed)
+        is_half = ctx.sequence is not None and ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]
+        ctx.gathered = grad if is_half else None
         w_grad = weight_grad(x, grad, transposed) if ctx.needs_input_grad[1] else None
         return x_grad, w_grad, None, None, None
 
