@@ -70,10 +70,15 @@ def _one(value: Tensor) -> Tensor:
 
 
 def output_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """What a table or a linear would give, as a ghost, and without computing it."""
+    """What a table or a linear would give, without computing it: NaNs, to which a model may add in place."""
     x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
     weight: Any = module.weight
     if isinstance(module, nn.Linear):
-        return ghost(*x.shape[:-1], module.out_features, like=weight)
+        return ghost(*x.shape[:-1], module.out_features, like=weight).contiguous()
     width: Any = module.embedding_dim
-    return ghost(*x.shape, width, like=weight)
+    return ghost(*x.shape, width, like=weight).contiguous()
+
+
+def is_ghost(x: Any) -> bool:
+    """Whether nothing but NaN is in it, as in what is computed of what another stage holds."""
+    return isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 0 and bool(x.isnan().all())
