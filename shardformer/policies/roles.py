@@ -35,6 +35,7 @@ __all__ = ["MLP", "Attention", "Experts", "Role", "RolePolicy", "Stack"]
 
 
 BETWEEN_LAYERS = "it reads the states between its layers, of which a rank has a stretch"
+BETWEEN_STAGES = "it reads the states between its layers, of which a stage has those between its own"
 
 
 class RolePolicy(Policy):
@@ -98,6 +99,15 @@ class RolePolicy(Policy):
             return BETWEEN_LAYERS
         whole = [stack.whole_sequence for stack in self.stacks()]
         return self.against_sequence or (whole[0] if whole and all(whole) else None)
+
+    def refuses_pipeline(self) -> str | None:
+        """Why the layers of this model cannot be on several stages; None where they can."""
+        layers = [segment.layers for segment in self.segments()]
+        for path, module in self.model.named_modules():
+            is_backbone = hasattr(module, "out_features") and hasattr(module, "out_indices")
+            if is_backbone and any(f"{inner}.".startswith(f"{path}.") or not path for inner in layers):
+                return BETWEEN_STAGES
+        return next((why for _, policy in self._parts() if (why := policy.refuses_pipeline())), None)
 
     @property
     def base(self) -> str:

@@ -219,6 +219,10 @@ class Policy:
             for at, stack in enumerate(self.stacks())
         ]
 
+    def refuses_pipeline(self) -> str | None:
+        """Why the layers of this model cannot be on several stages; None where they can."""
+        return None
+
     def replicated(self) -> list[str] | None:
         """Paths of what stays whole on purpose. None: whatever no rule names may."""
         return None

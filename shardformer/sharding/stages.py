@@ -143,6 +143,8 @@ def make_stages(model: nn.Module, policy: Policy, manager: PipelineStageManager)
         raise no_chain(model, str(manager.num_stages))
     if manager.num_stages > 1:
         _check_settings(model)
+        if against := policy.refuses_pipeline():
+            raise _refused(model, manager.num_stages, against)
     whole = [Span(0, len(chain.units))]
     home = homes(model, chain) if chain.segments else {}
     costs = [float(c) for c in manager.costs] if manager.costs is not None else costs_of(model, chain, home)
@@ -189,6 +191,14 @@ def _lend(model: nn.Module, segment: Segment, to: str) -> None:
         owner, _, name = path.rpartition(".")
         value = getattr(model.get_submodule(f"{segment.units[0]}.{owner}"), name)
         model.get_submodule(f"{to}.{owner}").__dict__[name] = value
+
+
+def _refused(model: nn.Module, pipe: int, against: str) -> ConfigError:
+    return ConfigError(
+        f"pipe={pipe}, and of this {type(model).__name__} it is known that {against}",
+        rule="A stage has its own layers, and hands on only what its last one gives",
+        remedy="Leave pipe out, and cut this model by tensor parallelism",
+    )
 
 
 def _check_settings(model: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """BEiT: pre-norm encoder of patches, no bias of k, a bias a head of the relative position: of each layer, or shared."""
 
-from shardformer.policies.roles import BETWEEN_LAYERS, MLP, Attention, RolePolicy, Stack
+from shardformer.policies.roles import BETWEEN_LAYERS, BETWEEN_STAGES, MLP, Attention, RolePolicy, Stack
 
 
 class BeitPolicy(RolePolicy):
@@ -26,3 +26,6 @@ class BeitPolicy(RolePolicy):
 
     def refuses_sequence(self) -> str | None:
         return BETWEEN_LAYERS if hasattr(self.model, "decode_head") else super().refuses_sequence()
+
+    def refuses_pipeline(self) -> str | None:
+        return BETWEEN_STAGES if hasattr(self.model, "decode_head") else super().refuses_pipeline()

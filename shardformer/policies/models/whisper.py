@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardformer.policies.roles import BETWEEN_LAYERS, MLP, Attention, RolePolicy, Stack
+from shardformer.policies.roles import BETWEEN_LAYERS, BETWEEN_STAGES, MLP, Attention, RolePolicy, Stack
 
 FEED_FORWARD = MLP("fc1", up="", down=".fc2")
 
@@ -34,3 +34,7 @@ class WhisperPolicy(RolePolicy):
     def refuses_sequence(self) -> str | None:
         sums = getattr(self.model.config, "use_weighted_layer_sum", False)
         return BETWEEN_LAYERS if sums else super().refuses_sequence()
+
+    def refuses_pipeline(self) -> str | None:
+        sums = getattr(self.model.config, "use_weighted_layer_sum", False)
+        return BETWEEN_STAGES if sums else super().refuses_pipeline()
