@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardformer.comm.collectives import all_gather, broadcast, broadcast_object, checksum
 from shardformer.context import Axis
 from shardformer.errors import ConfigError, InputError
+from shardformer.pipeline.absent import is_ghost
 from shardformer.pipeline.links import Links, Shapes
 from shardformer.pipeline.loss import LossWeight, LossWeights
 from shardformer.pipeline.microbatches import batch_size_of, check_sizes, merge_outputs, sizes_of, split_batch
@@ -237,7 +238,7 @@ class _Head:
 
     def __init__(self, pipeline: Pipeline, parts: Sequence[Batch], sizes: Sequence[int], wants_output: bool) -> None:
         self._loss_fn, self._wants_output = pipeline._loss_fn, wants_output
-        self._parts, self._sizes = parts, sizes
+        self._parts, self._sizes, self._passage = parts, sizes, pipeline._stages.passage
         self._weights = LossWeights(parts, sizes, pipeline._loss_weight, pipeline._found)
         self._outputs: dict[int, Any] = {}
         self.loss: Tensor | None = None
@@ -255,6 +256,7 @@ class _Head:
             loss = self._loss_of(output, self._parts[micro_batch])
         finally:
             self._weights.stop()
+        self._check_first(loss, output)
         loss = self._weights.of(micro_batch, loss)
         part = loss.detach().double()
         self.loss = part if self.loss is None else self.loss + part
@@ -269,6 +271,18 @@ class _Head:
             rule="A step goes back from a loss, by default output.loss, which a model gives where a batch has labels",
             remedy="Add labels to the batch, or give Pipeline(..., loss_fn=), a function (output, micro-batch) -> loss",
         )
+
+    def _check_first(self, loss: Tensor, output: Any) -> None:
+        """The first loss of all is a number, unless the model gives none; not NaN that stands for another stage's."""
+        assert self._passage is not None
+        ended_well, self._passage.ended_well = self._passage.ended_well, None
+        if ended_well and is_ghost(loss) and any(is_ghost(t) for _, t in tensors_of({"output": output})):
+            raise ConfigError(
+                "The loss is NaN: it reads something in the model's output that an earlier stage computed",
+                rule="The last stage has what its own layers and what stands behind them give",
+                remedy="Give Pipeline(..., loss_fn=) that reads the last states or the logits only; where the model's "
+                "head reads states between its layers, leave pipe out",
+            )
 
     def close(self) -> None:
         """After the last forward, or an error."""

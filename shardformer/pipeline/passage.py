@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline.absent import Ghosts, output_of
+from shardformer.pipeline.absent import Ghosts, is_ghost, output_of
 from shardformer.pipeline.chain import Chain, Segment, Span
 
 Payload = dict[str, Tensor]
@@ -75,6 +76,8 @@ class Passage:
         self._chain, self._ghosts, self._tables = chain, ghosts, tuple(tables)
         self._checkpointed, self._rank = set(checkpointed), rank
         self._num_units = len(chain.units)
+        self._checked: set[int] = set()
+        self.ended_well: bool | None = None  # whether the last layer gave numbers when it first ran, once it has
         self.now: Run | None = None
         for index, (segment, start) in enumerate(zip(chain.segments, chain.starts, strict=True)):
             for path in dict.fromkeys(segment.units):
@@ -137,16 +140,32 @@ class Passage:
     ) -> Any:
         if run.seed is not None:
             _seed(run.seed, at + 1 + (self._num_units + 2) * (self._rank + 1 if segment.is_stretched else 0))
+        is_first = at not in self._checked
+        if is_first:
+            self._checked.add(at)
+            self._check_arguments(at, original, args, kwargs)
         if at in self._checkpointed and torch.is_grad_enabled():
             output = checkpoint(original, *args, use_reentrant=False, **kwargs)
         else:
             output = original(*args, **kwargs)
         if at == self._num_units - 1:
+            if is_first:
+                self.ended_well = not any(map(is_ghost, tree_leaves(output)))
             if run.seed is not None:
                 _seed(run.seed, self._num_units + 1)
             if run.at_end is not None:
                 run.at_end()
         return output
+
+    def _check_arguments(self, at: int, original: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> None:
+        """The first time that a layer runs here: what it reads beside its states was made on this stage."""
+        path = self._chain.units[at]
+        names = list(inspect.signature(original).parameters)
+        given = [*zip([*names, *(f"argument {i}" for i in range(len(names), len(args)))], args), *kwargs.items()]
+        hidden = _hidden_of(args, kwargs)
+        for name, value in given:
+            if value is not hidden and any(map(is_ghost, tree_leaves(value))):
+                raise _of_another_stage(path, name)
 
     def _payload(self, run: Run, at: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Payload:
         payload = {}
@@ -242,6 +261,15 @@ def _no_context(module: nn.Module, name: str, value: Any) -> ConfigError:
         f"{type(module).__name__} was given {name}={value!r:.60} by its model",
         rule="A pipeline hands the states of the stack before to the stage that begins with this module",
         remedy="Call the model with what both of its stacks read, as in training it on one device",
+    )
+
+
+def _of_another_stage(path: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is given {name}, which is computed of parameters that another stage holds",
+        rule="A stage hands on the states between the layers; what a layer reads beside them is made on its own stage",
+        remedy="Name the module that makes it in a policy: everywhere=[...] of the Stack, or lent=[...] where it "
+        "stands in the first layer",
     )
 
 
