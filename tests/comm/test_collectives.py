@@ -126,3 +126,9 @@ def _objects() -> tuple[list[int], str]:
 
 def test_objects(pool2: WorkerPool) -> None:
     assert pool2.run(_objects) == [([0, 10], "from 1")] * 2
+
+
+def test_the_checksum_of_a_stretch_of_bytes_is_that_of_its_copy() -> None:
+    numbers = torch.arange(5000) % 251
+    for stretch in (numbers.to(torch.uint8)[3:], numbers.bool()[1:], numbers.to(torch.bfloat16)[1:]):
+        assert collectives.checksum(stretch) == collectives.checksum(stretch.clone())
