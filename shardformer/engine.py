@@ -152,7 +152,7 @@ class Pipeline:
         device = self._context.device
         with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=draws):
             try:
-                self._runtime.run(Job(schedule, parts, keys, seeds, head))
+                self._runtime.run(Job(schedule, self._inputs(parts), keys, seeds, head))
             finally:
                 head.close()
         head.finish()
@@ -181,6 +181,13 @@ class Pipeline:
         if "use_cache" in inspect.signature(self._model.forward).parameters:
             parts = [{"use_cache": False, **part} for part in parts]
         return parts, sizes
+
+    def _inputs(self, parts: Sequence[Batch]) -> Sequence[Batch]:
+        """What the model is given: without what only the loss function reads, where the forward would not take it."""
+        takes = inspect.signature(self._model.forward).parameters
+        if self._loss_fn is None or any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+            return parts
+        return [{name: value for name, value in part.items() if name in takes} for part in parts]
 
     def _fitting(self, size: int, each: list[int]) -> list[int]:
         """At most so many samples each: more parts where the schedule takes no such number of them."""
