@@ -214,6 +214,7 @@ def _check_settings(model: nn.Module) -> None:
                     rule="Which layers a batch skips would have to be drawn alike by all stages",
                     remedy=f"Build the model with {name}=0",
                 )
+            name = name.lstrip("_")  # transformers keeps some of them behind a property
             if name in ("output_router_logits", "output_hidden_states", "output_attentions") and value is True:
                 raise ConfigError(
                     f"{name}=True with a pipeline",
