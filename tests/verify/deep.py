@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from shardformer.samples import FAMILY_OF, HEADS, MAIN, NEEDS, SMALL, Batches, Sample
+from shardformer.samples import HEADS, NEEDS, SMALL, Batches, Sample
 
 IGNORED = -100
 PIXEL_IGNORED = 255
-# Swin's attention is padded where its windows do not divide an image; other depths keep the sizes of the small models.
-_FOUR: dict[str, Any] = {"num_hidden_layers": 4}
 DEPTH: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {"n_layer": 4},
     "t5": {"num_layers": 3},
@@ -33,12 +30,10 @@ DEPTH: Mapping[str, Mapping[str, Any]] = {
 def deep(family: str, head: str = "", **changes: Any) -> Sample:
     """The small model with four layers, or six over all its stacks."""
     parts = {"Blip2VisionModel": "vision_config", "Blip2QFormerModel": "qformer_config"}
-    depth = dict(DEPTH.get(family, _FOUR))
+    depth = dict(DEPTH.get(family, {"num_hidden_layers": 4}))
     if head in parts:
         settings = {**SMALL[family], **NEEDS.get(head, {})}
         depth = {parts[head]: {**settings[parts[head]], "num_hidden_layers": 4}}
-    if head == "SwinBackbone":
-        depth = {"depths": [2, 2]}
     return Sample(family, head, {**depth, **changes})
 
 
@@ -78,8 +73,4 @@ def samples_in(batch: Mapping[str, Any]) -> float:
     return float(next(iter(batch.values())).shape[0])
 
 
-def head_of(family: str) -> str:
-    return MAIN[family]
-
-
-EVERY_HEAD = [(FAMILY_OF[head], head) for heads in HEADS.values() for head in heads]
+EVERY_HEAD = [(family, head) for family in SMALL for head in HEADS[family]]

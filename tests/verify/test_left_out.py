@@ -1,0 +1,171 @@
+"""Somebody can tell: whatever is left out of a pipeline, ``verify`` sees it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardformer.comm import params
+from shardformer.pipeline import loss, passage, runtime
+from shardformer.pool import WorkerPool
+from shardformer.sharding import sharder, stages
+from shardformer.verify import Pipelined, Report
+from shardformer.verify.compare import compare
+from shardformer.verify.run import Job, run_job
+from tests.verify.deep import Uneven, deep
+
+
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
+    """``owner.name`` is what ``make`` makes of it."""
+    return mock.patch.object(owner, name, make(getattr(owner, name)))
+
+
+def no_sum_over_stages() -> Any:
+    """A gradient of what several stages hold is each stage's own."""
+    return replaced(sharder, "average_gradients", lambda original: lambda *args: original(*args[:5], None))
+
+
+def mean_of_means() -> Any:
+    def part(self: Any, loss: Any, index: int, call: Any) -> Tensor:
+        given: Tensor = call.given()
+        return given.nan_to_num() / len(self._micro_batches)
+
+    return mock.patch.object(loss.LossWeights, "_part", part)
+
+
+def no_gradient_sent() -> Any:
+    """The stage before gets zeros."""
+
+    def make(original: Any) -> Any:
+        def go_back(*args: Any) -> list[Tensor | None]:
+            return [None if g is None else torch.zeros_like(g) for g in original(*args)]
+
+        return go_back
+
+    return replaced(runtime.Runtime, "_go_back", make)
+
+
+def no_states_received() -> Any:
+    return mock.patch.object(passage, "_with_hidden", lambda args, kwargs, hidden: (args, kwargs))
+
+
+def states_of_the_first_micro_batch() -> Any:
+    """Each stage reads what it was sent first, again and again."""
+    first: dict[int, Tensor] = {}
+
+    def make(original: Any) -> Any:
+        def with_hidden(args: Any, kwargs: Any, hidden: Tensor) -> Any:
+            kept = first.setdefault(id(with_hidden), hidden.detach())
+            return original(args, kwargs, hidden + (kept[: len(hidden)] - hidden).detach())
+
+        return with_hidden
+
+    return replaced(passage, "_with_hidden", make)
+
+
+def no_context_gradient() -> Any:
+    """The states of the encoder come in, and nothing goes back to them."""
+
+    def make(original: Any) -> Any:
+        def payload(*args: Any) -> Any:
+            return {k: v.detach() * 1 if k == "context" else v for k, v in original(*args).items()}
+
+        return payload
+
+    return replaced(passage.Passage, "_payload", make)
+
+
+def every_stage_counts_all() -> Any:
+    """What two stages hold counts twice in the norm."""
+    return replaced(stages, "PipePlace", lambda original: lambda axis, elsewhere: params.PipePlace(axis, frozenset()))
+
+
+MUTATIONS: dict[str, Callable[[], Any]] = {
+    "nothing": nullcontext,
+    "the sum of shared parameters' gradients": no_sum_over_stages,
+    "the weights of the micro-batches' losses": mean_of_means,
+    "the gradient of a stage's input": no_gradient_sent,
+    "the states that a stage was sent": no_states_received,
+    "which micro-batch it is": states_of_the_first_micro_batch,
+    "the gradient of the encoder's states": no_context_gradient,
+    "who counts a shared parameter": every_stage_counts_all,
+}
+
+
+def report_without(mutation: str, job: Job) -> Report | None:
+    with MUTATIONS[mutation]():
+        plain, sharded, name, layout = run_job(job)
+    return compare(job, plain, sharded, name, layout) if plain is not None else None
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is left out, of what, and how the report says so.
+
+    Args:
+        mutation: a name of ``MUTATIONS``.
+        shows_in: which of the report's differences is out of bounds.
+        where: a pattern of the name of the worst gradient.
+    """
+
+    mutation: str
+    family: str
+    shows_in: str = "gradient"
+    where: str = "."
+    schedule: str = "1f1b"
+    cut: Any = "cost"
+
+    def __str__(self) -> str:
+        return f"{self.mutation}, {self.family}, {self.schedule}"
+
+
+SUM = "the sum of shared parameters' gradients"
+WEIGHTS = "the weights of the micro-batches' losses"
+CASES = [
+    Case(SUM, "gpt2", where="wte"),
+    Case(SUM, "bert", where="word_embeddings"),
+    Case(SUM, "t5", where="shared|relative_attention_bias"),
+    Case(SUM, "t5", where="shared|relative_attention_bias", schedule="interleaved"),
+    Case(SUM, "albert", where="word_embeddings|albert_layer_groups"),
+    *(Case(WEIGHTS, family, "loss") for family in ("llama", "gpt2", "bert", "t5")),
+    *(Case("the gradient of a stage's input", family) for family in ("llama", "t5", "vit")),
+    Case("the gradient of a stage's input", "gpt2", schedule="interleaved"),
+    Case("the gradient of a stage's input", "gpt2", schedule="zbv"),
+    Case("the states that a stage was sent", "llama", "loss"),
+    Case("which micro-batch it is", "llama", "loss"),
+    Case(
+        "the gradient of the encoder's states", "t5", where="encoder|shared", cut=[2, 1, 2, 1], schedule="interleaved"
+    ),
+    Case("who counts a shared parameter", "gpt2", "norm", where=""),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_whatever_is_left_out_is_seen(pool2: WorkerPool, case: Case) -> None:
+    report = report_of(pool2, case)
+    assert report is not None and not report.passed, str(report)
+    # far out of bounds, or no number: no wider tolerance would hide it
+    assert not getattr(report, case.shows_in).used <= 100
+    assert re.search(case.where, report.gradient.where)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5", "albert"])
+def test_nothing_left_out_is_nothing_seen(pool2: WorkerPool, family: str) -> None:
+    """What was seen above is what was left out; and none of it outlives its test."""
+    report = report_of(pool2, Case("nothing", family))
+    assert report is not None and report.passed, str(report)
+
+
+def report_of(pool: WorkerPool, case: Case) -> Report | None:
+    sample = deep(case.family)
+    pipeline = Pipelined(2, 4, {"schedule": case.schedule, "cut": case.cut})
+    job = Job(sample, Uneven(sample.head_class), 1, 1, 1, torch.float64, None, None, {}, pipeline)
+    return pool.run(report_without, case.mutation, job)[0]

@@ -1,0 +1,279 @@
+"""Nobody can tell: every family over the stages of a pipeline, against the plain model that sees the whole batch.
+
+Five samples make three or four micro-batches, of two samples and of one, with a number of labels each, and one of them
+none: a loss that is weighed wrongly shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardformer.errors import ConfigError, ShardFormerError
+from shardformer.pool import WorkerPool
+from shardformer.samples import MAIN, SMALL, Batches, Sample, sample_loss
+from shardformer.verify import Pipelined, Report, verify
+from tests.verify.deep import EVERY_HEAD, Uneven, deep, samples_in
+from tests.verify.variants import VARIANTS
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+ZERO_BUBBLE = ("zbv", "interleaved_zb")
+FOUR_KINDS = ("llama", "gpt2", "bert", "t5")
+SEQUENCE = {"enable_sequence_parallelism": True}
+WITHOUT_SEQUENCE = ("swin", "swinv2", "sam")
+EIGHT_LAYERS: Mapping[str, Mapping[str, int]] = {
+    "llama": {"num_hidden_layers": 8},
+    "gpt2": {"n_layer": 8},
+    "bert": {"num_hidden_layers": 8},
+    "t5": {"num_layers": 4},
+}
+SAYS = {"sam": "its image encoder is cut, and its small decoder stays in one piece on the last stage"}
+Recorded = Callable[[str, object], None]
+
+
+def check(
+    pool: WorkerPool,
+    sample: Sample,
+    schedule: str = "1f1b",
+    *,
+    pipe: int = 2,
+    tensor: int = 1,
+    data: int = 1,
+    batches: Any = None,
+    micro_batches: int | None = None,
+    loss_fn: Any = sample_loss,
+    config: Mapping[str, Any] | None = None,
+    steps: int = 2,
+    **stages: Any,
+) -> Report:
+    """Trains over a pipeline and asserts that nobody can tell."""
+    head = sample.head_class
+    if batches is None:
+        batches = Uneven(head, batch=5 * data)
+    # the interleaved schedules take the stages' number of micro-batches, or a multiple of it
+    count = micro_batches or (4 if pipe == 4 or "interleaved" in schedule else 3)
+    weight = None if has_own_loss(head) else samples_in
+    pipeline = Pipelined(pipe, count, {"schedule": schedule, **stages}, weight)
+    report = verify(sample, batches, tensor, data, steps, loss_fn=loss_fn, config=config, pipeline=pipeline, pool=pool)
+    assert report.passed, str(report)
+    assert report.gradient.where and report.weight.where, "something was compared"
+    assert any("over pipe (activation)" in name for name in report.collectives)
+    return report
+
+
+def has_own_loss(head: str) -> bool:
+    """Whether a head has a loss of its own: not the distance of its outputs from a wave, which counts samples."""
+    if head == "SamModel":  # its labels are kinds of points
+        return False
+    return any("label" in name or "position" in name for name in Batches(head)(0))
+
+
+# ------------------------------------------------------------------------------------------------------------- families
+
+
+@pytest.mark.feature("pipeline parallel")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("family", SMALL)
+def test_pipeline_parallel(pool2: WorkerPool, family: str, schedule: str, record_property: Recorded) -> None:
+    check(pool2, deep(family), schedule, steps=3)
+    if family in SAYS:
+        record_property("feature", f"yes: {SAYS[family]}")
+
+
+@pytest.mark.feature("pipeline parallel")
+@pytest.mark.parametrize("family", SMALL)
+def test_tensor_times_pipe(pool4: WorkerPool, family: str) -> None:
+    report = check(pool4, deep(family), tensor=2, steps=3)
+    assert any("over tensor (block)" in name for name in report.collectives)
+
+
+@pytest.mark.parametrize("family", [family for family in SMALL if family not in WITHOUT_SEQUENCE])
+def test_tensor_with_cut_sequences_times_pipe(pool4: WorkerPool, family: str) -> None:
+    report = check(pool4, deep(family), tensor=2, config=SEQUENCE)
+    assert any("reduce_scatter over tensor (block)" in name for name in report.collectives)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("family", FOUR_KINDS)
+def test_four_stages(pool4: WorkerPool, family: str, schedule: str) -> None:
+    check(pool4, deep(family, **EIGHT_LAYERS[family]), schedule, pipe=4)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_fewer_micro_batches_than_stages(pool4: WorkerPool, schedule: str, micro_batches: int) -> None:
+    check(pool4, deep("gpt2"), schedule, pipe=4, micro_batches=micro_batches)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5", "vit", "whisper", "albert"])
+def test_pipe_times_data(pool4: WorkerPool, family: str) -> None:
+    """Each data rank has five samples of its own, and its own number of labels in each micro-batch."""
+    report = check(pool4, deep(family), data=2)
+    assert any("over data (gradients)" in name for name in report.collectives), report.collectives
+
+
+@pytest.mark.parametrize("schedule", ZERO_BUBBLE)
+@pytest.mark.parametrize("family", [*FOUR_KINDS, "vit"])
+def test_a_backward_in_two_parts(pool2: WorkerPool, family: str, schedule: str) -> None:
+    check(pool2, deep(family), schedule, micro_batches=4)
+
+
+@pytest.mark.parametrize("family", FOUR_KINDS)
+def test_checkpointed_layers(pool2: WorkerPool, family: str) -> None:
+    check(pool2, deep(family), "interleaved", checkpoint_layers=1)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in VARIANTS if name not in ("bloom slow but exact", "bert of one layer")]
+)
+def test_other_settings(pool2: WorkerPool, name: str) -> None:
+    check(pool2, VARIANTS[name].sample)
+
+
+# ----------------------------------------------------------------------------------------------------------------- cuts
+
+
+@pytest.mark.parametrize("first", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("family", ["t5", "whisper", "blip-2"])
+def test_several_stacks_cut_anywhere(pool2: WorkerPool, family: str, first: int) -> None:
+    """In the encoder, between the stacks, in the decoder: what is handed on differs."""
+    check(pool2, deep(family), cut=[first, 6 - first])
+
+
+@pytest.mark.parametrize("cut", [[1, 1, 1, 3], [1, 2, 2, 1], [2, 1, 1, 2], [3, 1, 1, 1]])
+@pytest.mark.parametrize("family", ["t5", "whisper", "blip-2"])
+def test_several_stacks_in_turns(pool2: WorkerPool, family: str, cut: list[int]) -> None:
+    """Both ranks have layers of the encoder and of the decoder."""
+    check(pool2, deep(family), "interleaved", cut=cut)
+
+
+@pytest.mark.parametrize("cut", [[1, 1, 1, 3], [2, 2, 1, 1]])
+@pytest.mark.parametrize("family", ["t5", "blip-2"])
+def test_several_stacks_over_four_stages(pool4: WorkerPool, family: str, cut: list[int]) -> None:
+    check(pool4, deep(family), pipe=4, cut=cut)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "cut"),
+    [("1f1b", [1, 4]), ("1f1b", [4, 1]), ("gpipe", "even"), ("interleaved", [2, 1, 1, 1]), ("zbv", [1, 1, 1, 2])],
+)
+def test_uneven_cuts(pool2: WorkerPool, schedule: str, cut: Any) -> None:
+    check(pool2, deep("llama", num_hidden_layers=5), schedule, cut=cut, micro_batches=4)
+
+
+# ---------------------------------------------------------------------------------------------------------------- heads
+
+# What is given beside these was made on an earlier stage.
+OUTPUTS = {
+    "T5Model": "last_hidden_state",
+    "WhisperModel": "last_hidden_state",
+    "Blip2ForImageTextRetrieval": "logits_per_image",
+    "Blip2VisionModelWithProjection": "image_embeds",
+}
+BETWEEN = ("BeitForSemanticSegmentation", "BeitBackbone", "SwinBackbone", "Swinv2Backbone")
+MASKED_IMAGES = "ViTForMaskedImageModeling"  # it divides by what it counts and a little more, unlike for each sample
+
+
+class Output:
+    """The distance of one output of a model from the wave that is ``sample_loss``'s."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        output = model(**batch)[self.name]
+        return sample_loss(_Given(output), {})
+
+
+class _Given(nn.Module):
+    def __init__(self, output: Tensor) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self) -> dict[str, Tensor]:
+        return {"output": self.output}
+
+
+def loss_of(head: str) -> Any:
+    return Output(OUTPUTS[head]) if head in OUTPUTS else sample_loss
+
+
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [(family, head) for family, head in EVERY_HEAD if head not in (*BETWEEN, MASKED_IMAGES)],
+    ids=[head for _, head in EVERY_HEAD if head not in (*BETWEEN, MASKED_IMAGES)],
+)
+def test_every_head(pool2: WorkerPool, family: str, head: str) -> None:
+    check(pool2, deep(family, head), loss_fn=loss_of(head))
+
+
+def test_a_head_whose_mean_is_one_of_the_larger_numbers(pool2: WorkerPool) -> None:
+    check(pool2, deep("vit", MASKED_IMAGES), batches=Uneven(MASKED_IMAGES, batch=4), micro_batches=2)
+
+
+REFUSED = [(family, head, {}) for family, head in EVERY_HEAD if head in BETWEEN]
+REFUSED.append(("whisper", "WhisperForAudioClassification", {"use_weighted_layer_sum": True}))
+
+
+@pytest.mark.parametrize(("family", "head", "changes"), REFUSED, ids=[head for _, head, _ in REFUSED])
+def test_what_reads_between_its_layers_is_refused(
+    pool2: WorkerPool, family: str, head: str, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match="it reads the states between its layers, of which a stage has those"):
+        check(pool2, deep(family, head, **changes))
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_what_collects_of_every_layer_is_refused(pool2: WorkerPool, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=True with a pipeline"):
+        check(pool2, deep("bert", attn_implementation="eager", **{name: True}))
+
+
+@pytest.mark.parametrize(
+    ("family", "head"), [(family, head) for family, head in EVERY_HEAD if head in OUTPUTS], ids=list(OUTPUTS)
+)
+def test_a_loss_of_what_an_earlier_stage_gave_is_refused(pool2: WorkerPool, family: str, head: str) -> None:
+    with pytest.raises(ShardFormerError, match="it reads something in the model's output that an earlier stage"):
+        check(pool2, deep(family, head))
+
+
+# ----------------------------------------------------------------------------------------------------- tied parameters
+
+TIED: Mapping[str, Mapping[str, bool]] = {
+    "gpt2": {},
+    "bert": {},
+    "bloom": {},
+    "llama": {"tie_word_embeddings": True},
+    "t5": {},
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize("family", TIED)
+def test_a_table_and_a_head_that_share_weights_on_two_stages(pool2: WorkerPool, family: str, schedule: str) -> None:
+    """With zbv both ends are on the first rank, and only T5 has its table in the middle as well."""
+    report = check(pool2, deep(family, **TIED[family]), schedule, micro_batches=4)
+    summed = any("all_reduce over pipe (gradients)" in name for name in report.collectives)
+    assert summed == (schedule != "zbv" or family == "t5"), report.collectives
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5", "albert"])
+def test_shared_weights_over_all_axes(pools: Any, family: str) -> None:
+    check(pools(4), deep(family), tensor=2, config=SEQUENCE)
+    check(pools(4), deep(family), data=2)
+
+
+def test_untied_parameters_are_summed_over_no_stages(pool2: WorkerPool) -> None:
+    report = check(pool2, deep("llama"))
+    assert not any("over pipe (gradients)" in name for name in report.collectives)
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_single_precision(pool2: WorkerPool, family: str) -> None:
+    pipeline = Pipelined(2, 3)
+    report = verify(deep(family), Uneven(MAIN[family]), 1, dtype=torch.float32, pipeline=pipeline, pool=pool2)
+    assert report.passed, str(report)
