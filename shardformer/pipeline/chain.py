@@ -165,7 +165,8 @@ def _unit_beside(name: str, units: Chain, order: Mapping[str, int]) -> int:
     shared = [_common(name, s.layers) for s in units.segments]
     nearest = max(shared[:follows], default=-1)
     if follows < len(firsts) and shared[follows] >= nearest:
-        return starts[follows]
+        # what a stack hands to the next directly is made before it is handed on
+        return starts[follows] - (follows > 0 and units.segments[follows].entry is None)
     earlier = follows - 1 if not nearest else max(i for i in range(follows) if shared[i] == nearest)
     return starts[earlier] + len(units.segments[earlier].units) - 1
 

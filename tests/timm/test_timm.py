@@ -22,7 +22,7 @@ from shardformer.errors import ShardFormerError
 from shardformer.policies.infer.prove import Truth, fault
 from shardformer.policies.registry import resolve_policy
 from shardformer.pool import Pools, WorkerPool
-from shardformer.verify import verify
+from shardformer.verify import Pipelined, verify
 from tests.timm.models import MODELS, STAGED, Small, images, loss
 from tests.timm.process import timm
 
@@ -315,3 +315,25 @@ def test_the_script_of_the_page_runs(timm_pools: Pools) -> None:
 def test_timm_is_not_imported_by_the_tests(timm_worker: WorkerPool) -> None:
     with pytest.raises(ImportError, match="for the workers"):
         timm()
+
+
+# ----------------------------------------------------------------------------------------------------------- a pipeline
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("name", [of(name, "pipeline parallel") for name in MODELS])
+def test_pipeline_parallel(timm_pools: Pools, name: str, schedule: str) -> None:
+    """Four layers over two ranks; the bias or the rotations that all of them read are on both."""
+    small = Small(name, None if name in STAGED else {"depth": 4})
+    pipeline = Pipelined(2, 2, {"schedule": schedule})
+    with timm_pools(2).with_timeout(300) as pool:
+        report = verify(small, images, tensor=1, steps=2, loss_fn=loss, pipeline=pipeline, pool=pool)
+    assert report.passed, str(report)
+    assert report.gradient.where and any("over pipe (activation)" in said for said in report.collectives)
+
+
+@pytest.mark.parametrize("name", ["vit with all between", "beit with one bias for all", "eva with mixed rope", "swin"])
+def test_tensor_times_pipe(timm_pools: Pools, name: str) -> None:
+    small, pipeline = Small(name, None if name in STAGED else {"depth": 4}), Pipelined(2, 2)
+    report = verify(small, images, tensor=2, steps=2, loss_fn=loss, pipeline=pipeline, pool=timm_pools(4))
+    assert report.passed, str(report)

@@ -19,7 +19,7 @@ class TimmBeitPolicy(TimmPolicy):
         parameters={**BIASES, "relative_position_bias_table?": ("heads", -1)},
         width_of_input=True,
     )
-    stack = Stack("blocks", [attention, TIMM_MLP], final_norm="norm")
+    stack = Stack("blocks", [attention, TIMM_MLP], final_norm="norm", everywhere=["rel_pos_bias?"])
     per_head = {"rel_pos_bias.relative_position_bias_table?": ("heads", -1)}
     whole = OUTSIDE
 
@@ -43,6 +43,6 @@ class TimmEvaPolicy(TimmPolicy):
         norms={"norm": "heads"},
         num_kv_heads=".num_kv_heads",
     )
-    stack = Stack("blocks", [attention, TIMM_MLP], final_norm="norm")
+    stack = Stack("blocks", [attention, TIMM_MLP], final_norm="norm", everywhere=["rope?"])
     per_head = {"rope.freqs?": ("heads", 2)}
     whole = OUTSIDE
