@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardformer.layers.linear import is_linear
+from shardformer.policies.paths import matching
 
 MEETINGS = ("bmm", "baddbmm", "scaled_dot_product")
 """Operations in which queries meet keys, or scores meet values."""
@@ -89,6 +90,22 @@ def observe(model: nn.Module, run: Callable[[nn.Module], Any], whole: Iterable[s
         with _WATCHING, torch.no_grad(), observer.marks, observer.last:
             run(model)
     return observer.finish()
+
+
+def given_by_layers(model: nn.Module, run: Callable[[nn.Module], Any], stacks: Iterable[str]) -> dict[str, int]:
+    """How many things the layers at each path return in one forward; 0 where it is their states alone."""
+    given: dict[str, int] = {}
+    with ExitStack() as stack, torch.no_grad():
+        for layers in stacks:
+            given[layers] = 0
+
+            def note(_: nn.Module, __: Any, out: Any, layers: str = layers) -> None:
+                given[layers] = len(out) if isinstance(out, tuple | list) else 0
+
+            for path in matching(f"{layers}.*", [name for name, _ in model.named_modules()]):
+                stack.callback(model.get_submodule(path).register_forward_hook(note).remove)
+        run(model)
+    return given
 
 
 class _Marks(TorchDispatchMode):

@@ -18,7 +18,7 @@ from shardformer.errors import PolicyError
 from shardformer.layers.linear import is_linear
 from shardformer.policies.blocks import Stack
 from shardformer.policies.infer.drafts import Block, draft
-from shardformer.policies.infer.flow import observe
+from shardformer.policies.infer.flow import given_by_layers, observe
 from shardformer.policies.infer.prove import Run, Truth, fault
 from shardformer.policies.infer.twin import Kind, kind_of, model_of, twin_of
 from shardformer.policies.paths import matching
@@ -97,6 +97,7 @@ def infer_on(model: nn.Module, run: Run) -> type[InferredPolicy]:
     policy.against_sequence = fault(proof.truth, policy, RANKS[0], enable_sequence_parallelism=True)
     policy.notes = _notes(whole)
     policy.whole = _left(model, policy())
+    policy.stack = _with_returns(policy, given_by_layers(model, run, policy.layers))
     return policy
 
 
@@ -109,6 +110,13 @@ def _blocks(proof: _Proof, ranks: Sequence[int]) -> tuple[list[Block], dict[str,
         if not again:
             return blocks, whole
         whole |= again
+
+
+def _with_returns(policy: type[InferredPolicy], given: Mapping[str, int]) -> Stack | Sequence[Stack]:
+    """The stacks of a policy, with how many things their layers return: a pipeline has to return as many."""
+    stacks = [policy.stack] if isinstance(policy.stack, Stack) else policy.stack
+    found = tuple(replace(s, returns=given[layers]) for s, layers in zip(stacks, policy.layers, strict=True))
+    return found[0] if isinstance(policy.stack, Stack) else found
 
 
 class _Proof:

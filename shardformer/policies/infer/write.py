@@ -32,7 +32,7 @@ def _stack(stack: Stack, indent: str) -> str:
     lines = ["Stack(", f"{inner}{stack.layers!r},", f"{inner}["]
     lines += [f"{inner}    {_call(block)}," for block in stack.blocks]
     lines.append(f"{inner}],")
-    lines += [f"{inner}{n}={getattr(stack, n)!r}," for n in ("final_norm", "context") if getattr(stack, n)]
+    lines += [f"{inner}{n}={getattr(stack, n)!r}," for n in ("final_norm", "context", "returns") if getattr(stack, n)]
     return "\n".join([*lines, f"{indent})"])
 
 
