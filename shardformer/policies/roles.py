@@ -188,7 +188,13 @@ class RolePolicy(Policy):
             ).within(self.base)
             for at, (s, _) in enumerate(self._present_stacks())
         ]
-        return own + [s.within(path) for path, policy in self._parts() for s in policy.segments()]
+        every = own + [s.within(path) for path, policy in self._parts() for s in policy.segments()]
+        if every:  # some models register their head before the layers
+            heads = [self.head] if isinstance(self.head, str) else self.head
+            tops = {head.partition(".")[0] for head in heads if find(self.model, head.rstrip("?")) is not None}
+            beside = sorted(top for top in tops if not any(f"{s.layers}.".startswith(f"{top}.") for s in every))
+            every[-1] = replace(every[-1], behind=(*every[-1].behind, *beside))
+        return every
 
     def _final_norm(self, stack: Stack) -> str | None:
         path = (stack.final_norm or "").rstrip("?")

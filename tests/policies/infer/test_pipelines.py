@@ -1,0 +1,93 @@
+"""Models that nobody has described, over a pipeline: right, or refused in words, never wrong and never NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from shardformer.errors import ShardFormerError
+from shardformer.policies.infer.infer import infer
+from shardformer.policies.infer.twin import shrunk
+from shardformer.policies.infer.write import source_of
+from shardformer.policies.registry import FAMILIES
+from shardformer.policies.roles import Stack
+from shardformer.pool import WorkerPool
+from shardformer.verify import Pipelined, Report, verify
+
+CLASSES = {
+    "olmo2": "Olmo2ForCausalLM",
+    "phi": "PhiForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "mpt": "MptForCausalLM",  # its layers return two things
+    "distilbert": "DistilBertForMaskedLM",
+    "electra": "ElectraForMaskedLM",
+    "deberta-v2": "DebertaV2ForMaskedLM",  # its layers return two things
+    "convbert": "ConvBertForMaskedLM",
+    "xlm-roberta": "XLMRobertaForMaskedLM",  # its head is registered before its layers
+    "bart": "BartForConditionalGeneration",
+}
+FUNNEL = "FunnelForMaskedLM"  # its decoder reads the states between its encoder's blocks
+
+
+@dataclass(frozen=True)
+class Small:
+    """A small model of four layers, two in each of two stacks."""
+
+    family: str
+    name: str
+
+    def __call__(self) -> nn.Module:
+        config: Any = shrunk(transformers.AutoConfig.for_model(self.family), even=self.family == "mpt")
+        for field in ("num_hidden_layers", "n_layer", "n_layers"):
+            if isinstance(getattr(config, field, None), int) and getattr(config, field) < 4 and self.family != "bart":
+                setattr(config, field, 4)
+        if getattr(config, "layer_types", None):
+            config.layer_types = (config.layer_types * 4)[:4]
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = 0
+        model: nn.Module = getattr(transformers, self.name)(config)
+        return model
+
+
+def tokens(step: int) -> Mapping[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(5, 100, (5, 9), generator=generator)
+    mask, labels = torch.ones_like(ids), ids.clone()
+    for row in range(5):
+        labels[row, : 1 + row] = -100
+        mask[row, 9 - row % 3 :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def report_of(pool: WorkerPool, family: str, name: str) -> Report:
+    with pool.with_timeout(300) as patient:
+        return verify(Small(family, name), tokens, tensor=1, steps=2, pipeline=Pipelined(2, 3), pool=patient)
+
+
+@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_model_that_nobody_described(pool2: WorkerPool, family: str) -> None:
+    assert family not in FAMILIES
+    report = report_of(pool2, family, CLASSES[family])
+    assert report.passed, str(report)
+    assert any("over pipe (activation)" in name for name in report.collectives)
+
+
+def test_what_reads_between_the_layers_is_named(pool2: WorkerPool) -> None:
+    with pytest.raises(ShardFormerError, match=r"funnel.*which is computed of parameters that another stage holds"):
+        report_of(pool2, "funnel", FUNNEL)
+
+
+@pytest.mark.parametrize(("family", "returns"), [("mpt", 2), ("deberta-v2", 2), ("olmo2", 0)])
+def test_how_many_things_layers_return_is_found_and_written_down(family: str, returns: int) -> None:
+    policy = infer(Small(family, CLASSES[family])())
+    assert isinstance(policy.stack, Stack) and policy.stack.returns == returns
+    assert (f"returns={returns}" in source_of(policy)) == (returns > 0)
