@@ -26,11 +26,12 @@ from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, nearest
 from shardformer.samples import FAMILY_OF, HEADS, MAIN, NEEDS, SMALL, Batches, Sample, sample_loss, sees_alone
+from shardformer.samples.depth import depth_of
 from shardformer.sharding.policy import Policy
 
 FORMS = "MODEL is a family, a folder, a config.json, a name on the Hugging Face hub, or module:function"
 HUB_TIMEOUT_S = 5.0
-_GIVEN = ("model_fn", "batch_fn", "loss_fn", "policy")
+_GIVEN = ("model_fn", "batch_fn", "loss_fn", "policy", "loss_weight")
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Source:
         model_fn: builds the model; picklable.
         head: its class.
         config: its config; None where the model has none.
-        own: what a function gave beside the model: ``batch_fn``, ``loss_fn``, ``policy``.
+        own: what a function gave beside the model: ``batch_fn``, ``loss_fn``, ``policy``, ``loss_weight``.
     """
 
     title: str
@@ -137,6 +138,14 @@ class Source:
         _check_class(head, self.title)
         model_fn = replace(self.model_fn, head=head)
         return replace(self, model_fn=model_fn, head=head, config=model_fn.config())
+
+    def deeper(self, layers: int) -> Source:
+        """A family's small model with so many layers or more; any other model is as deep as it is."""
+        if not isinstance(self.model_fn, Sample):
+            return self
+        model_fn = self.model_fn.deeper(layers)
+        title = f"{self.title}, {depth_of(model_fn.family, self.head, layers)} layers"
+        return replace(self, title=title, model_fn=model_fn, config=model_fn.config())
 
     def batches(self, batch: int = 4, sequence: int = 13) -> Callable[[int], Mapping[str, Any]]:
         """step -> a global batch: the function's own, or random tokens of the model's vocabulary with labels.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +13,23 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.samples import FAMILY_OF, HEADS, LANGUAGE_MODEL, MAIN, NEEDS, SMALL, Batches, Sample, sample_loss
+from shardformer.pipeline.loss import LossWeights
+from shardformer.pipeline.microbatches import split_batch
+from shardformer.policies.registry import resolve_policy
+from shardformer.samples import (
+    FAMILY_OF,
+    HEADS,
+    LANGUAGE_MODEL,
+    MAIN,
+    NEEDS,
+    SMALL,
+    Batches,
+    Sample,
+    counts_by_sample,
+    num_samples,
+    sample_loss,
+)  # fmt: skip
+from shardformer.samples.depth import depth_of
 from tests.verify.variants import VARIANTS, Changed
 
 EVERY_HEAD = {head: Changed(family, {}, head) for head, family in FAMILY_OF.items()}
@@ -168,3 +185,36 @@ def test_what_a_model_gives_counts_once() -> None:
     x = torch.randn(2, 3)
     wave = torch.arange(3, dtype=torch.float64).cos()
     assert float(sample_loss(Twice(), {"x": x})) == pytest.approx(float((x.double() - wave).square().mean()))
+
+
+def _split(head: str, sample: Sample) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    config = sample.config()
+    changes = config.to_dict() if hasattr(config, "to_dict") else {}
+    batch = doubled(Batches(head, num_labels=config.num_labels, changes=changes)(0))
+    model = sample().double()
+    return model, split_batch(batch, [2, 2], getattr(model, "main_input_name", None))
+
+
+@pytest.mark.parametrize("head", FAMILY_OF)
+def test_a_head_is_made_as_deep_as_a_pipeline_needs(head: str) -> None:
+    sample = Sample(FAMILY_OF[head], head).deeper(5)
+    model = sample()
+    policy, _ = resolve_policy(model, None)
+    policy.set_model(model)
+    units = sum(len(segment.units) for segment in policy.segments())
+    assert units == depth_of(sample.family, head, 5) and units in (5, 6)
+    assert depth_of(sample.family, head, 1) >= 2
+
+
+@pytest.mark.parametrize("head", FAMILY_OF)
+def test_what_counts_by_sample_is_what_is_no_mean_of_torch(head: str) -> None:
+    model, parts = _split(head, Sample(FAMILY_OF[head], head))
+    weights = LossWeights(parts, [2, 2])
+    refused = pytest.raises(ConfigError, match="loss_weight") if counts_by_sample(head) else nullcontext()
+    with refused:
+        for index, part in enumerate(parts):
+            with weights.weighing(index):
+                loss = sample_loss(model, part)
+            weights.of(index, loss)
+        weights.finish()
+    assert num_samples(parts[0]) == 2

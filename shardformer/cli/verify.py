@@ -14,14 +14,16 @@ import typer
 
 from shardformer.cli._fields import takes
 from shardformer.cli._folder import check_folder
+from shardformer.cli._pipeline import pipelined
 from shardformer.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from shardformer.model_source import Source
+    from shardformer.pipeline.loss import LossWeight
     from shardformer.pool import WorkerPool
-    from shardformer.verify import Report
+    from shardformer.verify import Pipelined, Report
 
 TIMEOUT_S = 3600.0
 """For one head. A model may be large, and what hangs can be stopped by hand."""
@@ -44,14 +46,39 @@ class VerifyOptions:
             metavar="MODEL",
             help="A family (bert, gpt2, vit, ...: a small random model), a folder that save_pretrained wrote, a "
             "config.json (random weights), a name on the Hugging Face hub, or module:function, whose function gives a "
-            "model, (model_fn, batch_fn), or a dict of model_fn, batch_fn, loss_fn and policy.",
+            "model, (model_fn, batch_fn), or a dict of model_fn, batch_fn, loss_fn, policy and loss_weight.",
         ),
     ]
     policy: Annotated[
         str, "How the model is cut: my_policy.py, my_policy.py:MyPolicy or module:MyPolicy; by default the family's."
     ] = ""
-    tensor: Annotated[int, "Over how many processes the weights are split."] = 2
+    tensor: Annotated[
+        int | None, "Over how many processes the weights are split: by default 2, and with --pipe 1, each layer whole."
+    ] = None
     data: Annotated[int, "Over how many groups of these the batch is split."] = 1
+    pipe: Annotated[
+        int | None,
+        "Into how many stages the layers are cut, each on processes of its own. A family's small model gets as many "
+        "layers as that takes.",
+    ] = None
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Of the pipeline: gpipe, 1f1b (the default), interleaved, interleaved_zb or zbv; shardformer draw "
+            "shows them.",
+        ),
+    ] = None
+    chunks: Annotated[int | None, "Virtual stages of a process, where the schedule leaves a choice."] = None
+    micro_batches: Annotated[int | None, "Parts of a batch, by default as many as there are stages."] = None
+    cut: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOW",
+            help="How the layers are cut into stages: cost (the default), even, or the number of layers of each "
+            "virtual stage, as 3,5.",
+        ),
+    ] = None
     sequence_parallel: Annotated[bool, "Split the sequence as well."] = False
     overlap: Annotated[bool, "Communicate under computation; needs --sequence-parallel."] = False
     fused_norm: Annotated[bool, "Use torch's fused norms."] = False
@@ -68,6 +95,14 @@ class VerifyOptions:
     batch: Annotated[int | None, typer.Option(min=1, help="Samples in a batch, by default 4 or a little more.")] = None
     sequence: Annotated[int | None, typer.Option(min=6, help="Tokens in a sample, by default 13.")] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")] = False
+
+    @property
+    def tensor_size(self) -> int:
+        """Of the tensor axis: who asks for a pipeline alone gets one."""
+        return self.tensor if self.tensor is not None else 2 if self.pipe is None else 1
+
+    def pipelined(self, loss_weight: LossWeight | None = None) -> Pipelined | None:
+        return pipelined(self.pipe, self.micro_batches, self.schedule, self.chunks, self.cut, loss_weight)
 
     def config(self) -> dict[str, Any]:
         """The options by their names in ShardConfig."""
@@ -97,7 +132,7 @@ def verify(options: VerifyOptions) -> None:
     sources = _sources(options)
     policy = find_policy(options.policy) if options.policy else sources[0].own.get("policy")
     console, reports = Console(highlight=False), []
-    num_processes = options.tensor * options.data
+    num_processes = options.tensor_size * (options.pipe or 1) * options.data
     with WorkerPool(num_processes, timeout_s=TIMEOUT_S, imports=("torch", "transformers")) as pool:
         for source in sources:
             with _waiting(f"{source.head or source.title}: whole in one process and over {num_processes}"):
@@ -117,10 +152,11 @@ def verify(options: VerifyOptions) -> None:
 def _check(options: VerifyOptions) -> None:
     from shardformer.sharding.config import ShardConfig
 
-    for name in ("tensor", "data"):
-        if getattr(options, name) < 1:
+    for name in ("tensor", "pipe", "data"):
+        size = getattr(options, name)
+        if size is not None and size < 1:
             raise ConfigError(
-                f"{name}={getattr(options, name)}",
+                f"{name}={size}",
                 rule="An axis has one rank or more",
                 remedy=f"Use --{name} 1 or more",
             )
@@ -131,6 +167,7 @@ def _check(options: VerifyOptions) -> None:
             remedy="Leave one of the two out",
         )
     ShardConfig(**options.config())  # refuses a combination that cannot be before anything is loaded
+    options.pipelined()
 
 
 def _sources(options: VerifyOptions) -> list[Source]:
@@ -144,27 +181,43 @@ def _sources(options: VerifyOptions) -> list[Source]:
             rule="The two are sizes of random batches",
             remedy="Leave them out, or the batch_fn",
         )
-    if options.all_heads:
-        return [source.with_head(head) for head in source.heads]
-    return [source.with_head(options.head) if options.head else source]
+    heads = source.heads if options.all_heads else [options.head] if options.head else []
+    sources = [source.with_head(head) for head in heads] or [source]
+    pipeline = options.pipelined()
+    return sources if pipeline is None else [source.deeper(_num_layers(pipeline)) for source in sources]
+
+
+def _num_layers(pipeline: Pipelined) -> int:
+    """The least that a model must have for its stages."""
+    from shardformer.verify.ahead import AskedStages
+
+    stages = AskedStages(pipeline.pipe, pipeline.micro_batches, **pipeline.stages)
+    return stages.num_virtual_stages if isinstance(stages.cut, str) else sum(stages.cut)
 
 
 def _verify_one(options: VerifyOptions, source: Source, policy: Any, pool: WorkerPool) -> Report:
     import torch
 
+    from shardformer.samples import counts_by_sample, num_samples, sample_loss
     from shardformer.verify import verify as run_verify
 
-    batch = options.batch or -(-4 // options.data) * options.data
+    weight = source.own.get("loss_weight")
+    if weight is None and source.loss_fn is sample_loss and counts_by_sample(source.head):
+        weight = num_samples
+    pipeline = options.pipelined(weight)
+    of_rank = max(-(-4 // options.data), pipeline.num_parts if pipeline is not None else 1)
+    batch = options.batch or of_rank * options.data
     return run_verify(
         source.model_fn,
         source.batches(batch, options.sequence or 13),
-        options.tensor,
+        options.tensor_size,
         options.data,
         options.steps,
         {Dtype.FP64: torch.float64, Dtype.FP32: torch.float32}[options.dtype],
         source.loss_fn,
         policy,
         options.config(),
+        pipeline=pipeline,
         pool=pool,
     )
 

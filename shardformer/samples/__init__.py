@@ -5,10 +5,11 @@ For ``verify``, the demo and the tests: sizes are odd on purpose (vocabulary 127
 
 from shardformer.samples.batches import Batches
 from shardformer.samples.heads import FAMILY_OF, HEADS, LANGUAGE_MODEL, MAIN, NEEDS, sees_alone
-from shardformer.samples.loss import sample_loss
+from shardformer.samples.loss import counts_by_sample, num_samples, sample_loss
 from shardformer.samples.sample import Sample
 from shardformer.samples.settings import SMALL
 
 __all__ = [
-    "FAMILY_OF", "HEADS", "LANGUAGE_MODEL", "MAIN", "NEEDS", "SMALL", "Batches", "Sample", "sample_loss", "sees_alone",
+    "FAMILY_OF", "HEADS", "LANGUAGE_MODEL", "MAIN", "NEEDS", "SMALL", "Batches", "Sample", "counts_by_sample",
+    "num_samples", "sample_loss", "sees_alone",
 ]  # fmt: skip

@@ -32,6 +32,21 @@ def sample_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return torch.stack([x.double() for x in distances]).sum()
 
 
+def counts_by_sample(head: str) -> bool:
+    """Whether what ``sample_loss`` gives of a head is no mean that torch's own losses compute.
+
+    Over micro-batches such a loss is weighed by their numbers of samples: ``num_samples``.
+    """
+    if head.endswith(("LMHeadModel", "DoubleHeadsModel")) or head in ("BeitForMaskedImageModeling", "Blip2Model"):
+        return False
+    return head.endswith(("Model", "Backbone", "WithProjection", "TextRetrieval", "MaskedImageModeling"))
+
+
+def num_samples(batch: Mapping[str, Any]) -> float:
+    """How many samples a batch, or a micro-batch, has."""
+    return float(next(v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim() > 0))
+
+
 def _floats(output: Any) -> Iterator[Tensor]:
     """All tensors that float; a cache of keys and values is no such container, and is left out."""
     if isinstance(output, Tensor):

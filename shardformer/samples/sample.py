@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from shardformer.errors import ConfigError, nearest
 from shardformer.samples import chatglm2
+from shardformer.samples.depth import deepened
 from shardformer.samples.heads import MAIN, NEEDS, PART
 from shardformer.samples.settings import SMALL
 
@@ -40,6 +41,11 @@ class Sample:
     @property
     def head_class(self) -> str:
         return self.head or MAIN[self.family]
+
+    def deeper(self, layers: int) -> Sample:
+        """The same with ``layers`` layers in all, for that many stages of a pipeline; with a few more where a family's
+        layers come in pairs or in several stacks, or where the small model has more."""
+        return replace(self, changes={**self.changes, **deepened(self.family, self.head_class, layers)})
 
     def config(self) -> Any:
         """The config that the head takes: of its part of the family's where it is a part."""

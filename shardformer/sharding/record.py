@@ -19,6 +19,7 @@ from shardformer.layers.block import Block
 from shardformer.layers.sequence import SequenceRegion, WholeSequence
 from shardformer.sharding.listing import percent, table, whole_rows
 from shardformer.sharding.policy import Policy
+from shardformer.sharding.stage_table import StageRow, stage_lines, stage_rows
 from shardformer.sharding.stages import Stages
 
 ATTRIBUTE = "_shardformer_record"
@@ -111,6 +112,8 @@ class Description:
         whole: (path, shape, how many, share of all parameters) of what every rank holds in full.
         notes: sentences.
         layers: path of a stack's layers -> how many there are.
+        stages: a row for each stage of a pipeline, and none without one.
+        stage_text: their table, the schedule and what stages share, as lines.
     """
 
     title: str
@@ -119,9 +122,13 @@ class Description:
     whole: list[tuple[str, str, int, float]]
     notes: list[str]
     layers: dict[str, int]
+    stages: list[StageRow] = field(default_factory=list)
+    stage_text: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [self.title]
+        if self.stages:
+            lines += ["", *self.stage_text]
         if self.rows:
             rows = [(path, tuple(cells), n) for path, *cells, n in self.rows]
             lines += ["", *table(("cut", "was", "is", "full", "on this rank"), rows, self.layers)]
@@ -130,7 +137,8 @@ class Description:
             lines += ["", *table(("changed", "was", "is"), changed, self.layers)]
         if self.whole:
             share = f"{percent(sum(share for *_, share in self.whole))} of all"
-            lines += ["", *table(("whole on every rank", "shape", share), whole_rows(self.whole), self.layers)]
+            held = "whole on every rank of this stage" if self.stages else "whole on every rank"
+            lines += ["", *table((held, "shape", share), whole_rows(self.whole), self.layers)]
         return "\n".join([*lines, *[f"\n{note}" for note in self.notes]])
 
 
@@ -140,14 +148,17 @@ def describe(model: nn.Module) -> Description:
     Raises ConfigError for a model that is not sharded.
     """
     record, specs = record_of(model), param_specs(model)
+    stages = record.stages if record.stages is not None and record.stages.manager.num_stages > 1 else None
     layers: dict[str, int] = {}
 
     def pattern(path: str) -> str:
-        return _pattern(model, path, layers)
+        return _pattern(model, path, layers, stages)
 
     rows: Counter[tuple[str, str, str, str, str]] = Counter()
     changes: Counter[tuple[str, str, str]] = Counter()
     for r in record.replacements:
+        if stages is not None and stages.is_elsewhere(r.path):
+            continue
         shapes = _cut_shapes(model, r.path) if r.kind == "module" else None
         change = (pattern(r.path) or type(model).__name__, r.before, r.after)
         if shapes is None:
@@ -160,7 +171,9 @@ def describe(model: nn.Module) -> Description:
             of = (pattern(name), _shape(p.shape))
             count, size = whole.get(of, (0, 0))
             whole[of] = (count + 1, size + p.numel())
-    total = max(sum(prod(specs[n].shape) for n, _ in model.named_parameters()), 1)
+    here = sum(prod(specs[n].shape) for n, _ in model.named_parameters())
+    total = max(here if stages is None else stages.num_parameters, 1)
+    rows_of_stages = [] if stages is None else stage_rows(stages)
     return Description(
         _title(model, record, total),
         [(*row, n) for row, n in rows.items()],
@@ -168,6 +181,8 @@ def describe(model: nn.Module) -> Description:
         [(*of, n, size / total) for of, (n, size) in whole.items()],
         list(record.notes),
         layers,
+        rows_of_stages,
+        [] if stages is None else stage_lines(rows_of_stages, stages),
     )
 
 
@@ -203,15 +218,18 @@ def _name(thing: Any) -> str:
     return getattr(thing, "__name__", repr(thing))
 
 
-def _pattern(model: nn.Module, path: str, layers: dict[str, int]) -> str:
-    """``path`` with ``*`` for the index of a stack of equal modules, whose number is noted in ``layers``."""
+def _pattern(model: nn.Module, path: str, layers: dict[str, int], stages: Stages | None = None) -> str:
+    """``path`` with ``*`` for the index of a stack of equal modules, whose number here is noted in ``layers``."""
     out: list[str] = []
     module: Any = model
-    for part in path.split("."):
+    for at, part in enumerate(path.split(".")):
+        before = path.split(".")[:at]
         siblings = list(module.children()) if part.isdigit() and isinstance(module, nn.Module) else []
         if siblings and len({type(m) for m in siblings}) == 1:
             out.append("*")
-            layers.setdefault(".".join(out), len(siblings))
+            if ".".join(out) not in layers:
+                names = [".".join([*before, name]) for name, _ in module.named_children()]
+                layers[".".join(out)] = sum(stages is None or not stages.is_elsewhere(name) for name in names)
         else:
             out.append(part)
         module = getattr(module, part, None)

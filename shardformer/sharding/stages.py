@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -21,6 +21,19 @@ from shardformer.sharding.plan import Plan, Target
 from shardformer.sharding.policy import ModulePolicyDescription, Policy
 
 
+class Asked(Protocol):
+    """How a model is to be cut: what a ``PipelineStageManager`` says of it."""
+
+    @property
+    def num_stages(self) -> int: ...
+    @property
+    def num_virtual_stages(self) -> int: ...
+    @property
+    def cut(self) -> str | Sequence[int]: ...
+    @property
+    def costs(self) -> Sequence[float] | None: ...
+
+
 @dataclass
 class Stages:
     """How a model was cut into stages, and what runs its stretches on this rank.
@@ -31,6 +44,7 @@ class Stages:
         shared: the stages that hold each parameter of which there are several, by name.
         draws: whether the model draws random numbers when it trains.
         state: name -> (first name of that tensor, full shape) of all that the whole model saves.
+        parameters: name -> (first name of that parameter, how many numbers it holds) of the whole model's.
     """
 
     manager: PipelineStageManager
@@ -41,6 +55,7 @@ class Stages:
     holders: dict[str, frozenset[int]]
     state: dict[str, tuple[str, tuple[int, ...]]]
     shared: dict[str, tuple[int, ...]]
+    parameters: dict[str, tuple[str, int]] = field(default_factory=dict)
     ghosts: Ghosts = field(default_factory=Ghosts)
     passage: Passage | None = None
     draws: bool = False
@@ -52,6 +67,17 @@ class Stages:
 
     def is_here(self, name: str) -> bool:
         return self.manager.stage in self.stages_of(name)
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in the whole model's parameters, those that are tied once."""
+        return sum(dict(self.parameters.values()).values())
+
+    def is_elsewhere(self, path: str) -> bool:
+        """Whether a module or what is inside of it belongs to a layer that no stage of this rank runs."""
+        units = self.chain.units
+        around = [at for at, unit in enumerate(units) if path == unit or path.startswith(f"{unit}.")]
+        return bool(around) and not any(at in span for at in around for span in self._own_spans())
 
     def lines(self) -> list[str]:
         """What all ranks must have alike."""
@@ -137,27 +163,50 @@ def make_stages(model: nn.Module, policy: Policy, manager: PipelineStageManager)
     Raises ConfigError when the model has no stack that can be cut, fewer layers than stages, layers that are left out
     at random, or is asked for what no stage has.
     """
-    count = manager.num_virtual_stages
+    chain, home, costs, spans = cut_into(model, policy, manager)
+    held = holders(home, spans)
+    stages = Stages(manager, chain, spans, costs, home, held, _state_of(model), {}, _parameters_of(model))
+    _tie(model, stages)
+    return stages
+
+
+def cut_into(
+    model: nn.Module, policy: Policy, asked: Asked
+) -> tuple[Chain, dict[str, frozenset[int]], list[float], list[Span]]:
+    """The layers of a model in a row, what goes with each, what each costs, and those of each virtual stage.
+
+    Raises as ``make_stages``.
+    """
+    count = asked.num_virtual_stages
     chain = Chain(tuple(s for s in policy.segments() if s.units))
     if count > 1 and not chain.segments:
-        raise no_chain(model, str(manager.num_stages))
-    if manager.num_stages > 1:
+        raise no_chain(model, str(asked.num_stages))
+    if asked.num_stages > 1:
         _check_settings(model)
         if against := policy.refuses_pipeline():
-            raise _refused(model, manager.num_stages, against)
-    whole = [Span(0, len(chain.units))]
+            raise _refused(model, asked.num_stages, against)
     home = homes(model, chain) if chain.segments else {}
-    costs = [float(c) for c in manager.costs] if manager.costs is not None else costs_of(model, chain, home)
+    costs = [float(c) for c in asked.costs] if asked.costs is not None else costs_of(model, chain, home)
     if len(costs) != len(chain.units):
         raise ConfigError(
             f"costs has {len(costs)} numbers",
             rule=f"It has one for each layer, and this {type(model).__name__} runs {len(chain.units)}",
             remedy="Leave costs out to have them estimated",
         )
-    spans = chain.spans(_bounds(manager, costs, count)) if count > 1 else whole
-    stages = Stages(manager, chain, spans, costs, home, holders(home, spans), _state_of(model), {})
-    _tie(model, stages)
-    return stages
+    if count > max(len(costs), asked.num_stages):
+        raise _too_many(model, asked, len(costs))
+    spans = chain.spans(_bounds(asked, costs, count)) if count > 1 else [Span(0, len(chain.units))]
+    return chain, home, costs, spans
+
+
+def _too_many(model: nn.Module, asked: Asked, layers: int) -> ConfigError:
+    count, chunks = asked.num_virtual_stages, asked.num_virtual_stages // asked.num_stages
+    return ConfigError(
+        f"{asked.num_stages} stages of {chunks} chunks each, so {count} virtual stages, for the {layers} layers of "
+        f"{type(model).__name__}",
+        rule="Every virtual stage holds at least one layer",
+        remedy=f"Use the schedule '1f1b', which has one a stage, fewer stages, or a model of {count} layers or more",
+    )
 
 
 def _state_of(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -166,10 +215,16 @@ def _state_of(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {n: (first.setdefault(id(t), n), tuple(t.shape)) for n, t in state.items() if isinstance(t, Tensor)}
 
 
-def _bounds(manager: PipelineStageManager, costs: list[float], count: int) -> list[int]:
-    if not isinstance(manager.cut, str):
-        return explicit(manager.cut, len(costs), count)
-    return even(len(costs), count) if manager.cut == "even" else balanced(costs, count)
+def _parameters_of(model: nn.Module) -> dict[str, tuple[str, int]]:
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: (first.setdefault(id(p), name), p.numel()) for name, p in named}
+
+
+def _bounds(asked: Asked, costs: list[float], count: int) -> list[int]:
+    if not isinstance(asked.cut, str):
+        return explicit(asked.cut, len(costs), count)
+    return even(len(costs), count) if asked.cut == "even" else balanced(costs, count)
 
 
 def _tie(model: nn.Module, stages: Stages) -> None:

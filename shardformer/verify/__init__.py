@@ -17,7 +17,7 @@ from shardformer.errors import ConfigError, ShardFormerError, WorkerError, neare
 from shardformer.pool import WorkerPool
 from shardformer.sharding.config import ShardConfig
 from shardformer.sharding.policy import Policy
-from shardformer.verify.ahead import check_split
+from shardformer.verify.ahead import AskedStages, check_split
 from shardformer.verify.compare import compare
 from shardformer.verify.guard import refuse_import, watch_workers
 from shardformer.verify.report import Bounds, Difference, Report, bounds_for
@@ -68,10 +68,11 @@ def verify(
             rule = "Each axis has one rank or more, and a comparison one step or more"
             raise ConfigError(f"{name}={count}", rule=rule, remedy=f"Use {name}=1 or more")
     bounds_for(dtype)
+    stages = None if pipeline is None else _stages_of(pipeline)
     job = Job(model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, _options_of(config), pipeline)
     start = time.perf_counter()
     Call.of(_verify_here, (job,), {})  # refuses what cannot be sent
-    check_split(model_fn, tensor, policy, job.config)
+    check_split(model_fn, tensor, policy, job.config, stages)
     check_batch(job)
     if pool is not None:
         report = _run_in(pool, job)
@@ -94,6 +95,15 @@ def _run_in(pool: WorkerPool, job: Job) -> Report:
         raise error.with_traceback(None) from None  # what all ranks raised alike, without each rank's own words
     assert report is not None
     return report
+
+
+def _stages_of(pipeline: Pipelined) -> AskedStages:
+    known = [name for name in AskedStages.__dataclass_fields__ if name not in ("num_stages", "micro_batches")]
+    for name in pipeline.stages:
+        if name not in known:
+            rule = "Pipelined(stages=) is what PipelineStageManager takes beside the grid"
+            raise ConfigError(f"There is no option {name!r}", rule=rule, remedy=nearest(name, known))
+    return AskedStages(pipeline.pipe, pipeline.micro_batches, **pipeline.stages)
 
 
 def _options_of(config: Mapping[str, Any] | ShardConfig | None) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from shardformer.comm.rehearsal import Rehearsal
 from shardformer.errors import ShardFormerError
+from shardformer.pipeline.schedule import default_chunks, make_schedule
 from shardformer.policies.registry import resolve_policy
 from shardformer.sharding import first_form
 from shardformer.sharding.config import ShardConfig
@@ -18,6 +20,32 @@ from shardformer.sharding.intact import check_plain
 from shardformer.sharding.optimize import check_optimizations
 from shardformer.sharding.plan import make_plan
 from shardformer.sharding.policy import Policy
+from shardformer.sharding.stages import cut_into
+
+
+@dataclass(frozen=True)
+class AskedStages:
+    """What ``PipelineStageManager`` is asked for, without the processes that it stands on.
+
+    Raises ConfigError for a schedule that there is not, or not for these numbers.
+    """
+
+    num_stages: int
+    micro_batches: int | None = None
+    schedule: str = "1f1b"
+    num_model_chunks: int | None = None
+    cut: str | Sequence[int] = "cost"
+    costs: Sequence[float] | None = None
+    checkpoint_layers: int | Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        micro_batches = self.num_stages if self.micro_batches is None else self.micro_batches
+        make_schedule(self.schedule, self.num_stages, micro_batches, self.num_model_chunks)
+
+    @property
+    def num_virtual_stages(self) -> int:
+        chunks = default_chunks(self.schedule) if self.num_model_chunks is None else self.num_model_chunks
+        return self.num_stages * chunks
 
 
 def check_split(
@@ -25,8 +53,11 @@ def check_split(
     tensor: int,
     policy: Policy | type[Policy] | None = None,
     options: Mapping[str, Any] | None = None,
+    stages: AskedStages | None = None,
 ) -> None:
     """Makes the plan of the first of ``tensor`` ranks for a model that is built here once and thrown away.
+
+    And cuts it into ``stages``, where a pipeline is asked for.
 
     Raises what sharding raises in every process, in the seconds that the model takes to build. A ``model_fn`` that
     itself fails here is left to the processes: it may need one.
@@ -48,4 +79,6 @@ def check_split(
     model = chosen.preprocess() or model
     chosen.set_model(model)
     make_plan(model, chosen)
+    if stages is not None:
+        cut_into(model, chosen, stages)
     first_form.check(chosen, model)

@@ -20,6 +20,7 @@ from shardformer.engine import Pipeline
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.optim.grad_norm import clip_grad_norm_
 from shardformer.pipeline.loss import LossWeight
+from shardformer.pipeline.microbatches import sizes_of
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.sharder import shard_model
 from shardformer.sharding.config import ShardConfig
@@ -52,9 +53,16 @@ class Pipelined:
     stages: Mapping[str, Any] = field(default_factory=dict)
     loss_weight: LossWeight | None = None
 
+    @property
+    def num_parts(self) -> int:
+        """Into how many micro-batches a batch is cut."""
+        return self.pipe if self.micro_batches is None else self.micro_batches
+
     def __str__(self) -> str:
-        options = [f"{name}={value}" for name, value in self.stages.items()]
-        return ", ".join([*options, f"{self.micro_batches or self.pipe} micro-batches"])
+        said = {"schedule": "{}", "num_model_chunks": "{} chunks"}
+        options = [said.get(name, f"{name}={{}}").format(value) for name, value in self.stages.items()]
+        parts = "1 micro-batch" if self.num_parts == 1 else f"{self.num_parts} micro-batches"
+        return ", ".join([*options, parts])
 
 
 @dataclass(frozen=True)
@@ -282,12 +290,17 @@ def _gathered(model: nn.Module, context: ParallelContext, own: Mapping[str, Tens
 
 
 def check_batch(job: Job) -> None:
-    """Raises ConfigError for a first batch that the data ranks cannot share. One that fails is left to the workers."""
+    """Raises ConfigError for a first batch that data ranks and micro-batches cannot share.
+
+    One that fails is left to the workers.
+    """
     try:
         batch = job.batch_fn(0)
     except Exception:
         return
-    _part(job, batch, 0)
+    part = _part(job, batch, 0)
+    if job.pipeline is not None:
+        sizes_of(_batch_size(part), job.pipeline.num_parts, None)
 
 
 def _part(job: Job, batch: Mapping[str, Any], rank: int) -> dict[str, Any]:

@@ -68,4 +68,6 @@ def _print_collectives(console: Console, report: Report) -> None:
     for name, (count, sent) in report.collectives.items():
         table.add_row(name.replace("_", "-"), str(count), f"{sent / 1e6:.3f}")
     console.print(table)
-    console.print("Calls: those of rank 0. MB: what all members of rank 0's groups send together, added up.\n")
+    sends = any(name.startswith("send over ") for name in report.collectives)
+    alone = " Sends: rank 0's own, to the stages beside it." if sends else ""
+    console.print(f"Calls: those of rank 0. MB: what all members of rank 0's groups send together, added up.{alone}\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -138,6 +139,34 @@ def test_what_is_not_a_number_is_null_in_json(run: Run, user_module: Path) -> No
     assert status == 1 and report["passed"] is False and report["loss"]["relative"] is None
 
 
+def test_a_pipeline_is_verified_over_its_stages_alone(run: Run) -> None:
+    options = ["--pipe", "2", "--schedule", "interleaved", "--chunks", "2", "--micro-batches", "4", "--steps", "1"]
+    status, out, _ = run("verify", "gpt2", *options)
+    words = " ".join(out.split())
+    assert status == 0, out
+    assert "(the small random gpt2, 4 layers): plain, and over pipe=2, interleaved, 2 chunks, 4 micro-batches." in words
+    assert re.search(r"send over pipe \(activation\) +8 ", out) and "Sends: rank 0's own" in words
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_pipeline_goes_with_the_other_axes_and_a_batch_grows_with_its_parts(run: Run) -> None:
+    options = ["--pipe", "2", "--tensor", "2", "--cut", "1,2", "--micro-batches", "5", "--steps", "1"]
+    status, out, err = run("verify", "gpt2", *options, "--json")
+    report = json.loads(out)
+    assert (status, report["passed"], err) == (0, True, "")
+    assert report["layout"] == "pipe=2, tensor=2, cut=[1, 2], 5 micro-batches"
+
+
+def test_heads_without_a_loss_of_their_own_are_verified_over_stages(run: Run) -> None:
+    status, out, _ = run("verify", "swin", "--pipe", "2", "--head", "SwinForMaskedImageModeling", "--steps", "1")
+    assert status == 0, out
+
+
+def test_one_stage_accumulates_micro_batches(run: Run) -> None:
+    status, out, _ = run("verify", "bert", "--pipe", "1", "--tensor", "2", "--micro-batches", "2", "--steps", "1")
+    assert status == 0 and "over tensor=2, 2 micro-batches." in " ".join(out.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -148,6 +177,21 @@ def test_what_is_not_a_number_is_null_in_json(run: Run, user_module: Path) -> No
         (["llama", "--tensor", "7"], "more than the 6 attention heads"),
         (["llama", "--tensor", "64", "--head", "LlamaModel"], "more than the 6 attention heads"),
         (["gpt2", "--batch", "4", "--data", "3"], "A batch of 4 samples over data=3"),
+        (["gpt2", "--schedule", "gpipe", "--micro-batches", "4"], "--micro-batches 4 --schedule gpipe without --pipe"),
+        (["gpt2", "--cut", "even"], "Add --pipe 2, or leave them out"),
+        (["gpt2", "--pipe", "0"], "pipe=0.\n  An axis has one rank or more.\n  Use --pipe 1 or more.\n"),
+        (["gpt2", "--pipe", "2", "--schedule", "gpip"], "Did you mean 'gpipe'?"),
+        (["gpt2", "--pipe", "2", "--schedule", "gpipe", "--chunks", "2"], "Use 1, or the schedule 'interleaved'"),
+        (["gpt2", "--pipe", "2", "--schedule", "interleaved", "--micro-batches", "3"], "Use 2 or 4, or the schedule"),
+        (["gpt2", "--pipe", "2", "--micro-batches", "0"], "micro_batches=0.\n  A batch is cut into one part or more"),
+        (
+            ["gpt2", "--pipe", "2", "--micro-batches", "8", "--batch", "4"],
+            "Use at most 4 micro-batches, or a batch of 8",
+        ),
+        (["gpt2", "--pipe", "2", "--cut", "evne"], "Did you mean 'even'?"),
+        (["gpt2", "--pipe", "2", "--cut", "3;5"], "Write --cut cost, --cut even, or as --cut 3,5"),
+        (["gpt2", "--pipe", "2", "--cut", "1,2,3"], "Give 2 counts that sum to 6, as [3, 3]"),
+        (["gpt_neo", "--pipe", "2", "--cut", "2,3"], "skips layer 5"),
         ([os.path.dirname(__file__)], "There is no config.json in the folder"),
         (["bert", "--sequence", "99"], "64 positions"),
         (["nowhere:model"], "There is no module 'nowhere'"),
@@ -161,6 +205,12 @@ def test_what_cannot_be_is_an_error_before_any_process_starts(
     monkeypatch.setattr(WorkerPool, "run", lambda *_, **__: pytest.fail("a process was started"))
     status, out, err = run("verify", *arguments)
     assert status == 2 and out == "" and err.startswith("ConfigError: ") and message in err
+
+
+def test_a_model_is_as_deep_as_it_is(monkeypatch: pytest.MonkeyPatch, run: Run, bert: Path) -> None:
+    monkeypatch.setattr(WorkerPool, "run", lambda *_, **__: pytest.fail("a process was started"))
+    assert "4 pipeline stages for 2 layers" in run("verify", bert, "--pipe", "4")[2]
+    assert "so 4 virtual stages, for the 2 layers of Bert" in run("verify", bert, "--pipe", "2", "--schedule", "zbv")[2]
 
 
 def test_a_function_with_batches_of_its_own_takes_no_sizes(run: Run, user_module: Path) -> None:
