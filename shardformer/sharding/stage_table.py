@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardformer.pipeline.schedule import fitting_micro_batches, make_schedule
@@ -11,8 +12,9 @@ from shardformer.pipeline.timing import simulate
 from shardformer.sharding.listing import percent
 from shardformer.sharding.stages import Stages
 
-WIDTH = 44
+WIDTH = 40
 """Of a column of names; more of them go on in the next line."""
+TEXT_WIDTH = 116
 MOST_NAMED = 3
 """More shared parameters than these are named by the modules that hold them."""
 
@@ -59,7 +61,7 @@ def stage_rows(stages: Stages) -> list[StageRow]:
             StageRow(
                 stage,
                 held,
-                ", ".join(in_short(dict.fromkeys(stages.chain.units[unit] for unit in units))),
+                ", ".join(in_short([stages.chain.units[unit] for unit in units])),
                 ", ".join(modules_of(here - in_layers, names)),
                 size,
                 size / max(total, 1),
@@ -74,7 +76,7 @@ def stage_lines(rows: list[StageRow], stages: Stages) -> list[str]:
     """The rows as an aligned table, then the schedule and what several stages hold."""
     several = any(len(row.virtual_stages) > 1 for row in rows)
     recomputed = any(row.checkpointed for row in rows)
-    head = ["stage", *(["virtual"] if several else []), "layers", "beside them", "parameters", "of all", "of the cost"]
+    head = ["stage", *(["virtual"] if several else []), "layers", "beside them", "parameters", "of all", "cost"]
     lines = [[*head, *(["recomputed"] if recomputed else [])]]
     for row in rows:
         layers, beside = _wrapped(row.layers), _wrapped(row.beside)
@@ -95,20 +97,23 @@ def stage_lines(rows: list[StageRow], stages: Stages) -> list[str]:
 
 def _schedule_lines(stages: Stages) -> list[str]:
     manager = stages.manager
-    said, held = [], ""
+    said: list[str] = []
+    held = ""
     for factor in (2, 8):
         least = factor * manager.num_stages
         count = fitting_micro_batches(manager.schedule, manager.num_stages, manager.num_model_chunks, least)
         schedule = make_schedule(manager.schedule, manager.num_stages, count, manager.num_model_chunks)
         timeline = simulate(schedule)
-        said.append(f"{timeline.bubble:.0%} {'' if said else 'of the time '}with {count} micro-batches")
+        said.append(
+            f"{timeline.bubble:.0%}{'' if said else ' of the time'} with {count}{'' if said else ' micro-batches'}"
+        )
         held = ", ".join(map(str, timeline.in_flight))
     of = ", each in one virtual stage" if manager.num_model_chunks > 1 else ""
     text = (
-        f"schedule {manager.schedule}: if stages take equally long, they are idle {', '.join(said)}; by stage they hold "
-        f"the activations of at most {held} micro-batches{of}."
+        f"schedule {manager.schedule}: if stages take equally long, they are idle {', '.join(said)}. In order they "
+        f"hold the activations of {held} micro-batches{of}."
     )
-    return textwrap.wrap(text, 116)
+    return textwrap.wrap(text, TEXT_WIDTH, break_on_hyphens=False)
 
 
 def shared_lines(stages: Stages) -> list[str]:
@@ -123,9 +128,9 @@ def shared_lines(stages: Stages) -> list[str]:
         if len(names) > MOST_NAMED:
             everything = [name for aliases in tensors.values() for name in aliases]
             names = [f"all of {', '.join(modules_of(everything, stages.parameters))}"]
-        verb = "is" if len(tensors) == 1 else "are"
-        text = f"{', '.join(names)} {verb} held by stages {_listed(held)}; gradients of it are summed over them."
-        lines += textwrap.wrap(text, 116, break_on_hyphens=False)
+        verb, its = ("is", "its") if len(tensors) == 1 else ("are", "their")
+        text = f"{', '.join(names)} {verb} held by stages {_listed(held)}; {its} gradients are summed."
+        lines += textwrap.wrap(text, TEXT_WIDTH, break_on_hyphens=False)
     return lines
 
 
@@ -139,14 +144,17 @@ def _listed(numbers: Iterable[int]) -> str:
     return f"{', '.join(most)} and {last}"
 
 
-def in_short(paths: Collection[str]) -> list[str]:
-    """Paths that end in indices, those of one stack in ranges.
+def in_short(paths: Sequence[str]) -> list[str]:
+    """Paths that end in indices, those of one stack in ranges; those that come several times with their number.
 
     >>> in_short(["h.0", "h.1", "h.2", "h.6", "encoder.0"])
     ['h.0-2, 6', 'encoder.0']
+    >>> in_short(["h.0", "h.0", "h.1"])
+    ['h.0 (2 times)', 'h.1']
     """
+    times = Counter(paths)
     stacks: dict[str, list[int]] = {}
-    for path in paths:
+    for path in times:
         stack, _, last = path.rpartition(".")
         if last.isdigit():
             stacks.setdefault(stack, []).append(int(last))
@@ -154,6 +162,11 @@ def in_short(paths: Collection[str]) -> list[str]:
             stacks.setdefault(path, []).append(-1)
     out = []
     for stack, indices in stacks.items():
+        if max(times.values()) > 1:
+            out += [
+                f"{path} ({n} times)" if n > 1 else path for path, n in times.items() if path.startswith(f"{stack}.")
+            ]
+            continue
         runs: list[tuple[int, int]] = []
         for index in indices:
             if runs and index == runs[-1][1] + 1:

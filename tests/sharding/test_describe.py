@@ -9,12 +9,16 @@ import pytest
 from torch import nn
 
 import shardformer
+from shardformer.context import ParallelContext
 from shardformer.errors import ConfigError
+from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies.registry import FAMILIES
 from shardformer.pool import WorkerPool
 from shardformer.samples import SMALL, Sample
-from shardformer.sharding import listing
+from shardformer.sharding import listing, stage_table
+from shardformer.sharding.config import ShardConfig
 from shardformer.sharding.record import Description
+from shardformer.sharding.stage_table import StageRow
 from tests.policies.toy import ToyLM, ToyPolicy
 
 
@@ -105,3 +109,73 @@ def test_long_lists_of_names_go_on_in_the_next_line() -> None:
 def test_a_model_that_is_not_sharded_has_no_page(model: nn.Module) -> None:
     with pytest.raises(ConfigError, match=r"is not sharded\..*Call shardformer.shard_model"):
         shardformer.describe(model)
+
+
+# --- the stages of a pipeline
+
+
+STAGES = """
+GPT2LMHeadModel over pipe=2, tensor=2, by the registered family 'gpt2'
+on: tensor parallelism
+75,016 parameters, 22,870 of them on this rank (30.5%)
+
+stage  virtual  layers              beside them                       parameters  of all   cost  recomputed
+0      0, 2     transformer.h.0, 2  transformer.wte, transformer.wpe      42,044   56.0%  45.6%           2
+1      1, 3     transformer.h.1, 3  transformer.ln_f, lm_head             39,068   52.1%  54.4%           2
+
+schedule interleaved: if stages take equally long, they are idle 11% of the time with 4 micro-batches, 3% with 16.
+In order they hold the activations of 5, 3 micro-batches, each in one virtual stage.
+transformer.wte.weight, which is lm_head.weight, is held by stages 0 and 1; its gradients are summed.
+
+cut              was        is                        full      on this rank
+transformer.wte  Embedding  VocabParallelEmbedding1D  127 x 48  64 x 48
+transformer.h.*: 2 layers
+  attn.c_attn    Conv1D     Linear1D_Col              48 x 144  48 x 72
+"""
+
+
+def _describe_stages(
+    family: str, schedule: str = "1f1b", head: str = "", tensor: int = 1, **stages: object
+) -> tuple[str, list[StageRow], dict[str, int], int]:
+    context = ParallelContext.from_world({"tensor": tensor, "pipe": 2, "data": 1})
+    manager = PipelineStageManager(context, schedule, **stages)  # type: ignore[arg-type]  # options by name
+    config = ShardConfig(pipeline_stage_manager=manager)
+    model = shardformer.ShardFormer(config).optimize(Sample(family, head).deeper(4)())[0]
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    description = shardformer.describe(model)
+    return str(description), description.stages, sizes, sum(sizes.values())
+
+
+def test_the_page_of_stages(pool4: WorkerPool) -> None:
+    pages = pool4.run(_describe_stages, "gpt2", "interleaved", tensor=2, checkpoint_layers=1)
+    assert pages[0][0].startswith(STAGES.strip())
+    assert all(page[1] == pages[0][1] for page in pages)
+    assert "lm_head" in pages[2][0] and "on this rank (26.5%)" in pages[2][0]
+
+
+@pytest.mark.parametrize("family", ["llama", "t5", "albert", "bert", "blip-2", "swin"])
+def test_the_rows_of_stages_are_what_each_of_them_holds(pool2: WorkerPool, family: str) -> None:
+    pages = pool2.run(_describe_stages, family)
+    total = sum(p.numel() for p in Sample(family).deeper(4)().parameters())
+    for stage, (text, rows, _, here) in enumerate(pages):
+        row = rows[stage]
+        assert (row.stage, row.virtual_stages, row.parameters) == (stage, (stage,), here)
+        assert f"{total:,} parameters, {here:,} of them on this rank ({here / total:.1%})" in text
+        assert max(len(line) for line in text.splitlines()) <= 120
+        assert row.share == pytest.approx(here / total) and row.checkpointed == 0 and "recomputed" not in text
+    assert sum(row.cost for row in rows) == pytest.approx(1)
+    both = pages[0][2].keys() & pages[1][2].keys()
+    assert ("held by stages 0 and 1" in pages[0][0]) == (sum(row.parameters for row in rows) > total)
+    assert all(name.rpartition(".")[0] in pages[0][0] or "layer_groups" in name for name in both)
+
+
+def test_layers_are_named_in_ranges_and_calls_in_numbers(pool2: WorkerPool) -> None:
+    assert "model.layers.0-1  model.embed_tokens" in pool2.run(_describe_stages, "llama")[1][0]
+    page = pool2.run(_describe_stages, "albert")[0][0]
+    assert "albert.encoder.albert_layer_groups.0 (2" in page
+    assert "all of albert.embeddings.word_embeddings, albert.encoder.albert_layer_groups, " in page
+
+
+def test_what_stands_beside_the_table_of_stages() -> None:
+    print_out = doctest.testmod(stage_table)
+    assert print_out.attempted and not print_out.failed
