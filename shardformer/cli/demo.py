@@ -31,7 +31,9 @@ QUIET = {"TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", "KIN
 
 @takes(Settings)
 def demo(settings: Settings) -> None:
-    """Train a small language model in one process and split over two, and compare everything side by side.
+    """Train a small language model in one process and split over several, and compare everything side by side.
+
+    Split are its layers over two processes, or with --pipe 2 the stack of them into two stages.
 
     Takes a minute or two on two cores. Ends with status 1 when somebody could tell the two runs apart.
     """
@@ -39,7 +41,7 @@ def demo(settings: Settings) -> None:
 
     from shardformer.demo.comparison import compare
     from shardformer.demo.models import choose
-    from shardformer.verify.ahead import check_split
+    from shardformer.verify.ahead import AskedStages, check_split
 
     for name, level in QUIET.items():
         os.environ.setdefault(name, level)
@@ -49,12 +51,14 @@ def demo(settings: Settings) -> None:
         check_folder(settings.model)
     chosen = choose(settings)
     # before a minute of the plain run, not behind it
-    check_split(chosen.model_fn, settings.tensor, options={"enable_sequence_parallelism": settings.sequence_parallel})
+    options = {"enable_sequence_parallelism": settings.sequence_parallel}
+    stages = None if settings.pipe is None else AskedStages(settings.pipe, settings.num_parts)
+    check_split(chosen.model_fn, settings.tensor_size, options=options, stages=stages)
     _print_plan(console, settings, chosen)
     with _watch(console, settings.steps) as watch:
         outcome = compare(settings, chosen, watch)
     console.print(_table(settings, outcome))
-    _print_notes(console, time.perf_counter() - start)
+    _print_notes(console, settings, time.perf_counter() - start)
     console.print(_verdict(settings, outcome))
     if not outcome.passed:
         raise typer.Exit(1)
@@ -72,13 +76,12 @@ def _print_plan(console: Console, settings: Settings, chosen: Chosen) -> None:
         ("model", f"{chosen.title} (HuggingFace transformers, unmodified)"),
         ("text", f"{chosen.text.num_bytes:,} bytes, {chosen.text.title}"),
         ("task", f"{TASK_IN_WORDS[TASK[chosen.family]]}: {_count(settings.steps, 'step')} of {tokens}"),
-        ("runs", f"one process, then {settings.tensor} that hold a part of every layer each; one core a process"),
+        ("runs", f"one process, then {settings.num_processes} {_who_hold(settings)}; one core a process"),
         ("same", "the first weights, the batches, AdamW; no dropout"),
     ]
-    if num_cores < settings.tensor:
-        rows.append(
-            ("note", f"{settings.tensor} processes share {_count(num_cores, 'core')} here, so they cannot be faster")
-        )
+    if num_cores < settings.num_processes:
+        crowd = f"{settings.num_processes} processes share {_count(num_cores, 'core')}"
+        rows.append(("note", f"{crowd} here, so they cannot be faster"))
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
     grid.add_column(overflow="fold")
@@ -86,6 +89,15 @@ def _print_plan(console: Console, settings: Settings, chosen: Chosen) -> None:
         grid.add_row(name, escape(value))
     console.print(grid)
     console.print()
+
+
+def _who_hold(settings: Settings) -> str:
+    if settings.pipe is None:
+        return "that hold a part of every layer each"
+    parts = f"each batch passes them in {_count(settings.num_parts, 'micro-batch')}"
+    if settings.tensor_size == 1:
+        return f"that hold some of the layers each: {parts}"
+    return f"in {settings.pipe} stages of {settings.tensor_size}, which hold a part of each of their layers: {parts}"
 
 
 # -------------------------------------------------------------------------------------------------------- while it runs
@@ -140,7 +152,7 @@ def _table(settings: Settings, outcome: Outcome) -> Table:
     plain, split = outcome.plain, outcome.split
     table = Table(box=box.ROUNDED, title="side by side")
     table.add_column("")
-    for name in ("one process", f"split over {settings.tensor}", "difference"):
+    for name in ("one process", f"split over {settings.num_processes}", "difference"):
         table.add_column(name, justify="right", no_wrap=True)
     shown = {1, settings.steps, *range(SHOWN_STEPS, settings.steps + 1, SHOWN_STEPS)}
     for step in sorted(shown):
@@ -158,20 +170,23 @@ def _table(settings: Settings, outcome: Outcome) -> Table:
     ]
     for name, whole, part, form in rows:
         table.add_row(name, form.format(whole), form.format(part), f"x {part / whole:.2f}")
-    table.add_row("sent per step", "nothing", f"{split[0].wire_bytes / 1e6:.1f} MB", "")
+    table.add_row("sent per step", "nothing", f"{sum(run.wire_bytes for run in split) / 1e6:.1f} MB", "")
     table.add_row("exchanges per step", "none", str(split[0].num_collectives), "")
     rates = [settings.batch * settings.sequence / run.step_s for run in (plain, split[0])]
     table.add_row("tokens per second", f"{rates[0]:,.0f}", f"{rates[1]:,.0f}", f"x {rates[1] / rates[0]:.2f}")
     return table
 
 
-def _print_notes(console: Console, seconds: float) -> None:
+def _print_notes(console: Console, settings: Settings, seconds: float) -> None:
     notes = (
         "Differences of losses are relative. Memory is what all tensors of a process take at the fullest moment of a "
         "step (weights, gradients, AdamW's averages, activations), without Python and its libraries. Sent is what the "
         "processes send each other, added up. Tokens per second are those of the median step; whatever else the "
         "machine does changes them.",
-        "To split a model of your own:  model = shardformer.shard_model(model)",
+        "To split a model of your own:  model = shardformer.shard_model(model)"
+        if settings.pipe is None
+        else "To split a model of your own:  shardformer.Pipeline(shardformer.shard_model(model, context=context)), "
+        "with context = shardformer.launch_from_torch(pipe=2)",
         f"Took {seconds:.0f} s.",
     )
     for note in notes:
@@ -191,4 +206,4 @@ def _verdict(settings: Settings, outcome: Outcome) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"

@@ -63,7 +63,7 @@ def relative_differences(losses: list[float], others: list[float]) -> list[float
 
 
 def compare(settings: Settings, chosen: Chosen, start: Callable[[str], Tell]) -> Outcome:
-    """Trains in one process, then in ``settings.tensor`` of them, with the same first weights and the same batches.
+    """Trains in one process, then in ``settings.num_processes``, with the same first weights and the same batches.
 
     ``start`` is called with the name of each run that begins, and what it gives with each of its steps.
 
@@ -75,9 +75,10 @@ def compare(settings: Settings, chosen: Chosen, start: Callable[[str], Tell]) ->
         def run(name: str, num_processes: int, batch_fn: Windows) -> list[Run]:
             journal = str(Path(folder, name.replace(" ", "-")))
             tokens_per_step = settings.batch * settings.sequence
+            pipe = settings.pipe if settings.pipe is not None and num_processes > 1 else 1
             job = Job(
                 chosen.model_fn, batch_fn, settings.steps, chosen.learning_rate, tokens_per_step,
-                settings.sequence_parallel, journal,
+                settings.sequence_parallel, journal, pipe, settings.num_parts,
             )  # fmt: skip
             with (
                 follow(journal, start(name)),
@@ -86,7 +87,7 @@ def compare(settings: Settings, chosen: Chosen, start: Callable[[str], Tell]) ->
                 return pool.run(train, job)
 
         plain = run("one process", 1, batch_fn)[0]
-        outcome = Outcome(plain, run(f"split over {settings.tensor}", settings.tensor, batch_fn))
+        outcome = Outcome(plain, run(f"split over {settings.num_processes}", settings.num_processes, batch_fn))
         if outcome.passed:
             return outcome
         again = run("one, reordered", 1, replace(batch_fn, flipped=True))[0]

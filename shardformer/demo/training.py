@@ -15,6 +15,7 @@ from shardformer.comm.recorder import Recorder
 from shardformer.context import ParallelContext
 from shardformer.demo.journal import Note, write_note
 from shardformer.demo.memory import Peak, measure_peak
+from shardformer.engine import Pipeline
 from shardformer.optim.grad_norm import clip_grad_norm_
 from shardformer.sharder import shard_model
 
@@ -36,11 +37,13 @@ class Job:
     tokens_per_step: int
     sequence_parallel: bool
     journal: str
+    pipe: int = 1
+    micro_batches: int = 1
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one process has to tell at the end; ``wire_bytes`` is what all of them sent in one step together."""
+    """What one process has to tell at the end; ``wire_bytes`` is what it sent itself in one step."""
 
     losses: list[float]
     num_parameters: int
@@ -52,11 +55,12 @@ class Run:
 
 def train(job: Job) -> Run:
     """Trains in this process, or in all of them together, on the CPU in fp32."""
-    context = ParallelContext.from_world({"tensor": None}, device=torch.device("cpu"))
+    context = ParallelContext.from_world({"tensor": None, "pipe": job.pipe, "data": 1}, device=torch.device("cpu"))
     torch.manual_seed(SEED)
     model = job.model_fn().float().train()
-    if context.tensor.size > 1:
+    if context.tensor.size * context.pipe.size > 1:
         model = shard_model(model, context=context, enable_sequence_parallelism=job.sequence_parallel)
+    pipeline = Pipeline(model, job.micro_batches) if context.pipe.size > 1 else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_and_fall(step, job.steps))
     losses: list[float] = []
@@ -68,18 +72,22 @@ def train(job: Job) -> Run:
             if step == min(PROBED_STEP, job.steps - 1):
                 peak = probes.enter_context(measure_peak(model, optimizer))
                 probes.enter_context(recorder)
-            loss = model(**job.batch_fn(step)).loss
-            loss.backward()
+            if pipeline is not None:
+                loss = pipeline.step(job.batch_fn(step))
+            else:
+                loss = model(**job.batch_fn(step)).loss
+                loss.backward()
             clip_grad_norm_(model, MAX_NORM)
             optimizer.step()
             optimizer.zero_grad()
         schedule.step()
         losses.append(float(loss.detach()))
         times_s.append(time.perf_counter() - start)
-        if context.tensor.rank == 0:
+        if context.tensor.rank == context.pipe.rank == 0:
             write_note(job.journal, Note(step + 1, losses[-1], job.tokens_per_step / _typical(times_s)))
     num_parameters = sum(p.numel() for p in model.parameters())
-    return Run(losses, num_parameters, peak.num_bytes, recorder.wire_bytes(), recorder.count(), _typical(times_s))
+    sent = round(sum(call.wire_bytes / (1 if call.op == "send" else call.ranks) for call in recorder.calls))
+    return Run(losses, num_parameters, peak.num_bytes, sent, recorder.count(), _typical(times_s))
 
 
 def warm_up_and_fall(step: int, num_steps: int) -> float:

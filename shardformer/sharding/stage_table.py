@@ -12,7 +12,7 @@ from shardformer.pipeline.timing import simulate
 from shardformer.sharding.listing import percent
 from shardformer.sharding.stages import Stages
 
-WIDTH = 40
+WIDTH = 38
 """Of a column of names; more of them go on in the next line."""
 TEXT_WIDTH = 116
 MOST_NAMED = 3

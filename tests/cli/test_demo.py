@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -66,6 +67,17 @@ def test_t5_splits_the_sequence_too_and_reads_a_file(run: Run, tmp_path: Path) -
     assert "T5ForConditionalGeneration" in out and "450 bytes" in out and "Nobody can tell" in out
 
 
+def test_a_pipeline_is_compared_with_one_process(run: Run) -> None:
+    sizes = ["--layers", "2", *SMALL[2:]]
+    status, out, err = run("--pipe", "2", *sizes)
+    words = " ".join(out.split())
+    assert status == 0, err
+    assert "2 that hold some of the layers each: each batch passes them in 2 micro-batches" in words
+    assert "split over 2: step 4/4" in out and "shardformer.Pipeline(" in words and "Nobody can tell" in out
+    found = re.search(r"sent per step +│ +nothing │ +(\S+) MB", out)
+    assert found is not None and float(found[1]) > 0
+
+
 def test_a_folder_is_trained_with_its_own_weights(run: Run, tmp_path: Path) -> None:
     Sample("bert", "BertForMaskedLM", {"vocab_size": 300})().save_pretrained(tmp_path)
     status, out, err = run("--model", tmp_path, "--batch", "2", "--sequence", "32", "--steps", "3", "--tensor", "2")
@@ -104,6 +116,7 @@ def test_a_text_that_cannot_be_trained_on_is_an_error(
     ("arguments", "message"),
     [
         (["--tensor", "99"], "A tensor size of 99 is more than the 8 attention heads"),
+        (["--pipe", "5"], "5 pipeline stages for 4 layers"),
         (["--model", os.path.dirname(__file__)], "There is no config.json in the folder"),
         (["--family", "t5", "--model", "x"], "Keep --model x alone to train that model, or --family t5 alone"),
     ],

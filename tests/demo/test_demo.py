@@ -31,6 +31,10 @@ TOKENS = bytes_as_tokens(bytes(range(256)) * 4)
     ("changes", "message"),
     [
         ({"tensor": 1}, r"tensor=1.*from 2"),
+        ({"pipe": 1}, r"pipe=1.*from 2.*--pipe 2 or more"),
+        ({"micro_batches": 2}, r"--micro-batches 2 without --pipe.*Add --pipe 2"),
+        ({"pipe": 2, "micro_batches": 0}, r"--micro-batches 1 or more"),
+        ({"pipe": 2, "micro_batches": 9}, r"--batch 9 or more, or --micro-batches 8 or less"),
         ({"steps": 0}, r"--steps 1 or more"),
         ({"hidden": 100}, r"--hidden 96 or --hidden 128"),
         ({"family": "bret"}, r"Did you mean 'bert'"),
@@ -40,6 +44,13 @@ TOKENS = bytes_as_tokens(bytes(range(256)) * 4)
 def test_a_setting_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Settings(**changes)
+
+
+def test_a_pipeline_leaves_each_layer_whole_unless_it_is_asked_for_more() -> None:
+    assert (Settings().tensor_size, Settings().num_processes, Settings().num_parts) == (2, 2, 1)
+    alone, mixed = Settings(pipe=2), Settings(pipe=2, tensor=2, batch=3)
+    assert (alone.tensor_size, alone.num_processes, alone.num_parts) == (1, 2, 4)
+    assert (mixed.tensor_size, mixed.num_processes, mixed.num_parts) == (2, 4, 3)
 
 
 # ----------------------------------------------------------------------------------------------------------------- text
