@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -203,4 +204,12 @@ def _ancestors(name: str) -> list[str]:
 
 
 def _wrapped(names: str) -> list[str]:
-    return textwrap.wrap(names, WIDTH, break_long_words=False, break_on_hyphens=False)
+    kept = re.sub(r" (?=\(|times)", "\xa0", names)  # how often belongs to the name before it
+    words = [w if len(w) <= WIDTH else _in_two(w) for w in kept.split(" ")]
+    lines = textwrap.wrap(" ".join(words), WIDTH, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\xa0", " ") for line in lines]
+
+
+def _in_two(path: str) -> str:
+    at = path.rfind(".", 0, WIDTH) + 1
+    return f"{path[:at]} {path[at:]}" if at else path
