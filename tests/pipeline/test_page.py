@@ -1,0 +1,74 @@
+"""docs/pipeline.md: its files run over two processes, and its pictures and tables are those of the schedules."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+
+from shardformer.pipeline.picture import grid, summary
+from shardformer.pipeline.schedule import SCHEDULES, make_schedule
+from shardformer.pipeline.timing import simulate
+
+PAGE = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
+FILES = {
+    text.split("\n", 1)[0].removeprefix("# "): text for text in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+}
+TEXTS = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
+PICTURES = [text for text in TEXTS if text.startswith("# ")]
+
+
+def _run(folder: Path, name: str) -> str:
+    (folder / name).write_text(FILES[name], encoding="utf-8")
+    command = [sys.executable, "-c", "from shardformer.cli import main; main()", "run", "--nproc_per_node", "2", name]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PET_")}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_page_has_an_example_for_each_way() -> None:
+    assert list(FILES) == ["train.py", "stages.py", "own_loss.py"]
+
+
+def test_the_example_trains_saves_and_prints_its_stages(tmp_path: Path) -> None:
+    out = _run(tmp_path, "train.py")
+    assert re.findall(r"^step (\d)  loss \d\.\d{3}$", out, re.MULTILINE) == ["0", "1", "2"]
+    (shown,) = [text for text in TEXTS if text.startswith("LlamaForCausalLM over pipe=2")]
+    assert shown in out
+    assert (tmp_path / "runs" / "pipeline" / "model.safetensors").is_file()
+
+
+def test_the_stages_are_cut_as_the_page_says(tmp_path: Path) -> None:
+    _run(tmp_path, "stages.py")
+
+
+def test_a_loss_of_ones_own_is_the_same_on_both_stages(tmp_path: Path) -> None:
+    first, second = _run(tmp_path, "own_loss.py").split()
+    assert first == second and float(first) > 0
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.split()[2])
+def test_a_picture_is_that_of_the_schedule(picture: str) -> None:
+    head, *lines = picture.splitlines()
+    _, _, name, _, stages, _, micro_batches = head.split()
+    schedule = make_schedule(name, int(stages), int(micro_batches))
+    timeline = simulate(schedule)
+    assert lines == [*grid(schedule, timeline).splitlines(), *summary(schedule, timeline)]
+
+
+def test_all_schedules_are_drawn_and_compared() -> None:
+    assert [picture.split()[2] for picture in PICTURES] == list(SCHEDULES)
+    rows = takewhile(lambda line: line.startswith("|"), PAGE.split("| schedule | bubble")[1].splitlines()[2:])
+    found = [[cell.strip(" `") for cell in row.strip("|").split("|")] for row in rows]
+    assert [row[0] for row in found] == list(SCHEDULES)
+    for name, with_8, with_16, held, chunks, takes in found:
+        few, many = make_schedule(name, 4, 8), make_schedule(name, 4, 16)
+        assert (with_8, with_16) == tuple(f"{simulate(schedule).bubble:.1%}" for schedule in (few, many))
+        assert float(held) == max(simulate(many).in_flight) / many.chunks
+        assert chunks.startswith(str(many.chunks)) and (takes == "any number") == (not name.startswith("interleaved"))
