@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_page_has_these_files_and_commands() -> None:
     assert list(FILES) == ["save.py", "phi.py", "nystromformer.py", "train.py"]
-    assert [line.split()[1] for line in COMMANDS] == ["infer", "infer", "verify", "verify", "run"]
+    assert [line.split()[1] for line in COMMANDS] == ["infer", "infer", "verify", "verify", "verify", "run"]
 
 
 def test_what_is_printed_is_what_the_page_shows(folder: Path) -> None:
