@@ -90,14 +90,50 @@ def most_held(order: Sequence[Action]) -> int:
 def zbv(stages: int, micro_batches: int) -> tuple[Order, ...]:
     """Two chunks a rank on a way of the shape of a V: down to the last rank (a), and up to the first again (b).
 
-    The second chunk goes before the first and F before I, so that what was begun is ended; W comes when nothing else
-    can be done. A rank holds no more than 2p chunks' activations, as many as 1F1B's first rank has; one of them is kept
-    free for the second chunk, without which the first could fill the rank for good::
+    Once the pipeline is full a rank does F, I and W of one chunk, then of the other, so that a message has the time of
+    an action or two to arrive, and actions need not take equally long. A rank holds no more than 2p chunks'
+    activations, as many as 1F1B's first rank has::
 
         p=2, m=4, v=2
 
-        0 | F0a F1a F2a F0b I0b W0b F1b I1b I0a W1b I1a W0a F3a F2b I2b W2b W1a .   F3b I3b I2a W3b I3a W2a W3a
-        1 | .   F0a F0b F1a F1b I0b I0a W0b I1b I1a W1b F2a F2b W0a W1a I2b F3a F3b I2a W2b I3b I3a W3b W2a W3a
+        0 | F0a F1a F2a F0b I0b W0b F1b I1b W1b F3a I0a W0a F2b I2b W2b I1a W1a F3b I3b W3b I2a W2a I3a W3a .
+        1 | .   F0a F0b F1a F1b I0b W0b F2a I0a W0a F2b I1b W1b F3a I1a W1a F3b I2b W2b I2a I3b I3a W2a W3b W3a
+    """
+    if micro_batches < 2 * stages - 1:
+        return _zbv_of_few(stages, micro_batches)
+    return tuple(_zbv_of_rank(stages, micro_batches, rank) for rank in range(stages))
+
+
+def _zbv_of_rank(stages: int, micro_batches: int, rank: int) -> Order:
+    """The order of the ZB-V schedule of Qi et al., 2024, for as many micro-batches as fill the V, or more."""
+    down, up, behind = rank, 2 * stages - 1 - rank, stages - rank
+    counts = {(kind, stage): 0 for kind in Kind for stage in (down, up)}
+    order: list[Action] = []
+
+    def add(times: int, *steps: tuple[Kind, int]) -> None:
+        for step in steps * times:
+            if counts[step] < micro_batches:
+                order.append(Action(*step, counts[step]))
+                counts[step] += 1
+
+    of_down, of_up = ([(kind, stage) for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)] for stage in (down, up))
+    add(2 * behind - 1, of_down[0])
+    add(rank, of_up[0], of_down[0])
+    add(behind, *of_up)
+    add(micro_batches - stages, *of_down, *of_up)
+    add(rank, of_down[1], of_up[1])
+    add(behind, *of_down[1:])
+    add(micro_batches, of_up[2])
+    add(micro_batches, of_down[2])
+    return tuple(order)
+
+
+def _zbv_of_few(stages: int, micro_batches: int) -> tuple[Order, ...]:
+    """For too few micro-batches to fill the V.
+
+    The second chunk goes before the first and F before I, so that what was begun is ended; W comes when nothing else
+    can be done. Of the 2p activations one is kept free for the second chunk, without which the first could fill the
+    rank for good.
     """
     last, limit = 2 * stages - 1, 2 * stages
     play = _Play(stages, last)

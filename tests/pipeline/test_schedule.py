@@ -186,6 +186,14 @@ def test_splitting_the_backward_of_interleaved_costs_no_memory_on_the_fullest_ra
         assert split <= whole
 
 
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (2, 16), (4, 8), (8, 16)])
+def test_zbv_hides_messages_and_actions_of_other_lengths(stages: int, micro_batches: int) -> None:
+    schedule = make_schedule("zbv", stages, micro_batches)
+    ideal = simulate(schedule).bubble
+    assert simulate(schedule, send=0.1).bubble < 1.5 * ideal
+    assert simulate(schedule, {Kind.INPUT: 1.2, Kind.WEIGHT: 0.9}).bubble < 1.25 * ideal
+
+
 def test_zbv_holds_no_more_than_1f1b_and_is_idle_only_at_the_ends() -> None:
     for stages, micro_batches in sizes("zbv", 2, largest=64):
         timeline = simulate(make_schedule("zbv", stages, micro_batches))
