@@ -20,6 +20,7 @@ class Ghosts:
     def __init__(self) -> None:
         self._places: list[tuple[nn.Module, str]] = []
         self._at: tuple[torch.device, torch.dtype] | None = None
+        self._held: tuple[nn.Module, str] | None = None
 
     def remove(self, model: nn.Module, held: Mapping[str, bool]) -> None:
         """Takes the parameters out that are not held here, by name. A module with several names is held by any."""
@@ -43,7 +44,7 @@ class Ghosts:
 
     def follow(self, model: nn.Module) -> None:
         """After the model was moved to another device or dtype, which stand-ins are not: they are no parameters."""
-        like = next((p for p in model.parameters() if p.is_floating_point()), None)
+        like = self._parameter_of(model)
         if like is None or (like.device, like.dtype) == self._at:
             return
         before, self._at = self._at, (like.device, like.dtype)
@@ -51,6 +52,19 @@ class Ghosts:
             value = module.__dict__[name]
             of_model = before is not None and value.dtype == before[1]
             module.__dict__[name] = _one(value).to(like.device, like.dtype if of_model else None).expand(value.shape)
+
+    def _parameter_of(self, model: nn.Module) -> Tensor | None:
+        """A parameter that is here. Where it stands is remembered: a stage may have many modules before its first."""
+        if self._held is not None:
+            found = self._held[0]._parameters.get(self._held[1])
+            if found is not None:
+                return found
+        for module in model.modules():
+            for name, param in module._parameters.items():
+                if param is not None and param.is_floating_point():
+                    self._held = module, name
+                    return param
+        return None
 
 
 def ghost(*shape: int, like: Tensor) -> Tensor:
