@@ -63,10 +63,15 @@ class Job:
 
 @dataclass
 class Trace:
-    """When each action of this rank ran, in seconds from the start, and how many micro-batches were live at most."""
+    """When each action of this rank ran, in seconds from the start, and how many micro-batches were live at most.
+
+    Args:
+        start: of the last step, by ``time.perf_counter``, which the processes of one machine have in common.
+    """
 
     spans: list[tuple[Action, float, float]] = field(default_factory=list)
     in_flight: int = 0
+    start: float = 0.0
 
 
 class Runtime:
@@ -96,6 +101,8 @@ class Runtime:
         self._links.begin(job.schedule, job.keys)
         self._links.prefetch()
         start = time.perf_counter()
+        if self.trace is not None:
+            self.trace.start = start
         for action in job.schedule.actions[self._stage]:
             began = time.perf_counter()
             with self._named(action):
