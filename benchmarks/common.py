@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardformer.engine import Pipeline
 from shardformer.pool import WorkerPool
 
 MB = 1e6
@@ -104,6 +105,27 @@ def train_step(
     return step
 
 
+def pipeline_step(model: nn.Module, pipeline: Pipeline, batches: Sequence[Mapping[str, Tensor]]) -> Step:
+    """A step forward and backward over the stages of a pipeline."""
+
+    def step(index: int) -> float:
+        model.zero_grad()
+        return float(pipeline.step(batches[index % len(batches)]))
+
+    return step
+
+
+def llama(hidden: int, sequence: int, layers: int, vocabulary: int) -> Llama:
+    """LLaMA's proportions: 8/3 of the hidden size inside, to a multiple of 16; heads of 64 numbers, of 32 below 512."""
+    heads = max(1, hidden // (64 if hidden >= 512 else 32))
+    return Llama(hidden, (hidden * 8 // 3 + 15) // 16 * 16, heads, sequence, layers, vocabulary)
+
+
+def head_like_a_layer(hidden: int) -> int:
+    """The vocabulary with which the head has as many weights as a layer."""
+    return 4 * hidden + 3 * ((hidden * 8 // 3 + 15) // 16 * 16)
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """torch's fused AdamW. It takes tensors of one kind at a time, so plain ones and DTensors get a group each."""
     kinds: dict[type, list[nn.Parameter]] = {}
@@ -155,9 +177,13 @@ def agree(value: int) -> int:
     return box[0]
 
 
+def processes(num: int, threads: int = 1) -> WorkerPool:
+    """A pool of processes that talk over gloo."""
+    return WorkerPool(num, timeout_s=TIMEOUT_S, threads=threads, imports=("torch", "transformers"))
+
+
 def two_processes(threads: int = 1) -> WorkerPool:
-    """A pool of two processes that talk over gloo."""
-    return WorkerPool(2, timeout_s=TIMEOUT_S, threads=threads, imports=("torch", "transformers"))
+    return processes(2, threads)
 
 
 def arguments(description: str | None, seconds: float) -> argparse.ArgumentParser:

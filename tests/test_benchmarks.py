@@ -113,6 +113,21 @@ def test_lazy_init_compares_the_peaks_of_the_same_weights(
     assert all(f"{tensor}  {variant}" in printed for tensor in (1, 2) for variant in script.VARIANTS)
 
 
+def test_pipeline_compares_with_torch_and_measures_bubble_memory_and_bytes(
+    run: Run, pools: Pools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(importlib.import_module("common"), "processes", lambda num, threads: nullcontext(pools(num)))
+    size = ["--hidden", "32", "--sequence", "8", "--layers", "4", "--vocabulary", "64", "--repetitions", "1"]
+    few = [*size, "--batch", "4", "--micro-batches", "2", "--schedules", "1f1b", "zbv", "--stages", "1", "2"]
+    printed = run("pipeline", *few, "--png", str(tmp_path / "t.png"))
+    table = rows(printed)
+    assert {"1f1b (2, 2)", "zbv (1, 1, 1, 1)"} <= {name.strip() for name in table}
+    assert "as many micro-batches held as the schedule says: yes" in printed
+    assert "as the formula says: yes" in printed
+    assert {"1: 0", "2: 0", "2: 1"} <= {name.strip() for name in table}
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_losses_that_differ_are_found(run: Run) -> None:
     common = importlib.import_module("common")
     timings = {

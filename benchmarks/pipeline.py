@@ -1,0 +1,182 @@
+"""Pipeline parallelism: against torch.distributed.pipelining, the bubble, the micro-batches held, memory, bytes.
+
+    python benchmarks/pipeline.py                     # all parts
+    python benchmarks/pipeline.py --against-torch --hidden 512 --sequence 256
+    python benchmarks/pipeline.py --bubble --png timeline.png
+    python benchmarks/pipeline.py --memory
+    python benchmarks/pipeline.py --bytes
+
+Against torch: an unmodified LLaMA of transformers, cut by ShardFormer, and the same layers cut by hand at the same
+places (``hand_cut.py``) under torch's schedule of the same name; forward and backward, in the same two processes and
+over the same group, in turn, step by step. Their losses must agree at every step, or the command fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import isnan
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import common
+import pipeline_cost
+import pipeline_timeline
+from common import Llama, Timing
+from hand_cut import HandCut
+
+import shardformer
+from shardformer.context import ParallelContext
+from shardformer.engine import Pipeline
+from shardformer.pipeline.schedule import SCHEDULES
+from shardformer.pipeline.stage_manager import PipelineStageManager
+from shardformer.sharding.record import record_of
+
+SINGLE, OURS, TORCH = "one process", "ShardFormer", "torch"
+WORST_DIFFERENCE = 1e-5
+PARTS = ("against_torch", "bubble", "memory", "bytes")
+
+
+@dataclass(frozen=True)
+class Setting:
+    model: Llama
+    batch: int
+    micro_batches: int
+    schedules: tuple[str, ...]
+    repetitions: int
+    seconds: float
+
+    def __str__(self) -> str:
+        m = self.model
+        return (
+            f"hidden {m.hidden}, {m.layers} layers, vocabulary {m.vocabulary}, batch {self.batch} x {m.sequence}, "
+            f"{self.micro_batches} micro-batches"
+        )
+
+
+def measure(setting: Setting) -> tuple[dict[str, Timing], dict[str, list[int]]]:
+    """Runs in both processes. Returns the times, and how many layers each virtual stage has."""
+    context = ParallelContext.from_world({"pipe": 2})
+    batches = setting.model.batches(setting.batch)
+    steps: dict[str, common.Step | None] = {SINGLE: None}
+    if context.pipe.rank == 0:
+        steps[SINGLE] = common.train_step(setting.model.build(), batches)
+    layers = {}
+    for name in setting.schedules:
+        manager = PipelineStageManager(context, name)
+        model = shardformer.shard_model(setting.model.build(), context=context, pipeline_stage_manager=manager)
+        steps[f"{OURS} {name}"] = common.pipeline_step(model, Pipeline(model, setting.micro_batches), batches)
+        stages = record_of(model).stages
+        assert stages is not None
+        bounds = [(span.start, span.end) for span in stages.spans]
+        layers[name] = [end - start for start, end in bounds]
+        rival = HandCut(
+            setting.model.build(), name, setting.micro_batches, bounds, manager.placement, context.pipe.group
+        )
+        steps[f"{TORCH} {name}"] = lambda index, rival=rival: rival.step(batches[index % len(batches)])
+    return common.take_turns(steps, setting.repetitions, setting.seconds), layers
+
+
+def joined(ranks: Sequence[dict[str, Timing]]) -> dict[str, Timing]:
+    """The times, with the losses of the rank that has them."""
+    return {
+        name: Timing(
+            timing.seconds, [next(x for x in xs if not isnan(x)) for xs in zip(*(r[name].losses for r in ranks))]
+        )
+        for name, timing in ranks[0].items()
+    }
+
+
+def report(timings: Mapping[str, Timing], layers: Mapping[str, list[int]]) -> str:
+    head = ["schedule (layers)", OURS, "least", TORCH, "least", "/ torch", "least / least", "/ one process"]
+    single = timings[SINGLE]
+    rows = []
+    for name, cut in layers.items():
+        ours, theirs = timings[f"{OURS} {name}"], timings[f"{TORCH} {name}"]
+        pairs = median(a / b for a, b in zip(ours.seconds, theirs.seconds))
+        least = [min(t.seconds) * 1e3 for t in (ours, theirs)]
+        rows.append(
+            [
+                f"{name} ({', '.join(map(str, cut))})",
+                *(common.ms(x) for x in (ours.ms, least[0], theirs.ms, least[1])),
+                f"{pairs:.2f}",
+                f"{least[0] / least[1]:.2f}",
+                f"{median(a / b for a, b in zip(ours.seconds, single.seconds)):.2f}",
+            ]
+        )
+    return common.table(head, rows)
+
+
+def against_torch(args: argparse.Namespace) -> tuple[list[Any], bool]:
+    results, alike = [], True
+    with common.two_processes(args.threads) as pool:
+        for setting in settings(args):
+            common.progress(f"measuring {setting}")
+            ranks = pool.run(measure, setting)
+            timings, layers = joined([timings for timings, _ in ranks]), ranks[0][1]
+            name, difference = common.largest_difference(timings, SINGLE)
+            alike &= difference <= WORST_DIFFERENCE
+            results.append({**asdict(setting), "timings": common.timings_as_dict(timings)})
+            if not args.json:
+                single = timings[SINGLE]
+                print(
+                    f"\n{setting}; milliseconds a step, medians and least of {len(single.seconds)} rounds, ratios the "
+                    f"medians of rounds; one process, the whole batch at once: {common.ms(single.ms)} (least "
+                    f"{common.ms(min(single.seconds) * 1e3)})\n\n{report(timings, layers)}\n"
+                )
+                print(f"losses differ by {difference:.1e} at most, from {SINGLE} to {name}", flush=True)
+    return results, alike
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    wanted = [part for part in PARTS if getattr(args, part)] or PARTS
+    results: dict[str, Any] = {}
+    good = True
+    if "against_torch" in wanted:
+        results["against_torch"], good = against_torch(args)
+        if not good:
+            print(f"A loss differs by more than {WORST_DIFFERENCE:g}: the two do not do the same", file=sys.stderr)
+    if "bubble" in wanted:
+        results["bubble"], is_held = pipeline_timeline.run(args)
+        good &= is_held
+    if "memory" in wanted:
+        results["memory"] = pipeline_cost.memory(args)
+    if "bytes" in wanted:
+        results["bytes"], is_formula = pipeline_cost.communicated(args)
+        good &= is_formula
+    if args.json:
+        print(common.as_json("pipeline", {k: str(v) for k, v in vars(args).items()}, results))
+    return 0 if good else 1
+
+
+def settings(args: argparse.Namespace) -> Iterator[Setting]:
+    for hidden in args.hidden:
+        for sequence in args.sequence:
+            for micro_batches in args.micro_batches:
+                size = common.llama(hidden, sequence, args.layers, args.vocabulary)
+                names = tuple(args.schedules)
+                yield Setting(size, args.batch, micro_batches, names, args.repetitions, args.seconds)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = common.arguments(__doc__, seconds=60.0)
+    for part in PARTS:
+        parser.add_argument(f"--{part.replace('_', '-')}", action="store_true", help="this part, and others so named")
+    parser.add_argument("--hidden", type=int, nargs="+", default=[256, 512])
+    parser.add_argument("--sequence", type=int, nargs="+", default=[128, 256])
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=8000)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), metavar="NAME")
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4], help="of --memory")
+    parser.add_argument("--png", type=Path, help="draw a timeline of --bubble into this file (needs matplotlib)")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

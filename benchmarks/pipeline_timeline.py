@@ -1,0 +1,171 @@
+"""When each rank of a pipeline really did what: its bubble, what it held, and a picture. Part of ``pipeline.py``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import common
+import torch.distributed as dist
+from common import Llama
+
+import shardformer
+from shardformer.context import ParallelContext
+from shardformer.engine import Pipeline
+from shardformer.pipeline.actions import Action, Kind
+from shardformer.pipeline.picture import colours, name_of
+from shardformer.pipeline.schedule import Schedule, make_schedule
+from shardformer.pipeline.stage_manager import PipelineStageManager
+from shardformer.pipeline.timing import Span, formula, simulate
+
+MICRO_BATCHES = (2, 4, 8, 16)
+WARM_UP, AT_LEAST = 2, 5
+
+Row = list[tuple[Action, float, float]]
+
+
+@dataclass(frozen=True)
+class Played:
+    """One step: what each rank did from when to when, in seconds from the first action, and the most that it held."""
+
+    rows: list[Row]
+    in_flight: list[int]
+
+    @property
+    def makespan(self) -> float:
+        return max(end for row in self.rows for _, _, end in row)
+
+    @property
+    def bubble(self) -> float:
+        busy = sum(end - start for row in self.rows for _, start, end in row)
+        return 1 - busy / (len(self.rows) * self.makespan)
+
+    def durations(self) -> dict[Kind, float]:
+        """The mean time of each kind of action."""
+        taken: dict[Kind, list[float]] = {}
+        for row in self.rows:
+            for action, start, end in row:
+                taken.setdefault(action.kind, []).append(end - start)
+        return {kind: mean(times) for kind, times in taken.items()}
+
+
+def measure(size: Llama, batch: int, schedule: str, micro_batches: int, rounds: int) -> list[Played]:
+    """Runs in both processes: a few steps, each as all ranks saw it."""
+    context = ParallelContext.from_world({"pipe": 2})
+    manager = PipelineStageManager(context, schedule)
+    model = shardformer.shard_model(size.build(), context=context, pipeline_stage_manager=manager)
+    pipeline = Pipeline(model, micro_batches)
+    step = common.pipeline_step(model, pipeline, size.batches(batch))
+    played = []
+    for index in range(WARM_UP + rounds):
+        dist.barrier()
+        with pipeline.trace() as trace:
+            step(index)
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, (trace.start, trace.spans, trace.in_flight))
+        if index >= WARM_UP:
+            zero = min(start + spans[0][1] for start, spans, _ in ranks)
+            rows = [[(a, start + b - zero, start + e - zero) for a, b, e in spans] for start, spans, _ in ranks]
+            played.append(Played(rows, [held for _, _, held in ranks]))
+    return played
+
+
+def run(args: argparse.Namespace) -> tuple[list[Any], bool]:
+    """Prints the table of bubbles and of what is held. Returns the numbers, and whether as much is held as was said."""
+    hidden, sequence = args.hidden[0], args.sequence[0]
+    layers = max(4, args.layers - 1)  # with a head that costs as much as a layer, all stages are alike
+    size = common.llama(hidden, sequence, layers, common.head_like_a_layer(hidden))
+    results, rows, is_held = [], [], True
+    drawn: tuple[Schedule, Played] | None = None
+    with common.two_processes(args.threads) as pool:
+        for name in args.schedules:
+            for micro_batches in [m for m in MICRO_BATCHES if m <= 2 * max(args.micro_batches)]:
+                common.progress(f"tracing {name}, {micro_batches} micro-batches")
+                per_round = args.repetitions or AT_LEAST
+                # as many samples a micro-batch whatever their number, so that actions take as long in each row
+                played = pool.run(measure, size, 2 * micro_batches, name, micro_batches, per_round)[0]
+                schedule = make_schedule(name, 2, micro_batches)
+                best = min(played, key=lambda p: p.makespan)
+                row = as_row(schedule, best, played)
+                results.append(row)
+                rows.append(list(row.values()))
+                is_held &= row["held"] == row["held by the schedule"]
+                if drawn is None or micro_batches == 8:
+                    drawn = schedule, best
+    if not args.json:
+        print(
+            f"\nBubble: hidden {hidden}, {layers} layers and a head that costs one, 2 stages, micro-batches of "
+            f"2 x {sequence}; of the fastest of {per_round} steps\n\n{common.table(list(results[0]), rows)}"
+        )
+        print(f"as many micro-batches held as the schedule says: {'yes' if is_held else 'NO'}", flush=True)
+    if args.png is not None and drawn is not None:
+        draw(*drawn, args.png)
+    return results, is_held
+
+
+def as_row(schedule: Schedule, best: Played, played: Sequence[Played]) -> dict[str, str]:
+    form = formula(schedule.name, schedule.stages, schedule.micro_batches, schedule.chunks)
+    durations = best.durations()
+    ideal, timed = simulate(schedule), simulate(schedule, durations)
+    return {
+        "schedule": schedule.name,
+        "micro-batches": str(schedule.micro_batches),
+        "formula": f"{form:.1%}" if form is not None else f"({ideal.bubble:.1%})",
+        "played with these times": f"{timed.bubble:.1%}",
+        "measured": f"{best.bubble:.1%}",
+        "median": f"{median(p.bubble for p in played):.1%}",
+        "ms": common.ms(best.makespan * 1e3),
+        "ms of " + " ".join("FBIW"): " ".join(f"{durations[k] * 1e3:.1f}" if k in durations else "-" for k in Kind),
+        "held": ", ".join(map(str, best.in_flight)),
+        "held by the schedule": ", ".join(map(str, ideal.in_flight)),
+    }
+
+
+def draw(schedule: Schedule, played: Played, path: Path) -> None:
+    """What was measured above what the schedule says with the same mean times, to one scale."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    timeline = simulate(schedule, played.durations())
+    figure, axes = plt.subplots(2, 1, figsize=(12, 4.2), layout="constrained", sharex=True)
+    measured = [[Span(*span) for span in row] for row in played.rows]
+    drawn: Sequence[tuple[str, Sequence[Sequence[Span]], float]] = (
+        ("measured", measured, played.bubble),
+        ("the schedule, with the mean times of the actions", timeline.spans, timeline.bubble),
+    )
+    for axis, (title, rows, bubble) in zip(axes, drawn):
+        _draw_rows(axis, schedule, rows)
+        axis.set_title(f"{title}: bubble {bubble:.1%}", loc="left", fontsize=10)
+    axes[0].set_xlim(0, max(played.makespan, timeline.makespan) * 1e3)
+    axes[1].set_xlabel("milliseconds")
+    figure.suptitle(f"{schedule.name}, {schedule.stages} stages, {schedule.micro_batches} micro-batches", fontsize=11)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    common.progress(f"drew {path}")
+
+
+def _draw_rows(axis: Any, schedule: Schedule, rows: Sequence[Sequence[Span]]) -> None:
+    for rank, row in enumerate(rows):
+        for action, start, end in row:
+            face, ink = colours(schedule, action)
+            axis.barh(rank, (end - start) * 1e3, 0.8, start * 1e3, color=face, edgecolor="white", linewidth=0.4)
+            axis.text(
+                (start + end) / 2 * 1e3,
+                rank,
+                name_of(schedule, action),
+                color=ink,
+                fontsize=6,
+                ha="center",
+                va="center",
+            )
+    axis.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
+    axis.invert_yaxis()
+    axis.set_facecolor("#EDEDED")
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
