@@ -117,7 +117,7 @@ def pipeline_step(model: nn.Module, pipeline: Pipeline, batches: Sequence[Mappin
 
 def llama(hidden: int, sequence: int, layers: int, vocabulary: int) -> Llama:
     """LLaMA's proportions: 8/3 of the hidden size inside, to a multiple of 16; heads of 64 numbers, of 32 below 512."""
-    heads = max(1, hidden // (64 if hidden >= 512 else 32))
+    heads = max(2, hidden // (64 if hidden >= 512 else 32))
     return Llama(hidden, (hidden * 8 // 3 + 15) // 16 * 16, heads, sequence, layers, vocabulary)
 
 

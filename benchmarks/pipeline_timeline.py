@@ -151,19 +151,14 @@ def draw(schedule: Schedule, played: Played, path: Path) -> None:
 
 
 def _draw_rows(axis: Any, schedule: Schedule, rows: Sequence[Sequence[Span]]) -> None:
+    narrowest = 1.5 * max(end for row in rows for *_, end in row) / 100
     for rank, row in enumerate(rows):
         for action, start, end in row:
             face, ink = colours(schedule, action)
             axis.barh(rank, (end - start) * 1e3, 0.8, start * 1e3, color=face, edgecolor="white", linewidth=0.4)
-            axis.text(
-                (start + end) / 2 * 1e3,
-                rank,
-                name_of(schedule, action),
-                color=ink,
-                fontsize=6,
-                ha="center",
-                va="center",
-            )
+            if end - start > narrowest:  # as wide as its name
+                middle, name = (start + end) / 2 * 1e3, name_of(schedule, action)
+                axis.text(middle, rank, name, color=ink, fontsize=6, ha="center", va="center")
     axis.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
     axis.invert_yaxis()
     axis.set_facecolor("#EDEDED")
