@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isnan
@@ -37,6 +38,7 @@ from shardformer.sharding.record import record_of
 
 SINGLE, OURS, TORCH = "one process", "ShardFormer", "torch"
 WORST_DIFFERENCE = 1e-5
+WARM_UP = 2
 PARTS = ("against_torch", "bubble", "memory", "bytes")
 
 
@@ -57,14 +59,23 @@ class Setting:
         )
 
 
-def measure(setting: Setting) -> tuple[dict[str, Timing], dict[str, list[int]]]:
-    """Runs in both processes. Returns the times, and how many layers each virtual stage has."""
+@dataclass(frozen=True)
+class Measured:
+    """What one process saw: times, the CPU seconds of its own steps, and how many layers each virtual stage has."""
+
+    timings: dict[str, Timing]
+    cpu: dict[str, list[float]]
+    layers: dict[str, list[int]]
+
+
+def measure(setting: Setting) -> Measured:
+    """Runs in both processes."""
     context = ParallelContext.from_world({"pipe": 2})
     batches = setting.model.batches(setting.batch)
     steps: dict[str, common.Step | None] = {SINGLE: None}
     if context.pipe.rank == 0:
         steps[SINGLE] = common.train_step(setting.model.build(), batches)
-    layers = {}
+    layers: dict[str, list[int]] = {}
     for name in setting.schedules:
         manager = PipelineStageManager(context, name)
         model = shardformer.shard_model(setting.model.build(), context=context, pipeline_stage_manager=manager)
@@ -77,7 +88,22 @@ def measure(setting: Setting) -> tuple[dict[str, Timing], dict[str, list[int]]]:
             setting.model.build(), name, setting.micro_batches, bounds, manager.placement, context.pipe.group
         )
         steps[f"{TORCH} {name}"] = lambda index, rival=rival: rival.step(batches[index % len(batches)])
-    return common.take_turns(steps, setting.repetitions, setting.seconds), layers
+    cpu: dict[str, list[float]] = {name: [] for name in steps}
+    steps = {name: step and timed(step, cpu[name]) for name, step in steps.items()}
+    timings = common.take_turns(steps, setting.repetitions, setting.seconds, warm_up=WARM_UP)
+    return Measured(timings, {name: times[WARM_UP:] for name, times in cpu.items()}, layers)
+
+
+def timed(step: common.Step, times: list[float]) -> common.Step:
+    """The step, whose CPU seconds go to ``times``."""
+
+    def run(index: int) -> float:
+        before = time.process_time()
+        loss = step(index)
+        times.append(time.process_time() - before)
+        return loss
+
+    return run
 
 
 def joined(ranks: Sequence[dict[str, Timing]]) -> dict[str, Timing]:
@@ -90,20 +116,30 @@ def joined(ranks: Sequence[dict[str, Timing]]) -> dict[str, Timing]:
     }
 
 
-def report(timings: Mapping[str, Timing], layers: Mapping[str, list[int]]) -> str:
-    head = ["schedule (layers)", OURS, "least", TORCH, "least", "/ torch", "least / least", "/ one process"]
+def report(timings: Mapping[str, Timing], cpu: Mapping[str, float], layers: Mapping[str, list[int]]) -> str:
+    head = [
+        "schedule (layers)",
+        OURS,
+        "least",
+        TORCH,
+        "least",
+        "/ torch",
+        "least / least",
+        "CPU / torch",
+        "/ one process",
+    ]
     single = timings[SINGLE]
     rows = []
     for name, cut in layers.items():
         ours, theirs = timings[f"{OURS} {name}"], timings[f"{TORCH} {name}"]
-        pairs = median(a / b for a, b in zip(ours.seconds, theirs.seconds))
         least = [min(t.seconds) * 1e3 for t in (ours, theirs)]
         rows.append(
             [
                 f"{name} ({', '.join(map(str, cut))})",
                 *(common.ms(x) for x in (ours.ms, least[0], theirs.ms, least[1])),
-                f"{pairs:.2f}",
+                f"{median(a / b for a, b in zip(ours.seconds, theirs.seconds)):.2f}",
                 f"{least[0] / least[1]:.2f}",
+                f"{cpu[f'{OURS} {name}'] / cpu[f'{TORCH} {name}']:.2f}",
                 f"{median(a / b for a, b in zip(ours.seconds, single.seconds)):.2f}",
             ]
         )
@@ -116,16 +152,17 @@ def against_torch(args: argparse.Namespace) -> tuple[list[Any], bool]:
         for setting in settings(args):
             common.progress(f"measuring {setting}")
             ranks = pool.run(measure, setting)
-            timings, layers = joined([timings for timings, _ in ranks]), ranks[0][1]
+            timings = joined([rank.timings for rank in ranks])
+            cpu = {name: sum(median(rank.cpu[name] or [0.0]) for rank in ranks) for name in timings}
             name, difference = common.largest_difference(timings, SINGLE)
             alike &= difference <= WORST_DIFFERENCE
-            results.append({**asdict(setting), "timings": common.timings_as_dict(timings)})
+            results.append({**asdict(setting), "timings": common.timings_as_dict(timings), "cpu": cpu})
             if not args.json:
                 single = timings[SINGLE]
                 print(
                     f"\n{setting}; milliseconds a step, medians and least of {len(single.seconds)} rounds, ratios the "
                     f"medians of rounds; one process, the whole batch at once: {common.ms(single.ms)} (least "
-                    f"{common.ms(min(single.seconds) * 1e3)})\n\n{report(timings, layers)}\n"
+                    f"{common.ms(min(single.seconds) * 1e3)})\n\n{report(timings, cpu, ranks[0].layers)}\n"
                 )
                 print(f"losses differ by {difference:.1e} at most, from {SINGLE} to {name}", flush=True)
     return results, alike
