@@ -26,6 +26,9 @@ from shardformer.pipeline.actions import Action, Kind
 from shardformer.pipeline.schedule import Schedule, messages
 
 HEADER_NUMBERS = 64
+AHEAD = 4
+"""How many messages of a rank are received ahead of their use. gloo lets one leave when its receiver asks for it, so in
+a schedule where a rank computes longer than the other sends, the second would only then set out."""
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8,
 )  # fmt: skip
@@ -54,14 +57,22 @@ Shapes = tuple[Shape, ...]
 
 
 @dataclass
+class _Posted:
+    """A message that is on its way: first its header, where its shapes are not known."""
+
+    action: Action
+    header: tuple[Tensor, Any] | None = None
+    parts: list[Tensor] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)
+
+
+@dataclass
 class _Incoming:
     """Messages from one rank, in the order in which it sends them."""
 
     source: int
     expected: deque[Action]
-    header: tuple[Tensor, Any] | None = None
-    parts: list[Tensor] | None = None
-    works: list[Any] = field(default_factory=list)
+    posted: deque[_Posted] = field(default_factory=deque)
 
 
 class Links:
@@ -164,8 +175,8 @@ class Links:
         while place not in self._kept:
             incoming = self._incoming[source]
             self._begin_next(incoming)
-            action = incoming.expected.popleft()
-            self._kept[self._arrived(action)] = self._finish(incoming, action)
+            posted = incoming.posted.popleft()
+            self._kept[self._arrived(posted.action)] = self._finish(incoming, posted)
             self._begin_next(incoming)
         return self._kept.pop(place)
 
@@ -177,27 +188,28 @@ class Links:
         return (Kind.FORWARD if kind is Kind.FORWARD else Kind.BACKWARD, stage, micro_batch)
 
     def _begin_next(self, incoming: _Incoming) -> None:
-        if incoming.parts is not None or incoming.header is not None or not incoming.expected:
-            return
-        shapes = self._shapes_of(incoming.expected[0])
-        if shapes is None:
-            if incoming.expected[0].kind is not Kind.FORWARD:
+        posted = incoming.posted
+        while incoming.expected and len(posted) < AHEAD and not (posted and posted[-1].header):
+            action = incoming.expected[0]
+            shapes = self._shapes_of(action)
+            if shapes is None and action.kind is not Kind.FORWARD:
                 return  # its own activation has not left yet, whose shapes it has
-            header = torch.empty(HEADER_NUMBERS, dtype=torch.int64, device=self._device)
-            incoming.header = (header, self._wires.receive(header, incoming.source))
-            return
-        self._post(incoming, shapes)
+            posted.append(_Posted(incoming.expected.popleft()))
+            if shapes is None:
+                header = torch.empty(HEADER_NUMBERS, dtype=torch.int64, device=self._device)
+                posted[-1].header = header, self._wires.receive(header, incoming.source)
+            else:
+                self._post(incoming.source, posted[-1], shapes)
 
-    def _post(self, incoming: _Incoming, shapes: Shapes) -> None:
+    def _post(self, source: int, posted: _Posted, shapes: Shapes) -> None:
         tensor = self._tensor
-        incoming.parts, incoming.works = [], []
         for shape in shapes:
             bounds = even_bounds(shape.numel, tensor.size) if shape.is_cut else []
             sizes = (bounds[tensor.rank + 1] - bounds[tensor.rank],) if shape.is_cut else shape.sizes
             part = torch.empty(sizes, dtype=shape.dtype, device=self._device)
-            incoming.parts.append(part)
+            posted.parts.append(part)
             if part.numel():
-                incoming.works.append(self._wires.receive(part, incoming.source))
+                posted.works.append(self._wires.receive(part, source))
 
     def _shapes_of(self, action: Action) -> Shapes | None:
         if action.kind is Kind.FORWARD:
@@ -205,26 +217,19 @@ class Links:
         shapes = self._known.get((action.stage, self._keys[action.micro_batch]))
         return None if shapes is None else tuple(s for s in shapes if s.trains)
 
-    def _finish(self, incoming: _Incoming, action: Action) -> list[Tensor]:
-        self.waiting_for = incoming.source
-        if incoming.header is not None:
-            header, work = incoming.header
+    def _finish(self, incoming: _Incoming, posted: _Posted) -> list[Tensor]:
+        action, self.waiting_for = posted.action, incoming.source
+        if posted.header is not None:
+            header, work = posted.header
             work.wait()
-            incoming.header = None
-            self._known[action.stage + 1, self._keys[action.micro_batch]] = _read(header)
-            self._begin_next_parts(incoming, action)
-        for work in incoming.works:
+            shapes = self._known[action.stage + 1, self._keys[action.micro_batch]] = _read(header)
+            self._post(incoming.source, posted, shapes)
+        for work in posted.works:
             work.wait()
-        parts, shapes = incoming.parts, self._shapes_of(action)
-        assert parts is not None and shapes is not None
-        incoming.parts, incoming.works = None, []
         self.waiting_for = None
-        return [self._whole(part, shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    def _begin_next_parts(self, incoming: _Incoming, action: Action) -> None:
-        shapes = self._shapes_of(action)
-        assert shapes is not None
-        self._post(incoming, shapes)
+        known = self._shapes_of(action)
+        assert known is not None
+        return [self._whole(part, shape) for part, shape in zip(posted.parts, known, strict=True)]
 
     def _whole(self, part: Tensor, shape: Shape) -> Tensor:
         if not shape.is_cut:
