@@ -67,7 +67,7 @@ ROWS = (
 )
 COLUMNS: Mapping[str, str] = {
     "tensor parallel": "`shard_model(model)` over two ranks or more",
-    "pipeline parallel": "layers on different ranks",
+    "pipeline parallel": "`launch_from_torch(pipe=2)` and `shardformer.Pipeline`, layers on different ranks",
     "lazy initialization": "no rank ever holds the whole model",
     "memory-efficient attention": "`enable_flash_attention`, torch's memory-efficient kernel",
     "flash attention": "`enable_flash_attention`, torch's flash kernel or the flash-attn package",
