@@ -31,8 +31,9 @@ def _run_block(source: str) -> float:
         "model": sample(),
         "shardformer": shardformer,
         "context": shardformer.launch_from_torch(),
+        "ids": Batches(sample.head_class)(0)["input_ids"],
     }
-    if "describe" in source:
+    if "describe" in source or "Pipeline(" in source:
         names["model"] = shardformer.shard_model(names["model"])
     exec(compile(source, str(README), "exec"), names)
     loss = names["model"](**Batches(sample.head_class)(0)).loss
