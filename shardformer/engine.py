@@ -178,13 +178,13 @@ class Pipeline:
                 each = self._fitting(size, each)
             parts += split_batch(batch, each, main)
             sizes += each
-        if "use_cache" in inspect.signature(self._model.forward).parameters:
-            parts = [{"use_cache": False, **part} for part in parts]
         return parts, sizes
 
     def _inputs(self, parts: Sequence[Batch]) -> Sequence[Batch]:
-        """What the model is given: without what only the loss function reads, where the forward would not take it."""
+        """What the model is given: no cache, and nothing that only the loss function reads."""
         takes = inspect.signature(self._model.forward).parameters
+        if "use_cache" in takes:
+            parts = [{"use_cache": False, **part} for part in parts]
         if self._loss_fn is None or any(p.kind is p.VAR_KEYWORD for p in takes.values()):
             return parts
         return [{name: value for name, value in part.items() if name in takes} for part in parts]

@@ -7,6 +7,9 @@ from torch import Tensor
 from shardformer.verify.report import Bounds, Difference, Report, bounds_for
 from shardformer.verify.run import LEARNING_RATE, MAX_NORM, Job, Trace
 
+NOTHING = Difference(0.0, "", -1.0)
+"""Before anything was compared: what is then found equal to the bit is still said to be somewhere."""
+
 NOISE_FACTOR = 4.0
 """How many times its own noise a difference may be, where the noise is wider than the bound."""
 
@@ -52,7 +55,7 @@ def _scalar(a: float, b: float, bound: float, where: str) -> Difference:
 
 
 def _worst_gradient(plain: Trace, sharded: Trace, bounds: Bounds) -> tuple[Difference, list[str]]:
-    worst, missing = Difference(0.0, "", 0.0), []
+    worst, missing = NOTHING, []
     for step, (ours, theirs) in enumerate(zip(sharded.grads, plain.grads, strict=True)):
         largest = max((float(g.abs().max()) for g in theirs.values() if g is not None and g.numel()), default=0.0)
         for name in {**theirs, **ours}:
@@ -68,7 +71,7 @@ def _worst_gradient(plain: Trace, sharded: Trace, bounds: Bounds) -> tuple[Diffe
 
 def _worst_weight(plain: Trace, sharded: Trace, bounds: Bounds) -> tuple[Difference, list[str]]:
     """The differences against how far each weight has moved, not against the weight."""
-    worst = Difference(0.0, "", 0.0)
+    worst = NOTHING
     gone = [name for name in {**plain.after, **sharded.after} if (name in plain.after) != (name in sharded.after)]
     steps = len(plain.losses)
     for name, after in plain.after.items():

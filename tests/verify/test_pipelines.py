@@ -122,14 +122,23 @@ def test_a_backward_in_two_parts(pool2: WorkerPool, family: str, schedule: str) 
     check(pool2, deep(family), schedule, micro_batches=4)
 
 
+READ_BETWEEN = ("whisper with a sum over layers", "beit with a pyramid")
+OTHERWISE = ("bloom slow but exact", "bert of one layer")
+"""Refused with tensor parallelism, and of fewer layers than there are stages."""
+
+
+@pytest.mark.parametrize("name", READ_BETWEEN)
+def test_settings_that_read_between_the_layers_are_refused(pool2: WorkerPool, name: str) -> None:
+    with pytest.raises(ConfigError, match="reads the states between its layers"):
+        check(pool2, VARIANTS[name].sample)
+
+
 @pytest.mark.parametrize("family", FOUR_KINDS)
 def test_checkpointed_layers(pool2: WorkerPool, family: str) -> None:
     check(pool2, deep(family), "interleaved", checkpoint_layers=1)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in VARIANTS if name not in ("bloom slow but exact", "bert of one layer")]
-)
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in (*READ_BETWEEN, *OTHERWISE)])
 def test_other_settings(pool2: WorkerPool, name: str) -> None:
     check(pool2, VARIANTS[name].sample)
 
