@@ -137,7 +137,7 @@ class Pipeline:
     # --- one batch
 
     def _run(self, batch: Batch | Sequence[Batch], *, backward: bool, wants_output: bool = False) -> _Head:
-        batches = [batch] if isinstance(batch, Mapping) else list(batch)
+        batches = _as_batches(batch)
         parts, sizes = self._cut(batches)
         if self._record.check_call is not None:  # here, where it is the same on all stages, and none waits for another
             self._record.check_call(self._model, parts[0])
@@ -159,7 +159,8 @@ class Pipeline:
         manager = self._stages.manager
         if not wants_output:
             given = head.loss if head.loss is not None else torch.zeros((), dtype=torch.float64)
-            loss = broadcast(given.to(self._context.device), manager.axis, manager.last_stage)
+            with self._runtime.named("at the end of a step"):
+                loss = broadcast(given.to(self._context.device), manager.axis, manager.last_stage)
             in_fp64 = any(p.dtype == torch.float64 for p in self._model.parameters())
             head.loss = loss if in_fp64 else loss.float()
         return head
@@ -217,7 +218,8 @@ class Pipeline:
         mine = (_number(shapes), len(parts), backward, self._model.training, _number(seen), _number(trains), seed)
         if axis.size == 1:
             return [(s, mine[2:-1]) for s in shapes], seed
-        every = _gather_numbers(mine, axis, self._context.device)
+        with self._runtime.named("before a step"):
+            every = _gather_numbers(mine, axis, self._context.device)
         if any(theirs[:-2] != every[0][:-2] for theirs in every):
             raise _different(every, axis)
         mode = (backward, self._model.training, tuple(theirs[-2] for theirs in every))
@@ -341,6 +343,18 @@ def _without(output: Any, ghosts: set[int]) -> Any:
     if isinstance(output, list | tuple):
         return type(output)(_without(value, ghosts) for value in output)
     return output
+
+
+def _as_batches(batch: Any) -> list[Batch]:
+    batches = list(batch) if isinstance(batch, list | tuple) else [batch]
+    if batches and all(isinstance(one, Mapping) for one in batches):
+        return batches
+    given = "an empty list" if batch == [] else f"a {type(batch).__name__}"
+    raise InputError(
+        f"The batch is {given}",
+        rule="A batch is a dict of what the model's forward takes, by name, or a list of some",
+        remedy="Write step({'input_ids': ids, 'labels': labels})",
+    )
 
 
 def _shapes_of(part: Batch) -> Hashable:

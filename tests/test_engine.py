@@ -452,6 +452,8 @@ ASKED: dict[str, Callable[[], Any]] = {
     "stages with other tokens": _stage_of_its_own_tokens,
     "a batch without labels": _no_labels,
     "checkpoints of other stages": lambda: sharded(checkpoint_layers=[1, 2, 3]),
+    "no batch at all": lambda: Pipeline(sharded(), micro_batches=2).step([]),
+    "a tensor for a batch": lambda: Pipeline(sharded(), micro_batches=2).step(torch.zeros(2, 5)),
     "states of all layers": lambda: _with(output_hidden_states=True),
     "a cache": lambda: _with(use_cache=True),
     "another grid": lambda: shard_model(
@@ -484,6 +486,8 @@ SAID = {
     "stages with other tokens": ("InputError", "different batches", "data rank"),
     "a batch without labels": ("ConfigError", "loss=None", "loss_fn="),
     "checkpoints of other stages": ("ConfigError", "checkpoint_layers=[1, 2, 3]", "[2, 2]"),
+    "no batch at all": ("InputError", "an empty list"),
+    "a tensor for a batch": ("InputError", "a Tensor", "'input_ids': ids"),
     "states of all layers": ("output_hidden_states=True", "a stage has its own layers only"),
     "a cache": ("use_cache=True", "Leave use_cache off"),
     "another grid": ("ConfigError", "not that of its pipeline_stage_manager", "Leave context"),

@@ -29,7 +29,9 @@ FLOORS = [
     {"cli"},
 ]
 FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
-ARROWS = {("zero", "optim"), ("checkpoint", "policies"), ("trainer", "engine"), ("verify", "engine")}
+ARROWS = {
+    ("zero", "optim"), ("checkpoint", "policies"), ("trainer", "engine"), ("verify", "engine"), ("demo", "engine"),
+}  # fmt: skip
 LATE_ONLY = {"transformers", "timm", "torchvision", "triton", "flash_attn", "matplotlib", "tensorboard"}
 
 

@@ -105,12 +105,12 @@ class Runtime:
             self.trace.start = start
         for action in job.schedule.actions[self._stage]:
             began = time.perf_counter()
-            with self._named(action):
+            with self.named(_in_words(action)):
                 waited = self._do(action)
             if self.trace is not None:
                 self.trace.spans.append((action, began + waited - start, time.perf_counter() - start))
                 self.trace.in_flight = max(self.trace.in_flight, len({*self._live, *self._weights}))
-        with self._named(None):
+        with self.named("at the end of a step"):
             self._links.finish()
 
     def _do(self, action: Action) -> float:
@@ -186,9 +186,9 @@ class Runtime:
         return [x.grad for x in inputs]
 
     @contextmanager
-    def _named(self, action: Action | None) -> Iterator[None]:
+    def named(self, what: str) -> Iterator[None]:
         """Says in which action of which stage an error came up."""
-        where = f"stage {self._stage}" + (f", {_in_words(action)}" if action is not None else ", at the end of a step")
+        where = f"stage {self._stage}, {what}"
         try:
             yield
         except ShardFormerError as error:

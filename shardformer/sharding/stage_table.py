@@ -13,8 +13,8 @@ from shardformer.pipeline.timing import simulate
 from shardformer.sharding.listing import percent
 from shardformer.sharding.stages import Stages
 
-WIDTH = 38
-"""Of a column of names; more of them go on in the next line."""
+WIDTH, BESIDE_WIDTH = 46, 38
+"""Of the two columns of names; more of them go on in the next line."""
 TEXT_WIDTH = 116
 MOST_NAMED = 3
 """More shared parameters than these are named by the modules that hold them."""
@@ -80,7 +80,7 @@ def stage_lines(rows: list[StageRow], stages: Stages) -> list[str]:
     head = ["stage", *(["virtual"] if several else []), "layers", "beside them", "parameters", "of all", "cost"]
     lines = [[*head, *(["recomputed"] if recomputed else [])]]
     for row in rows:
-        layers, beside = _wrapped(row.layers), _wrapped(row.beside)
+        layers, beside = _wrapped(row.layers, WIDTH), _wrapped(row.beside, BESIDE_WIDTH)
         for at in range(max(len(layers), len(beside), 1)):
             names = [cell[at] if at < len(cell) else "" for cell in (layers, beside)]
             first = [str(row.stage), *([", ".join(map(str, row.virtual_stages))] if several else [])]
@@ -203,13 +203,13 @@ def _ancestors(name: str) -> list[str]:
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
-def _wrapped(names: str) -> list[str]:
+def _wrapped(names: str, width: int) -> list[str]:
     kept = re.sub(r" (?=\(|times)", "\xa0", names)  # how often belongs to the name before it
-    words = [w if len(w) <= WIDTH else _in_two(w) for w in kept.split(" ")]
-    lines = textwrap.wrap(" ".join(words), WIDTH, break_long_words=False, break_on_hyphens=False)
+    words = [w if len(w) <= width else _in_two(w, width) for w in kept.split(" ")]
+    lines = textwrap.wrap(" ".join(words), width, break_long_words=False, break_on_hyphens=False)
     return [line.replace("\xa0", " ") for line in lines]
 
 
-def _in_two(path: str) -> str:
-    at = path.rfind(".", 0, WIDTH) + 1
+def _in_two(path: str, width: int) -> str:
+    at = path.rfind(".", 0, width) + 1
     return f"{path[:at]} {path[at:]}" if at else path

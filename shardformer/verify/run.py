@@ -248,7 +248,7 @@ def _plain_step(job: Job, model: nn.Module, part: Mapping[str, Any], step: int, 
 
 def _pipelined_step(job: Job, model: nn.Module, asked: Pipelined) -> Callable[[Mapping[str, Any], int, int], Tensor]:
     loss_fn = job.loss_fn
-    given = None if loss_fn is None else lambda output, part: loss_fn(Replay(model, output), part)
+    given = None if loss_fn is None else lambda output, part: loss_fn(Replay(model, output, part), part)
     pipeline = Pipeline(model, asked.micro_batches, loss_fn=given, loss_weight=asked.loss_weight)
 
     def step_of(part: Mapping[str, Any], step: int, data_rank: int) -> Tensor:
@@ -261,11 +261,19 @@ def _pipelined_step(job: Job, model: nn.Module, asked: Pipelined) -> Callable[[M
 class Replay(nn.Module):
     """The model for a loss function that calls it, when it has been called already: gives what it gave."""
 
-    def __init__(self, model: nn.Module, output: Any) -> None:
+    def __init__(self, model: nn.Module, output: Any, part: Mapping[str, Any]) -> None:
         super().__init__()
         self.__dict__["replayed"] = (model, output)
+        self.__dict__["given"] = {id(value) for value in part.values()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for name, value in [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]:
+            if isinstance(value, Tensor) and id(value) not in self.__dict__["given"]:
+                raise ConfigError(
+                    f"loss_fn calls the model with {name}, a tensor that is not in the batch",
+                    rule="A pipeline has run the model on the batch already when the loss is computed",
+                    remedy="Let batch_fn give what the model is called with, and loss_fn call model(**batch)",
+                )
         return self.__dict__["replayed"][1]
 
     def __getattr__(self, name: str) -> Any:

@@ -20,6 +20,7 @@ from shardformer.samples import Batches, Sample, sample_loss
 from shardformer.sharding.config import ShardConfig
 from shardformer.verify import verify
 from shardformer.verify.ahead import check_split
+from shardformer.verify.run import Replay
 from tests.verify.tower import Tower, TowerPolicy, numbers
 
 
@@ -107,3 +108,12 @@ def test_the_plan_is_made_ahead_without_a_trace() -> None:
     assert policy.model is None and torch.equal(before, torch.random.get_rng_state())
     with pytest.raises(PolicyError, match="No policy for Tower"):
         check_split(Tower, 2)
+
+
+def test_a_loss_that_calls_the_model_on_something_else_is_told_in_a_pipeline() -> None:
+    batch = {"input_ids": torch.ones(2, 5), "labels": torch.ones(2, 5)}
+    replay = Replay(nn.Linear(2, 2), "output", batch)
+    assert replay(**batch) == replay(batch["input_ids"]) == "output"
+    assert replay.in_features == 2
+    with pytest.raises(ConfigError, match="calls the model with argument 0, a tensor that is not in the batch"):
+        replay(batch["input_ids"][:, :-1])
