@@ -116,6 +116,12 @@ def test_pipe_times_data(pool4: WorkerPool, family: str) -> None:
     assert any("over data (gradients)" in name for name in report.collectives), report.collectives
 
 
+@pytest.mark.parametrize("family", [*FOUR_KINDS, "vit"])
+def test_all_options_at_once(pool4: WorkerPool, family: str) -> None:
+    """Fused norms, flash attention, compiled chains, sequences cut and overlapped: what is elsewhere is left alone."""
+    check(pool4, deep(family), "interleaved", tensor=2, config={"enable_all_optimization": True})
+
+
 @pytest.mark.parametrize("schedule", ZERO_BUBBLE)
 @pytest.mark.parametrize("family", [*FOUR_KINDS, "vit"])
 def test_a_backward_in_two_parts(pool2: WorkerPool, family: str, schedule: str) -> None:
