@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,24 +11,9 @@ from transformers import AutoModelForCausalLM
 
 import shardformer
 from shardformer.context import ParallelContext
+from tests.examples.running import losses_in, run_in_two
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train.py"
-NUM_STEPS = 10
-
-
-def _losses(output: str) -> list[float]:
-    lines = re.findall(r"^step +(\d+)  loss (\S+)$", output, re.MULTILINE)
-    assert [int(step) for step, _ in lines] == list(range(1, NUM_STEPS + 1)), output  # each once: on rank 0 alone
-    return [float(loss) for _, loss in lines]
-
-
-def _run_in_two(folder: Path) -> list[float]:
-    command = ["run", "--nproc_per_node", "2", str(SCRIPT)]
-    main = [sys.executable, "-c", "from shardformer.cli import main; main()", *command]
-    env = {k: v for k, v in os.environ.items() if not k.startswith("PET_")}
-    done = subprocess.run(main, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return _losses(done.stdout)
 
 
 def _run_plain(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[float]:
@@ -46,7 +27,7 @@ def _run_plain(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(shardformer, "shard_model", lambda model, context: model)
     monkeypatch.chdir(folder)
     runpy.run_path(str(SCRIPT))
-    return _losses(capsys.readouterr().out)
+    return losses_in(capsys.readouterr().out)
 
 
 def test_two_processes_train_and_save_what_the_plain_model_does(
@@ -55,7 +36,7 @@ def test_two_processes_train_and_save_what_the_plain_model_does(
     plain, cut = tmp_path / "plain", tmp_path / "cut"
     plain.mkdir()
     cut.mkdir()
-    losses = _run_in_two(cut)
+    losses = run_in_two(SCRIPT, cut)
     assert losses == pytest.approx(_run_plain(plain, monkeypatch, capsys), rel=1e-3)
     assert losses[-1] < 0.5 * losses[0]
     expected, saved = (
