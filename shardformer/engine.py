@@ -15,7 +15,7 @@ from shardformer.comm.collectives import all_gather, broadcast, broadcast_object
 from shardformer.context import Axis
 from shardformer.errors import ConfigError, InputError
 from shardformer.pipeline.absent import is_ghost
-from shardformer.pipeline.links import Links, Shapes
+from shardformer.pipeline.links import Links
 from shardformer.pipeline.loss import LossWeight, LossWeights
 from shardformer.pipeline.microbatches import batch_size_of, check_sizes, merge_outputs, sizes_of, split_batch
 from shardformer.pipeline.runtime import Job, Runtime, Trace
@@ -69,13 +69,13 @@ class Pipeline:
         self._loss_fn, self._loss_weight = loss_fn, loss_weight
         self._stages = record.stages or _single_stage(model, record)
         self._found: dict[int, Any] = {}
-        self._known: dict[Hashable, Shapes] = {}
         self._compares = bool(record.extra_kwargs.get("check_inputs", True))
         manager, passage = self._stages.manager, self._stages.passage
         assert passage is not None
-        self._links = Links(manager.wires, self._context.tensor, self._known, self._context.device)
-        self._runtime = Runtime(model, passage, self._stages.chain, self._stages.spans, self._links, manager.stage)
-        self._check_schedule()
+        links = Links(manager.wires, self._context.tensor, self._context.device)
+        self._runtime = Runtime(model, passage, self._stages.chain, self._stages.spans, links, manager.stage)
+        if micro_batches is not None:
+            self._schedule(micro_batches)  # refuses a number that it forbids
 
     @property
     def stage_manager(self) -> PipelineStageManager:
@@ -199,10 +199,6 @@ class Pipeline:
     def _schedule(self, micro_batches: int) -> Schedule:
         manager = self._stages.manager
         return make_schedule(manager.schedule, manager.num_stages, micro_batches, manager.num_model_chunks)
-
-    def _check_schedule(self) -> None:
-        if self._micro_batches is not None:
-            self._schedule(self._micro_batches)
 
     def _agree(self, parts: Sequence[Batch], backward: bool, seed: int) -> tuple[list[Hashable], int]:
         """A key for each micro-batch, of its shapes and what else decides the shapes of activations; stage 0's seed.

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardformer.errors import ConfigError, nearest
+from shardformer.pipeline.balance import CUTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from shardformer.verify import Pipelined
-
-CUTS = ("cost", "even")
 
 
 def pipelined(

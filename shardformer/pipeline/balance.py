@@ -12,6 +12,9 @@ from itertools import accumulate
 
 from shardformer.errors import ConfigError
 
+CUTS = ("cost", "even")
+"""Ways to cut by name; besides there is the list of how many layers each stage has."""
+
 
 def balanced(costs: Sequence[float], parts: int, before: Sequence[float] | float = 0) -> list[int]:
     """The bounds for which the largest cost of a stage is the smallest possible.

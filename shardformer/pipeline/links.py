@@ -81,13 +81,13 @@ class Links:
     Args:
         wires: along the pipe axis.
         tensor: the tensor axis, over which what is replicated is cut and gathered.
-        known: (boundary, key of the micro-batch) -> shapes; kept from step to step.
 
     ``waiting_for`` is the rank of the pipe axis whose parcel is waited for just now.
     """
 
-    def __init__(self, wires: Wires, tensor: Axis, known: dict[Hashable, Shapes], device: torch.device) -> None:
-        self._wires, self._tensor, self._known, self._device = wires, tensor, known, device
+    def __init__(self, wires: Wires, tensor: Axis, device: torch.device) -> None:
+        self._wires, self._tensor, self._device = wires, tensor, device
+        self._known: dict[Hashable, Shapes] = {}  # by boundary and key of the micro-batch; from step to step
         self._kept: dict[tuple[Kind, int, int], list[Tensor]] = {}
         self._sent: deque[tuple[Any, Tensor]] = deque()
         self._incoming: dict[int, _Incoming] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardformer.errors import ConfigError
+from shardformer.pipeline.targets import tensors_of
 
 
 def sizes_of(batch_size: int, micro_batches: int | None, micro_batch_size: int | None) -> list[int]:
@@ -63,7 +64,7 @@ def batch_size_of(batch: Mapping[str, Any], main: str | None = None) -> int:
     Raises ConfigError for a batch without such a tensor.
     """
     named = batch[main] if main is not None and main in batch else None
-    for tensor in _tensors_in([named, batch]):
+    for _, tensor in tensors_of([named, batch]):
         if tensor.dim() > 0:
             return tensor.shape[0]
     raise ConfigError(
@@ -137,24 +138,13 @@ def _merge_tensors(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor | No
     return first if all(torch.equal(part, first) for part in parts) else None
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _tensors_in(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _tensors_in(inner)
-
-
 def _stretch(value: Any, start: int, end: int, total: int) -> Any:
     """The samples from ``start`` up to ``end``."""
     if isinstance(value, Tensor):
         return value[start:end] if value.dim() > 0 and value.shape[0] == total else value
-    if isinstance(value, Mapping) and any(True for _ in _tensors_in(value)):
+    if isinstance(value, Mapping) and any(True for _ in tensors_of(value)):
         return _like(value, {name: _stretch(inner, start, end, total) for name, inner in value.items()})
-    if isinstance(value, list | tuple) and any(True for _ in _tensors_in(value)):
+    if isinstance(value, list | tuple) and any(True for _ in tensors_of(value)):
         return _like(value, [_stretch(inner, start, end, total) for inner in value])
     return value
 

@@ -40,7 +40,6 @@ class Run:
     at_end: Callable[[], None] | None = None
     context: Tensor | None = None
     calls: list[int] = field(default_factory=list)
-    substituted: bool = False
 
 
 class _Left(BaseException):  # nothing that looks for a failure of the model takes it for one

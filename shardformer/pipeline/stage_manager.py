@@ -10,9 +10,8 @@ import torch.distributed as dist
 from shardformer.comm.point_to_point import Wires
 from shardformer.context import AXES, Axis, ParallelContext
 from shardformer.errors import ConfigError, nearest
+from shardformer.pipeline.balance import CUTS
 from shardformer.pipeline.schedule import check_names, default_chunks, placement_of
-
-CUTS = ("cost", "even")
 
 
 class PipelineStageManager:

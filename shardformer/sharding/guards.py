@@ -15,7 +15,7 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.sharding.agree import wait_for_all
 from shardformer.sharding.config import ShardConfig
 from shardformer.sharding.record import ShardRecord, record_of
-from shardformer.sharding.stages import Stages
+from shardformer.sharding.stages import OF_EVERY_LAYER, WHY_NOT, Stages
 
 
 def guard_model(model: nn.Module, record: ShardRecord, config: ShardConfig) -> None:
@@ -28,9 +28,6 @@ def guard_model(model: nn.Module, record: ShardRecord, config: ShardConfig) -> N
                 setattr(module, name, method.__get__(module))
     if hasattr(model, "save_pretrained"):
         record.notes.append("save_pretrained writes full weights; resize_token_embeddings is refused.")
-
-
-STAGE_OUTPUTS = "It collects something of every layer, and a stage has its own layers only"
 
 
 class _Guard:
@@ -81,9 +78,7 @@ class _Guard:
                 cuts_sequence,
                 "Between the blocks each tensor rank holds a stretch of the sequence",
             ),
-            ("output_attentions", in_stages, STAGE_OUTPUTS),
-            ("output_hidden_states", in_stages, STAGE_OUTPUTS),
-            ("output_router_logits", in_stages, STAGE_OUTPUTS),
+            *((name, in_stages, WHY_NOT) for name in OF_EVERY_LAYER),
             ("use_cache", in_stages, "Keys and values would be kept by the stage that has the layer"),
         ):
             asked = kwargs.get(name, False if name == "use_cache" else None)

@@ -20,6 +20,9 @@ from shardformer.sharding.costs import costs_of
 from shardformer.sharding.plan import Plan, Target
 from shardformer.sharding.policy import ModulePolicyDescription, Policy
 
+OF_EVERY_LAYER = ("output_router_logits", "output_hidden_states", "output_attentions")
+WHY_NOT = "It collects something of every layer, and a stage has its own layers only"
+
 
 class Asked(Protocol):
     """How a model is to be cut: what a ``PipelineStageManager`` says of it."""
@@ -166,7 +169,7 @@ def make_stages(model: nn.Module, policy: Policy, manager: PipelineStageManager)
     chain, home, costs, spans = cut_into(model, policy, manager)
     held = holders(home, spans)
     stages = Stages(manager, chain, spans, costs, home, held, _state_of(model), {}, _parameters_of(model))
-    _tie(model, stages)
+    _tie(stages)
     return stages
 
 
@@ -227,13 +230,13 @@ def _bounds(asked: Asked, costs: list[float], count: int) -> list[int]:
     return even(len(costs), count) if asked.cut == "even" else balanced(costs, count)
 
 
-def _tie(model: nn.Module, stages: Stages) -> None:
+def _tie(stages: Stages) -> None:
     """Notes which parameters are on several stages: of a layer that several call, or by several names (tied)."""
-    names: dict[int, list[str]] = {}
     if stages.manager.num_stages == 1:
         return
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
+    names: dict[str, list[str]] = {}
+    for name, (first, _) in stages.parameters.items():
+        names.setdefault(first, []).append(name)
     for same in names.values():
         ranks = sorted({rank for name in same for rank in stages.stages_of(name)})
         if len(ranks) > 1:
@@ -270,9 +273,9 @@ def _check_settings(model: nn.Module) -> None:
                     remedy=f"Build the model with {name}=0",
                 )
             name = name.lstrip("_")  # transformers keeps some of them behind a property
-            if name in ("output_router_logits", "output_hidden_states", "output_attentions") and value is True:
+            if name in OF_EVERY_LAYER and value is True:
                 raise ConfigError(
                     f"{name}=True with a pipeline",
-                    rule="It collects something of every layer, and a stage has its own layers only",
+                    rule=WHY_NOT,
                     remedy=f"Set config.{name} = False",
                 )

@@ -71,7 +71,7 @@ def verify(
     stages = None if pipeline is None else _stages_of(pipeline)
     job = Job(model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, _options_of(config), pipeline)
     start = time.perf_counter()
-    Call.of(_verify_here, (job,), {})  # refuses what cannot be sent
+    Call.of(report_here, (job,), {})  # refuses what cannot be sent
     check_split(model_fn, tensor, policy, job.config, stages)
     check_batch(job)
     if pool is not None:
@@ -86,7 +86,7 @@ def verify(
 def _run_in(pool: WorkerPool, job: Job) -> Report:
     try:
         with watch_workers():
-            report = pool.run(_verify_here, job)[0]
+            report = pool.run(report_here, job)[0]
     except WorkerError:
         raise
     except ShardFormerError as error:
@@ -125,6 +125,7 @@ def _options_of(config: Mapping[str, Any] | ShardConfig | None) -> dict[str, Any
     return {name: value for name, value in vars(config).items() if value != usual[name]}
 
 
-def _verify_here(job: Job) -> Report | None:
+def report_here(job: Job) -> Report | None:
+    """Called on every worker: the report on the first, None on the others."""
     plain, sharded, name, layout = run_job(job)
     return compare(job, plain, sharded, name, layout) if plain is not None else None

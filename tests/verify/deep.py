@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
-from shardformer.samples import HEADS, NEEDS, SMALL, Batches, Sample
+from shardformer.samples import HEADS, SMALL, Batches, Sample
+from shardformer.samples.depth import STACKS
 
 IGNORED = -100
 PIXEL_IGNORED = 255
-DEPTH: Mapping[str, Mapping[str, Any]] = {
-    "gpt2": {"n_layer": 4},
-    "t5": {"num_layers": 3},
-    "bloom": {"n_layer": 4},
-    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
-    "gptj": {"n_layer": 4},
-    "whisper": {"encoder_layers": 3, "decoder_layers": 3},
-    "swin": {"depths": [2, 2]},
-    "swinv2": {"depths": [2, 2]},
-    "chatglm": {"num_layers": 4},
-    "sam": {"vision_config": {**SMALL["sam"]["vision_config"], "num_hidden_layers": 4}},
-    "blip-2": {},  # two layers each of the image encoder, the Q-Former and the language model
-}
 
 
 def deep(family: str, head: str = "", **changes: Any) -> Sample:
     """The small model with four layers, or six over all its stacks."""
-    parts = {"Blip2VisionModel": "vision_config", "Blip2QFormerModel": "qformer_config"}
-    depth = dict(DEPTH.get(family, {"num_hidden_layers": 4}))
-    if head in parts:
-        settings = {**SMALL[family], **NEEDS.get(head, {})}
-        depth = {parts[head]: {**settings[parts[head]], "num_hidden_layers": 4}}
-    return Sample(family, head, {**depth, **changes})
+    sample = Sample(family, head)
+    deeper = sample.deeper(6 if STACKS.get(sample.head_class, 1) > 1 else 4)
+    return replace(deeper, changes={**deeper.changes, **changes})
 
 
 @dataclass(frozen=True)
@@ -66,11 +51,6 @@ class Uneven:
             for row in range(self.batch):
                 mask[row, mask.shape[1] - (row + step) % 3 :] = 0
         return batch
-
-
-def samples_in(batch: Mapping[str, Any]) -> float:
-    """How many samples a micro-batch has: what a loss counts that is a distance."""
-    return float(next(iter(batch.values())).shape[0])
 
 
 EVERY_HEAD = [(family, head) for family in SMALL for head in HEADS[family]]

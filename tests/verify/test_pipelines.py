@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.pool import WorkerPool
-from shardformer.samples import MAIN, SMALL, Batches, Sample, sample_loss
+from shardformer.samples import MAIN, SMALL, Sample, counts_by_sample, num_samples, sample_loss
 from shardformer.verify import Pipelined, Report, verify
-from tests.verify.deep import EVERY_HEAD, Uneven, deep, samples_in
+from tests.verify.deep import EVERY_HEAD, Uneven, deep
 from tests.verify.variants import VARIANTS
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
@@ -56,20 +56,13 @@ def check(
         batches = Uneven(head, batch=5 * data)
     # the interleaved schedules take the stages' number of micro-batches, or a multiple of it
     count = micro_batches or (4 if pipe == 4 or "interleaved" in schedule else 3)
-    weight = None if has_own_loss(head) else samples_in
+    weight = num_samples if counts_by_sample(head) else None
     pipeline = Pipelined(pipe, count, {"schedule": schedule, **stages}, weight)
     report = verify(sample, batches, tensor, data, steps, loss_fn=loss_fn, config=config, pipeline=pipeline, pool=pool)
     assert report.passed, str(report)
     assert report.gradient.where and report.weight.where, "something was compared"
     assert any("over pipe (activation)" in name for name in report.collectives)
     return report
-
-
-def has_own_loss(head: str) -> bool:
-    """Whether a head has a loss of its own: not the distance of its outputs from a wave, which counts samples."""
-    if head == "SamModel":  # its labels are kinds of points
-        return False
-    return any("label" in name or "position" in name for name in Batches(head)(0))
 
 
 # ------------------------------------------------------------------------------------------------------------- families
