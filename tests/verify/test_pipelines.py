@@ -25,12 +25,6 @@ ZERO_BUBBLE = ("zbv", "interleaved_zb")
 FOUR_KINDS = ("llama", "gpt2", "bert", "t5")
 SEQUENCE = {"enable_sequence_parallelism": True}
 WITHOUT_SEQUENCE = ("swin", "swinv2", "sam")
-EIGHT_LAYERS: Mapping[str, Mapping[str, int]] = {
-    "llama": {"num_hidden_layers": 8},
-    "gpt2": {"n_layer": 8},
-    "bert": {"num_hidden_layers": 8},
-    "t5": {"num_layers": 4},
-}
 SAYS = {"sam": "its image encoder is cut, and its small decoder stays in one piece on the last stage"}
 Recorded = Callable[[str, object], None]
 
@@ -93,7 +87,7 @@ def test_tensor_with_cut_sequences_times_pipe(pool4: WorkerPool, family: str) ->
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("family", FOUR_KINDS)
 def test_four_stages(pool4: WorkerPool, family: str, schedule: str) -> None:
-    check(pool4, deep(family, **EIGHT_LAYERS[family]), schedule, pipe=4)
+    check(pool4, Sample(family).deeper(8), schedule, pipe=4)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
