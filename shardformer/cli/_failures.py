@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _FATAL = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL}
+_BY_LAUNCHER = (-signal.SIGTERM, 128 + signal.SIGTERM)
+"""How a rank ends that the launcher ended: at once, or after the grace of ``_worker.py``."""
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer")
 LONGEST = 600
 
@@ -29,7 +31,7 @@ def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[in
         ranks: all ranks that were started, where the launcher knows them: those not in ``failures`` ended well.
     """
     # Those that the launcher ended itself, once another had failed, are no news.
-    own_fault = {r: f for r, f in failures.items() if f.exitcode != -signal.SIGTERM or _note(f)} or dict(failures)
+    own_fault = {r: f for r, f in failures.items() if f.exitcode not in _BY_LAUNCHER or _note(f)} or dict(failures)
     order = sorted(own_fault, key=lambda rank: _order(own_fault[rank]))
     first = failures[order[0]]
     ours = _note(first).get("parts")

@@ -1,7 +1,9 @@
 """What ``shardformer run`` starts in each process: the user's script, as ``python script.py`` would run it.
 
-It adds one thing: an exception that ends the script is also written to the error file of torch's launcher, with its
-time to the microsecond, so that the launcher can say which rank failed first and why. Started by its path.
+It adds two things. An exception that ends the script is also written to the error file of torch's launcher, with its
+time to the microsecond, so that the launcher can say which rank failed first and why. And SIGTERM, which the launcher
+sends when a rank has died, ends the script a little later: by then a rank that waited for the dead one has seen it, and
+said what it waited for. Started by its path.
 """
 
 from __future__ import annotations
@@ -9,11 +11,15 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import sys
 import sysconfig
+import threading
 import time
 import traceback
 import types
+
+GRACE_S = 2.0
 
 
 def record_failure(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -61,6 +67,34 @@ def _own_frame(trace: types.TracebackType | None) -> str:
     return "".join(traceback.format_list(frames[-1:])).rstrip()
 
 
+def put_off_sigterm() -> None:
+    """From now on SIGTERM ends this process after ``GRACE_S``, unless the script handles the signal itself.
+
+    A rank that waits for another is inside of a call of torch, where no handler of Python's runs: a thread counts.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def note(signum: int, frame: types.FrameType | None) -> None:
+        os.write(writer, bytes([signum]))  # the interpreter has as well, unless the script has a descriptor of its own
+
+    def count() -> None:
+        while os.read(reader, 1)[0] != signal.SIGTERM or signal.getsignal(signal.SIGTERM) is not note:
+            pass
+        time.sleep(GRACE_S)
+        os._exit(128 + signal.SIGTERM)
+
+    def undo() -> None:
+        if signal.getsignal(signal.SIGTERM) is note:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+
+    signal.signal(signal.SIGTERM, note)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=undo)  # a child has no such thread
+    threading.Thread(target=count, daemon=True).start()
+
+
 def run_script(path: str) -> None:
     """Execute a file in a fresh ``__main__``, which then is what pickle and multiprocessing find under that name."""
     if os.path.isdir(path) or not path.endswith((".py", ".pyw")):
@@ -85,6 +119,7 @@ def run_module(name: str) -> None:
 if __name__ == "__main__":
     this_module = sys.modules["__main__"]  # Kept alive: `run_script` takes its name away.
     sys.excepthook = record_failure
+    put_off_sigterm()
     as_module = sys.argv[1] == "-m"
     sys.argv = sys.argv[2:] if as_module else sys.argv[1:]
     del sys.path[0]  # The folder of this file; a verb there must not hide a package of the same name.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,6 +117,46 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert "rank 1 failed first, killed by SIGKILL" in err.strip().splitlines()[-1]
 
 
+WAITS = """
+import ctypes, os, signal, sys, time
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "slow":
+    time.sleep(1)
+    raise ValueError("rank 1 is gone")
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+os.kill(child, signal.SIGTERM)
+print("a child ended by", os.waitpid(child, 0)[1], flush=True)
+mutex, library = ctypes.create_string_buffer(256), ctypes.CDLL(None)
+library.pthread_mutex_lock(mutex)
+library.pthread_mutex_lock(mutex)
+"""
+"""Rank 1 dies. Rank 0 is slow to see it; or never sees it, inside of a call in which no handler of Python's runs."""
+
+
+def test_a_rank_has_the_time_to_say_what_it_waited_for(tmp_path: Path) -> None:
+    waits = tmp_path / "waits.py"
+    waits.write_text(WAITS)
+    status, _, err = finish(start("--nproc_per_node", "2", waits, "slow"))
+    assert status == 1
+    assert "rank 0 failed as well, exit code 1: ValueError: rank 1 is gone" in err
+    assert "rank 1 failed first, killed by SIGKILL" in err.strip().splitlines()[-1]
+
+
+def test_a_rank_that_says_nothing_is_ended_and_its_children_at_once(tmp_path: Path) -> None:
+    waits = tmp_path / "waits.py"
+    waits.write_text(WAITS)
+    began = time.monotonic()
+    status, out, err = finish(start("--nproc_per_node", "2", waits, "never"))
+    assert status == 1
+    assert time.monotonic() - began < 25, "the launcher kills after 30 seconds"
+    assert f"a child ended by {signal.SIGTERM:d}" in out
+    assert "rank 0" not in err
+    assert "rank 1 failed first, killed by SIGKILL" in err.strip().splitlines()[-1]
+
+
 def test_two_hosts_of_a_host_file_meet(script: Path) -> None:
     path = hostfile(script.parent, "127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
     with socket.socket() as free:
@@ -190,6 +232,7 @@ def failure(exitcode: int, message: str = "", time_s: float = 0.0, **note: objec
         ({0: failure(1, "connection closed", 5.2), 1: failure(-9, time_s=6)}, 1),
         ({0: failure(1, "Connection reset by peer", 5.1), 1: failure(1, "a", 5.2)}, 1),
         ({0: failure(-15, time_s=4), 1: failure(1, "a", 5.1)}, 1),
+        ({0: failure(143, time_s=4), 1: failure(1, "a", 5.1)}, 1),
         ({0: failure(-15), 1: failure(-15)}, 0),
     ],
 )
