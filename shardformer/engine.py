@@ -137,6 +137,7 @@ class Pipeline:
     # --- one batch
 
     def _run(self, batch: Batch | Sequence[Batch], *, backward: bool, wants_output: bool = False) -> _Head:
+        self._runtime.check_goes_on()
         batches = _as_batches(batch)
         parts, sizes = self._cut(batches)
         if self._record.check_call is not None:  # here, where it is the same on all stages, and none waits for another

@@ -91,7 +91,18 @@ class Runtime:
         self._spans, self._links, self._stage = spans, links, stage
         self._live: dict[tuple[int, int], _Live] = {}
         self._weights: dict[tuple[int, int], WeightBackward] = {}
+        self._broken_off = ""
         self.trace: Trace | None = None
+
+    def check_goes_on(self) -> None:
+        """Raises LaunchError after a step that an error broke off: the other stages are still in it."""
+        if not self._broken_off or len(self._job.schedule.actions) == 1:
+            return
+        raise LaunchError(
+            f"An earlier step ended in the middle: stage {self._stage}, {self._broken_off}",
+            rule="Stages run a step together, and the others still wait in that one for what it did not send",
+            remedy="Let the error end this process, and with it the others, and start again from what was saved",
+        )
 
     def run(self, job: Job) -> None:
         """Does what the schedule says for this rank. Raises LaunchError when another stage is gone."""
@@ -105,13 +116,16 @@ class Runtime:
             self.trace.start = start
         for action in job.schedule.actions[self._stage]:
             began = time.perf_counter()
-            with self.named(_in_words(action)):
+            self._broken_off = _in_words(action)
+            with self.named(self._broken_off):
                 waited = self._do(action)
             if self.trace is not None:
                 self.trace.spans.append((action, began + waited - start, time.perf_counter() - start))
                 self.trace.in_flight = max(self.trace.in_flight, len({*self._live, *self._weights}))
-        with self.named("at the end of a step"):
+        self._broken_off = "at the end of a step"
+        with self.named(self._broken_off):
             self._links.finish()
+        self._broken_off = ""
 
     def _do(self, action: Action) -> float:
         """Carries out one action. Returns the seconds that it waited for others."""
