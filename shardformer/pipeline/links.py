@@ -25,7 +25,7 @@ from shardformer.layout import even_bounds
 from shardformer.pipeline.actions import Action, Kind
 from shardformer.pipeline.schedule import Schedule, messages
 
-HEADER_NUMBERS = 64
+HEADER_NUMBERS = 128
 AHEAD = 4
 """How many messages of a rank are received ahead of their use. gloo lets one leave when its receiver asks for it, so in
 a schedule where a rank computes longer than the other sends, the second would only then set out."""
