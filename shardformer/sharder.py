@@ -37,7 +37,9 @@ class ModelSharder(Sharding):
     ) -> None:
         if policy is None and _is_policy(shard_config):
             shard_config, policy = None, shard_config  # the first form: ModelSharder(model, policy)
-        super().__init__(model, _checked(shard_config), lambda model: resolve_policy(model, policy))
+        super().__init__(
+            model, _checked(shard_config), lambda model, ranks: resolve_policy(model, policy, tensor=ranks)
+        )
 
 
 def _is_policy(thing: Any) -> bool:
@@ -138,7 +140,7 @@ def measure_costs(
     In one process, before the model is sharded, with a batch like those it will train on; give what it returns to all
     processes. What stands before and behind the layers counts with the first and the last.
     """
-    chosen, _ = resolve_policy(model, policy)
+    chosen, _ = resolve_policy(model, policy, tensor=1)
     chosen.set_model(model)
     chosen.set_shard_config(ShardConfig(context=ParallelContext.from_group(Axis("tensor"))))
     chain = Chain(tuple(s for s in chosen.segments() if s.units))

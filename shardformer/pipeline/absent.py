@@ -22,6 +22,9 @@ class Ghosts:
         self._at: tuple[torch.device, torch.dtype] | None = None
         self._held: tuple[nn.Module, str] | None = None
 
+    def __len__(self) -> int:
+        return len(self._places)
+
     def remove(self, model: nn.Module, held: Mapping[str, bool]) -> None:
         """Takes the parameters out that are not held here, by name. A module with several names is held by any."""
         wanted: dict[tuple[int, str], bool] = {}

@@ -40,6 +40,7 @@ class Run:
     at_end: Callable[[], None] | None = None
     context: Tensor | None = None
     calls: list[int] = field(default_factory=list)
+    gave_numbers: bool = True  # the unit before, or the stage before
 
 
 class _Left(BaseException):  # nothing that looks for a failure of the model takes it for one
@@ -95,8 +96,11 @@ class Passage:
         """From now on the layer at ``path`` computes its activations again in the backward."""
         self._checkpointed |= {at for at, unit in enumerate(self._chain.units) if unit == path}
 
-    def run(self, model: nn.Module, run: Run, batch: Mapping[str, Any]) -> tuple[Any, Payload | None]:
-        """Calls the model. Returns (its output, None) from the last stage, (None, what is handed on) from any other."""
+    def run(self, model: nn.Module, run: Run, forward: Callable[[], Any]) -> tuple[Any, Payload | None]:
+        """Lets ``forward`` call the model, as far as the stage goes.
+
+        Returns (the output, None) from the last stage, (None, what is handed on) from any other.
+        """
         self._ghosts.follow(model)
         self.now = run
         if run.seed is not None:
@@ -104,7 +108,7 @@ class Passage:
         if not self._num_units and run.at_end is not None:
             run.at_end()
         try:
-            return model(**batch), None
+            return forward(), None
         except _Left as left:
             return None, left.payload
         finally:
@@ -142,28 +146,33 @@ class Passage:
         is_first = at not in self._checked
         if is_first:
             self._checked.add(at)
-            self._check_arguments(at, original, args, kwargs)
+            self._check_arguments(run, at, original, args, kwargs)
         if at in self._checkpointed and torch.is_grad_enabled():
             output = checkpoint(original, *args, use_reentrant=False, **kwargs)
         else:
             output = original(*args, **kwargs)
+        if is_first:
+            run.gave_numbers = not any(map(is_ghost, tree_leaves(output)))
         if at == self._num_units - 1:
             if is_first:
-                self.ended_well = not any(map(is_ghost, tree_leaves(output)))
+                self.ended_well = run.gave_numbers
             if run.seed is not None:
                 _seed(run.seed, self._num_units + 1)
             if run.at_end is not None:
                 run.at_end()
         return output
 
-    def _check_arguments(self, at: int, original: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> None:
-        """The first time that a layer runs here: what it reads beside its states was made on this stage."""
+    def _check_arguments(
+        self, run: Run, at: int, original: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
+        """The first time that a layer runs here: what it reads was made on this stage, or handed to it."""
         path = self._chain.units[at]
         names = list(inspect.signature(original).parameters)
         given = [*zip([*names, *(f"argument {i}" for i in range(len(names), len(args)))], args), *kwargs.items()]
         hidden = _hidden_of(args, kwargs)
         for name, value in given:
-            if value is not hidden and any(map(is_ghost, tree_leaves(value))):
+            is_own = value is hidden and (not run.gave_numbers or at == run.span.start > 0 or not self._ghosts)
+            if not is_own and any(map(is_ghost, tree_leaves(value))):
                 raise _of_another_stage(path, name)
 
     def _payload(self, run: Run, at: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Payload:
@@ -267,8 +276,8 @@ def _of_another_stage(path: str, name: str) -> ConfigError:
     return ConfigError(
         f"{path} is given {name}, which is computed of parameters that another stage holds",
         rule="A stage hands on the states between the layers; what a layer reads beside them is made on its own stage",
-        remedy="Name the module that makes it in a policy: everywhere=[...] of the Stack, or lent=[...] where it "
-        "stands in the first layer",
+        remedy="Name the module that makes it in a policy: everywhere=[...] of the Stack, lent=[...] where it stands "
+        "in the first layer, front=[...] or behind=[...] where one stage needs it",
     )
 
 

@@ -150,7 +150,7 @@ class Runtime:
         run = Run(span, dict(zip(names, received, strict=True)), job.seeds[index])
         if is_last:
             run.at_end = lambda: job.head.before(index)
-        output, payload = self._passage.run(self._model, run, job.batches[index])
+        output, payload = self._passage.run(self._model, run, lambda: self._model(**job.batches[index]))
         live = _Live(received, [])
         if is_last:
             live.loss = job.head.after(index, output)

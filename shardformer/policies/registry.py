@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from shardformer.errors import PolicyError, nearest
-from shardformer.policies.infer.infer import infer
+from shardformer.policies.infer.infer import infer, infer_stacks
 from shardformer.sharding.config import ShardConfig
 from shardformer.sharding.policy import Policy
 
@@ -103,8 +103,13 @@ def register(model_type: str, policy: type[Policy]) -> None:
     _REGISTERED[model_type] = policy
 
 
-def resolve_policy(model: nn.Module, policy: Policy | type[Policy] | None) -> tuple[Policy, str]:
+def resolve_policy(
+    model: nn.Module, policy: Policy | type[Policy] | None, *, tensor: int | None = None
+) -> tuple[Policy, str]:
     """The policy for ``model`` and the link of the chain that gave it.
+
+    Args:
+        tensor: over how many ranks matrices will be cut, where that is known. Over one every model has a policy.
 
     Raises PolicyError for a model of an unknown family, with an example of a policy.
     """
@@ -127,6 +132,8 @@ def resolve_policy(model: nn.Module, policy: Policy | type[Policy] | None) -> tu
     try:
         return infer(model), "a policy that was inferred and proven"
     except PolicyError as error:
+        if tensor == 1:
+            return infer_stacks(model), "the order of its layers"
         not_inferred = error.what.partition(" could be inferred: ")[2] or error.what
     tried = f"it is of the model type {family!r}" if family else "it has no config with a model type"
     raise PolicyError(

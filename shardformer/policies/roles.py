@@ -50,7 +50,7 @@ class RolePolicy(Policy):
             is described by the policy of its own model type.
         whole: what stays whole on purpose although it is large or inside a layer, relative to the base model, ``*``
             standing for an index; behind a dot, relative to the whole model, where only some heads have it.
-        against_sequence: why the model cannot run sequence parallelism, if so.
+        against_sequence, against_pipeline: why the model cannot run sequence parallelism, or a pipeline, if so.
         num_heads, num_kv_heads: these numbers, or the names of the config's fields that hold them; or, behind a dot,
             the name of an attribute of the attention module.
     """
@@ -64,6 +64,7 @@ class RolePolicy(Policy):
     num_heads: int | str = "num_attention_heads"
     num_kv_heads: int | str = "num_key_value_heads"
     against_sequence: str | None = None
+    against_pipeline: str | None = None
     _few: Sequence[str] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -102,6 +103,8 @@ class RolePolicy(Policy):
 
     def refuses_pipeline(self) -> str | None:
         """Why the layers of this model cannot be on several stages; None where they can."""
+        if self.against_pipeline:
+            return self.against_pipeline
         layers = [segment.layers for segment in self.segments()]
         for path, module in self.model.named_modules():
             is_backbone = hasattr(module, "out_features") and hasattr(module, "out_indices")

@@ -41,7 +41,7 @@ class Sharding:
     Args:
         model: the plain model, the same on every rank (where weights differ, rank 0's are taken).
         config: what is asked for.
-        find: model -> its policy, and where that comes from.
+        find: (model, number of tensor ranks) -> its policy, and where that comes from.
         fresh: whether the model was made for this, so that no optimizer can hold its parameters: looking for one goes
             through everything that the process holds.
 
@@ -52,7 +52,7 @@ class Sharding:
         self,
         model: nn.Module,
         config: ShardConfig,
-        find: Callable[[nn.Module], tuple[Policy, str]],
+        find: Callable[[nn.Module, int], tuple[Policy, str]],
         *,
         fresh: bool = False,
     ) -> None:
@@ -120,11 +120,11 @@ class Sharding:
 
     def _found(self, model: nn.Module) -> tuple[Policy, str]:
         try:
-            return self._find(model)
+            return self._find(model, self._context.tensor.size)
         except RuntimeError:  # a policy is inferred on a small model itself where its config gives no smaller one
             if not is_lazy(model):
                 raise
-        return self._find(copy_with_values(model))
+        return self._find(copy_with_values(model), self._context.tensor.size)
 
     def _lines(self, plan: Plan) -> list[str]:
         config = self.shard_config

@@ -71,7 +71,7 @@ def check_split(
             return
     check_plain(model)
     # a copy: the one that was given is sent to the workers, without this model in it
-    chosen, _ = resolve_policy(model, policy if isinstance(policy, type) else deepcopy(policy))
+    chosen, _ = resolve_policy(model, policy if isinstance(policy, type) else deepcopy(policy), tensor=tensor)
     config = ShardConfig(context=Rehearsal(tensor).context(0), **(options or {}))
     chosen.set_model(model)
     chosen.set_shard_config(config)

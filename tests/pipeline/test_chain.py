@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -120,10 +121,10 @@ def test_stretches_one_behind_the_other_are_the_model(cut: int) -> None:
     expected = model.eval()(**batch).loss
     first, second = copy.deepcopy(model), copy.deepcopy(model)
     head, tail = stretch(first, chain, Span(0, cut)), stretch(second, chain, Span(cut, 4))
-    output, payload = head.run(first, Run(Span(0, cut), {}), batch)
+    output, payload = head.run(first, Run(Span(0, cut), {}), partial(first, **batch))
     assert output is None
     assert payload is not None
-    output, rest = tail.run(second, Run(Span(cut, 4), payload), batch)
+    output, rest = tail.run(second, Run(Span(cut, 4), payload), partial(second, **batch))
     assert rest is None
     assert torch.equal(output.loss, expected)
     assert sum(p.numel() for m in (first, second) for p in m.parameters()) == sum(p.numel() for p in model.parameters())
@@ -133,7 +134,7 @@ def test_the_same_without_what_was_handed_over_shows_as_nan() -> None:
     model, chain = chain_of(Sample("llama"))
     batch = Batches("LlamaForCausalLM")(0)
     stage = stretch(model, chain, Span(1, 2))
-    output, _ = stage.run(model, Run(Span(1, 2), {}), batch)
+    output, _ = stage.run(model, Run(Span(1, 2), {}), partial(model, **batch))
     assert output.loss.isnan()
 
 
@@ -154,7 +155,7 @@ def test_stand_ins_follow_the_model_to_another_precision() -> None:
         model.to(dtype)
         hidden = torch.zeros(2, 13, 48, dtype=dtype)
         batch = {"input_ids": torch.ones(2, 13, dtype=torch.long)}
-        output, _ = stage.run(model, Run(Span(1, 2), {"hidden": hidden}), batch)
+        output, _ = stage.run(model, Run(Span(1, 2), {"hidden": hidden}), partial(model, **batch))
         assert output.logits.dtype == dtype
         assert output.logits.isfinite().all()
 
@@ -184,4 +185,4 @@ def test_layers_that_run_a_second_time_are_refused() -> None:
     model, chain = Twice(), Chain((Segment("layers", ("layers.0", "layers.1")),))
     stage = stretch(model, chain, Span(0, 2))
     with pytest.raises(ConfigError, match="run a second time"):
-        stage.run(model, Run(Span(0, 2), {}), {"x": torch.zeros(1, 4)})
+        stage.run(model, Run(Span(0, 2), {}), partial(model, torch.zeros(1, 4)))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shardformer.errors import PolicyError
 from shardformer.layers.linear import is_linear
 from shardformer.policies.blocks import Stack
+from shardformer.policies.infer.depth import along_depth, found_stacks
 from shardformer.policies.infer.drafts import Block, draft
 from shardformer.policies.infer.flow import given_by_layers, observe
 from shardformer.policies.infer.prove import Run, Truth, fault
@@ -72,6 +73,37 @@ def infer(model: nn.Module | Any, batch: Mapping[str, Tensor] | None = None) -> 
         return infer_on(twin.model, twin.run)()
 
 
+def infer_stacks(model: nn.Module) -> RolePolicy:
+    """The policy of a model of which nothing is to be cut by tensor: its stacks, proven to be cut into stages.
+
+    It names no stack where no twin can be built or run.
+    """
+    try:
+        twin = twin_of(model)
+    except PolicyError as error:
+        policy = InferredPolicy()
+        policy.notes = [f"No stack of layers was looked for: {error.what}."]
+        return policy
+    truth = Truth.of(twin.model, twin.run)
+    found = found_stacks(truth)
+    largest = sorted(found, key=lambda stack: -_numel(twin.model, stack.layers))
+    tried = [_of_stacks(truth, stacks) for stacks in ([found] if found else []) + [[s] for s in largest if found[1:]]]
+    return next((p for p in tried if p.against_pipeline is None), tried[0] if tried else InferredPolicy)()
+
+
+def _of_stacks(truth: Truth, stacks: Sequence[Stack]) -> type[InferredPolicy]:
+    """The policy that cuts nothing of these stacks, with what a pipeline must know of them."""
+    kinds = {stack.layers: _kinds_of_layers(truth.model, stack.layers) for stack in stacks}
+    fields = {"base": "", "stack": stacks, "layers": kinds}
+    policy: type[InferredPolicy] = type("InferredPolicy", (InferredPolicy,), fields)
+    policy.stack, policy.against_pipeline = along_depth(truth, policy)
+    return policy
+
+
+def _numel(model: nn.Module, path: str) -> int:
+    return sum(p.numel() for p in model.get_submodule(path).parameters())
+
+
 def infer_on(model: nn.Module, run: Run) -> type[InferredPolicy]:
     """The proven policy of a small model that ``run`` calls with a batch. Raises PolicyError when there is none."""
     proof = _Proof(Truth.of(model, run))
@@ -94,10 +126,12 @@ def infer_on(model: nn.Module, run: Run) -> type[InferredPolicy]:
             rule="An inferred policy cuts the blocks of a stack of layers, proven on a small twin",
             remedy="Write the roles down (docs/policies.md)",
         )
+    policy.stack = _with_returns(policy, given_by_layers(model, run, policy.layers))
+    stacks, policy.against_pipeline = along_depth(proof.truth, policy)
+    policy.stack = stacks[0] if isinstance(policy.stack, Stack) else stacks
     policy.against_sequence = fault(proof.truth, policy, RANKS[0], enable_sequence_parallelism=True)
     policy.notes = _notes(whole)
     policy.whole = _left(model, policy())
-    policy.stack = _with_returns(policy, given_by_layers(model, run, policy.layers))
     return policy
 
 

@@ -40,10 +40,7 @@ class Truth:
     @cached_property
     def allowed(self) -> dict[str, float]:
         """By how much each gradient may differ."""
-        given = {name: g for name, g in self.gradients.items() if g is not None and g.numel()}
-        largest = {name: g.abs().max().item() for name, g in given.items()}
-        floor = ROUNDING * max((torch.finfo(g.dtype).eps * largest[name] for name, g in given.items()), default=0.0)
-        return {name: max(RELATIVE * x, floor) for name, x in largest.items()}
+        return allowed(self.gradients)
 
     @staticmethod
     def of(model: nn.Module, run: Run) -> Truth:
@@ -63,22 +60,30 @@ class Truth:
                 raise ValueError(f"{what} is not finite, in {next(self.model.parameters()).dtype}")
 
 
+def allowed(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """By how much gradients may differ from these."""
+    given = {name: g for name, g in gradients.items() if g is not None and g.numel()}
+    largest = {name: g.abs().max().item() for name, g in given.items()}
+    floor = ROUNDING * max((torch.finfo(g.dtype).eps * largest[name] for name, g in given.items()), default=0.0)
+    return {name: max(RELATIVE * x, floor) for name, x in largest.items()}
+
+
 def fault(truth: Truth, policy: type[Policy], ranks: int, **options: bool) -> str | None:
     """What is wrong with ``policy`` over ``ranks`` tensor ranks; None when nobody could tell."""
 
     def train(context: ParallelContext) -> None:
-        model = _copied(truth.model)
-        Sharding(model, _config(context, options), lambda _: (policy(), "to be proven"), fresh=True).shard()
+        model = copied(truth.model)
+        Sharding(model, _config(context, options), lambda *_: (policy(), "to be proven"), fresh=True).shard()
         loss = loss_of(truth.run(model))
         if not abs(loss.item() - truth.loss) <= RELATIVE * abs(truth.loss):
-            raise _Differs(f"the output differs: {loss.item():.6g} instead of {truth.loss:.6g}")
+            raise Differs(f"the output differs: {loss.item():.6g} instead of {truth.loss:.6g}")
         loss.backward()
         _compare_gradients(truth, model, context.tensor.rank)
 
     try:
         Rehearsal(ranks).run(train)
         return None
-    except _Differs as difference:
+    except Differs as difference:
         return str(difference)
     except ShardFormerError as error:
         return error.what
@@ -87,11 +92,11 @@ def fault(truth: Truth, policy: type[Policy], ranks: int, **options: bool) -> st
         return f"cut so, it does not run ({said[:160]})"
 
 
-class _Differs(Exception):
-    """What a rank found; raised, so that the others wait for it no longer."""
+class Differs(Exception):
+    """What is not as in the plain model; a rank raises it, so that the others wait for it no longer."""
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def copied(model: nn.Module) -> nn.Module:
     """A copy whose parameters share their values with the model's, and have gradients of their own."""
     own: dict[int, Any] = {
         id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if type(p) is nn.Parameter
@@ -105,17 +110,17 @@ def _config(context: ParallelContext, options: Mapping[str, Any]) -> ShardConfig
 
 def loss_of(output: Any, *, alike: bool = False) -> Tensor:
     """The mean squares of all that a model gives, as one number; ``alike`` weighs the samples of a batch alike."""
-    floats = [x for x in tree_leaves(_fields(output)) if isinstance(x, Tensor) and x.is_floating_point()]
-    return torch.stack([_weighted(x, x.shape[alike:]).double() for x in floats]).sum()
+    floats = [x for x in tree_leaves(fields_of(output)) if isinstance(x, Tensor) and x.is_floating_point()]
+    return torch.stack([weighted(x, x.shape[alike:]).double() for x in floats]).sum()
 
 
-def _weighted(x: Tensor, shape: torch.Size) -> Tensor:
+def weighted(x: Tensor, shape: torch.Size) -> Tensor:
     """A number of which no two places of the last dims, of that shape, have the same gradient."""
     weights = torch.linspace(0.5, 1.5, shape.numel(), dtype=x.dtype, device=x.device).view(shape)
     return (x * weights).square().mean()
 
 
-def _fields(output: Any) -> Any:
+def fields_of(output: Any) -> Any:
     if is_dataclass(output) and not hasattr(output, "keys"):
         return vars(output)
     return dict(output) if hasattr(output, "keys") else output
@@ -126,9 +131,9 @@ def _compare_gradients(truth: Truth, model: nn.Module, rank: int) -> None:
     for name, param in model.named_parameters():
         expected = truth.gradients[name]
         if (expected is None) != (param.grad is None):
-            raise _Differs(f"{name} has {'a' if expected is None else 'no'} gradient")
+            raise Differs(f"{name} has {'a' if expected is None else 'no'} gradient")
         if expected is None or param.grad is None or not expected.numel():
             continue
         own = specs[name].slice(expected, rank)
         if own.shape != param.grad.shape or not (own - param.grad).abs().max().item() <= truth.allowed[name]:
-            raise _Differs(f"the gradient of {name} differs")
+            raise Differs(f"the gradient of {name} differs")

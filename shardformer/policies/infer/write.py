@@ -8,6 +8,8 @@ from typing import Any
 
 from shardformer.policies.roles import RolePolicy, Stack
 
+STACK_FIELDS = ("final_norm", "context", "returns", "front", "behind", "everywhere")
+
 
 def source_of(policy: RolePolicy, name: str = "MyPolicy") -> str:
     """A module that defines ``policy`` as the class ``name``."""
@@ -22,8 +24,9 @@ def source_of(policy: RolePolicy, name: str = "MyPolicy") -> str:
         lines += ["    stack = (", *(f"        {_stack(stack, '        ')}," for stack in stacks), "    )"]
     lines += [f"    {n} = {getattr(policy, n)!r}" for n in ("embeddings", "head", "whole") if getattr(policy, n)]
     lines = [line.replace("'", '"') for line in lines]
-    if policy.against_sequence:
-        lines.append(f"    against_sequence = {json.dumps(policy.against_sequence)}")
+    for name in ("against_sequence", "against_pipeline"):
+        if getattr(policy, name):
+            lines.append(f"    {name} = {json.dumps(getattr(policy, name))}")
     return "\n".join(lines) + "\n"
 
 
@@ -32,7 +35,7 @@ def _stack(stack: Stack, indent: str) -> str:
     lines = ["Stack(", f"{inner}{stack.layers!r},", f"{inner}["]
     lines += [f"{inner}    {_call(block)}," for block in stack.blocks]
     lines.append(f"{inner}],")
-    lines += [f"{inner}{n}={getattr(stack, n)!r}," for n in ("final_norm", "context", "returns") if getattr(stack, n)]
+    lines += [f"{inner}{n}={getattr(stack, n)!r}," for n in STACK_FIELDS if getattr(stack, n)]
     return "\n".join([*lines, f"{indent})"])
 
 
