@@ -130,7 +130,11 @@ def resolve_policy(
     if isinstance(family, str) and family in FAMILIES:
         return FAMILIES[family].load()(), f"the registered family {family!r}"
     try:
-        return infer(model), "a policy that was inferred and proven"
+        inferred = infer(model)
+        if tensor == 1 and inferred.against_pipeline:
+            uncut = infer_stacks(model)
+            inferred = uncut if uncut.stack and not uncut.against_pipeline else inferred
+        return inferred, "a policy that was inferred and proven"
     except PolicyError as error:
         if tensor == 1:
             return infer_stacks(model), "the order of its layers"

@@ -90,15 +90,6 @@ class Stages:
         """Takes the other stages' parameters out of the model."""
         self.ghosts.remove(model, {name: self.is_here(name) for name in self.holders})
 
-    def _lend_all(self, model: nn.Module) -> None:
-        """The first layer of each stage gets what it needs of the first of all."""
-        for segment, start in zip(self.chain.segments, self.chain.starts, strict=True):
-            for span in self._own_spans():
-                at = max(span.start, start)
-                if at >= span.end or at >= start + len(segment.units) or at == start:
-                    continue
-                _lend(model, segment, segment.units[at - start])
-
     def _own_spans(self) -> list[Span]:
         return [self.spans[v] for v in self.manager.virtual_stages]
 
@@ -133,7 +124,7 @@ class Stages:
 
     def open(self, model: nn.Module) -> None:
         """Puts what runs a stretch of the model into its layers; after all else that changes them."""
-        self._lend_all(model)
+        lend(model, self.chain, self._own_spans())
         self.passage = Passage(
             model,
             self.chain,
@@ -241,6 +232,15 @@ def _tie(stages: Stages) -> None:
         ranks = sorted({rank for name in same for rank in stages.stages_of(name)})
         if len(ranks) > 1:
             stages.shared |= dict.fromkeys(same, tuple(ranks))
+
+
+def lend(model: nn.Module, chain: Chain, spans: Sequence[Span]) -> None:
+    """The first layer of each stack in each of the spans gets what it needs of the first of all."""
+    for segment, start in zip(chain.segments, chain.starts, strict=True):
+        for span in spans:
+            at = max(span.start, start)
+            if start < at < min(span.end, start + len(segment.units)):
+                _lend(model, segment, segment.units[at - start])
 
 
 def _lend(model: nn.Module, segment: Segment, to: str) -> None:

@@ -26,8 +26,10 @@ from shardformer.pipeline.passage import Run as Pass
 from shardformer.policies.blocks import Stack
 from shardformer.policies.infer.flow import given_by_layers
 from shardformer.policies.infer.prove import RELATIVE, Differs, Truth, allowed, copied, fields_of, weighted
+from shardformer.policies.paths import join
 from shardformer.policies.roles import RolePolicy
 from shardformer.sharding.config import ShardConfig
+from shardformer.sharding.stages import lend
 
 NOT_RUN = "is not run for every batch"
 ONE_LAYER = "no two layers of it run one behind the other"
@@ -87,8 +89,9 @@ def _calls(truth: Truth, paths: Iterable[str]) -> list[str]:
 def _drafts(truth: Truth, policy: type[RolePolicy], stacks: Sequence[Stack]) -> Iterator[list[Stack]]:
     """Other ways to see them: by the order of calls, with states that a later one reads, with what all stages have."""
     placed = _with_sides(truth, policy, stacks)
-    contexts = _with_contexts(truth, policy, placed)
-    ways = [placed, *([contexts] if contexts != placed else [])]
+    lent = _with_lent(truth.model, policy, placed)
+    ways = [placed, _with_contexts(truth, policy, placed), lent, _with_contexts(truth, policy, lent)]
+    ways = [way for i, way in enumerate(ways) if way not in ways[:i]]
     yield from ways
     for way in ways:
         chain = _chain(truth.model, policy, way)
@@ -112,6 +115,7 @@ def _beside(model: nn.Module, policy: type[RolePolicy], chain: Chain) -> tuple[s
     home, base = homes(model, chain), _of(policy, model).base
     first = {name.rpartition(".")[0] for name, units in home.items() if units == frozenset({0})}
     inside = [path for path in _owners(model, chain) if path in first and path.startswith(f"{base}." if base else "")]
+    inside = [path for path in inside if not any(part.isdigit() for part in path.split("."))]  # of another stack
     return tuple(path.removeprefix(f"{base}.") if base else path for path in inside)
 
 
@@ -138,6 +142,28 @@ def _with_sides(truth: Truth, policy: type[RolePolicy], stacks: Sequence[Stack])
             if before[1] < at < after[0] and out[i + 1].context is None and unit != chain.starts[i + 1] - 1:
                 out[i] = replace(out[i], behind=(*out[i].behind, own))
     return out
+
+
+def _with_lent(model: nn.Module, policy: type[RolePolicy], stacks: Sequence[Stack]) -> list[Stack]:
+    """The stacks with what only their first layer has: it makes something that the others are handed (T5's biases)."""
+    base = _of(policy, model).base
+    out = []
+    for stack in stacks:
+        layers = list(model.get_submodule(f"{base}.{stack.layers}" if base else stack.layers).children())
+        out.append(replace(stack, lent=tuple(_only_in_first(layers[0], layers[1]))) if len(layers) > 1 else stack)
+    return out
+
+
+def _only_in_first(first: nn.Module, second: nn.Module) -> Iterator[str]:
+    """The tables that the second lacks, and the flags of the modules around them that say so."""
+    others = dict(second.named_modules())
+    for path, module in first.named_modules():
+        if path not in others:
+            continue
+        own = dict(others[path].named_children())
+        more = [name for name, m in module.named_children() if isinstance(m, nn.Embedding) and name not in own]
+        flags = [n for n, v in vars(module).items() if isinstance(v, bool) and vars(others[path]).get(n) is not v]
+        yield from (join(path, name) for name in (*more, *flags) if more)
 
 
 def _owners(model: nn.Module, chain: Chain) -> list[str]:
@@ -232,6 +258,7 @@ def _compare(truth: Truth, chain: Chain, spans: Sequence[Span]) -> None:
     for stage in range(len(spans)):
         model, ghosts = copied(truth.model), Ghosts()
         ghosts.remove(model, {name: stage in stages_of for name, stages_of in held.items()})
+        lend(model, chain, [spans[stage]])
         stages.append((model, Passage(model, chain, ghosts, home)))
     (first, first_passage), (second, second_passage) = stages
     _, payload = first_passage.run(first, Pass(spans[0], {}), lambda: truth.run(first))

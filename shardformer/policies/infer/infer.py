@@ -87,14 +87,21 @@ def infer_stacks(model: nn.Module) -> RolePolicy:
     truth = Truth.of(twin.model, twin.run)
     found = found_stacks(truth)
     largest = sorted(found, key=lambda stack: -_numel(twin.model, stack.layers))
-    tried = [_of_stacks(truth, stacks) for stacks in ([found] if found else []) + [[s] for s in largest if found[1:]]]
-    return next((p for p in tried if p.against_pipeline is None), tried[0] if tried else InferredPolicy)()
+    ways = [found, *([stack] for stack in largest if len(found) > 1)] if found else []
+    first: type[InferredPolicy] | None = None
+    for way in ways:
+        made = _of_stacks(truth, way)
+        if made.against_pipeline is None:
+            return made()
+        first = first or made
+    return (first or InferredPolicy)()
 
 
 def _of_stacks(truth: Truth, stacks: Sequence[Stack]) -> type[InferredPolicy]:
     """The policy that cuts nothing of these stacks, with what a pipeline must know of them."""
     kinds = {stack.layers: _kinds_of_layers(truth.model, stack.layers) for stack in stacks}
-    fields = {"base": "", "stack": stacks, "layers": kinds}
+    note = "No role describes its layers: each rank has them whole, and stages were proven on a small twin."
+    fields = {"base": "", "stack": stacks, "layers": kinds, "notes": [note]}
     policy: type[InferredPolicy] = type("InferredPolicy", (InferredPolicy,), fields)
     policy.stack, policy.against_pipeline = along_depth(truth, policy)
     return policy

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardformer.policies.roles import RolePolicy, Stack
 
-STACK_FIELDS = ("final_norm", "context", "returns", "front", "behind", "everywhere")
+STACK_FIELDS = ("final_norm", "context", "returns", "front", "behind", "lent", "everywhere")
 
 
 def source_of(policy: RolePolicy, name: str = "MyPolicy") -> str:

@@ -1,0 +1,122 @@
+"""Where models that nobody described can be cut into stages: proven, or refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from shardformer.errors import ConfigError
+from shardformer.policies.blocks import Stack
+from shardformer.policies.infer.depth import along_depth, fault_of_cuts
+from shardformer.policies.infer.infer import InferredPolicy, infer_stacks
+from shardformer.policies.infer.prove import Truth
+from shardformer.policies.infer.twin import shrunk, twin_of
+from shardformer.policies.registry import resolve_policy
+from shardformer.pool import WorkerPool
+from shardformer.samples import num_samples
+from shardformer.verify import Pipelined, verify
+from tests.policies.toy import ToyLM
+
+FOUND: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "bart": ("BartForCausalLM", {"front": ("model.decoder.layernorm_embedding",)}),
+    "fsmt": ("FSMTForConditionalGeneration", {"context": ("model.decoder", "encoder_hidden_states")}),
+    "mt5": ("MT5ForConditionalGeneration", {"lent": ("layer.0.SelfAttention.relative_attention_bias",)}),
+    "cpmant": ("CpmAntForCausalLM", {"everywhere": ("cpmant.position_bias",)}),
+    "voxtral_realtime": (
+        "VoxtralRealtimeForConditionalGeneration",
+        {"behind": ("model.multi_modal_projector.linear_1", "model.multi_modal_projector.linear_2")},
+    ),
+}
+"""Model type -> its class, and what one of its stacks needs that the place in the model does not tell."""
+REFUSED = {
+    "xlm": ("XLMWithLMHeadModel", "which is computed of parameters that another stage holds"),
+    "pvt_v2": ("PvtV2ForImageClassification", "cut into stages it does not run"),
+}
+"""Attentions and MLPs that stand in lists of their own, in turn; layers that return more than their states."""
+
+
+def truth_of(family: str, name: str) -> Truth:
+    torch.manual_seed(0)
+    twin = twin_of(getattr(transformers, name)(shrunk(transformers.AutoConfig.for_model(family))))
+    return Truth.of(twin.model, twin.run)
+
+
+def stacks_of(policy: Any) -> list[Stack]:
+    return [policy.stack] if isinstance(policy.stack, Stack) else list(policy.stack)
+
+
+@pytest.mark.parametrize("family", FOUND)
+def test_what_stages_need_is_found_and_without_it_they_differ(family: str) -> None:
+    name, needs = FOUND[family]
+    truth = truth_of(family, name)
+    policy = type(infer_stacks(truth.model))
+    stacks = stacks_of(policy)
+    assert policy.against_pipeline is None
+    assert fault_of_cuts(truth, policy, stacks) is None
+    ((field, paths),) = needs.items()
+    assert any(set(paths) <= set(getattr(stack, field) or ()) for stack in stacks), stacks
+    without = [replace(stack, **{field: None if field == "context" else ()}) for stack in stacks]
+    assert fault_of_cuts(truth, policy, without) is not None
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_be_cut_is_refused_before_training(family: str) -> None:
+    name, why = REFUSED[family]
+    policy = infer_stacks(truth_of(family, name).model)
+    policy.model = truth_of(family, name).model
+    assert why in str(policy.refuses_pipeline())
+
+
+def test_one_layer_proves_nothing() -> None:
+    truth = truth_of("opt", "OPTForCausalLM")
+    del truth.model.get_submodule("model.decoder.layers")[1:]  # type: ignore[operator]  # a ModuleList
+    policy = type("Table", (InferredPolicy,), {"base": "", "stack": Stack("model.decoder.layers", [])})
+    assert along_depth(Truth.of(truth.model, truth.run), policy)[1] == "no two layers of it run one behind the other"
+
+
+# ------------------------------------------------------------------------------------------- models without a policy
+
+
+def convnext() -> nn.Module:
+    config = transformers.ConvNextConfig(hidden_sizes=[8, 16, 24, 32], depths=[1, 2, 1, 1], image_size=32)
+    model: nn.Module = transformers.ConvNextForImageClassification(config)
+    return model
+
+
+def images(size: int, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"pixel_values": torch.randn(size, 3, 32, 32, generator=generator), "labels": torch.arange(size) % 2}
+
+
+@pytest.mark.parametrize(("pipe", "data"), [(2, 1), (1, 2)])
+def test_a_model_of_no_policy_trains_where_nothing_is_cut_by_tensor(pool2: WorkerPool, pipe: int, data: int) -> None:
+    pipeline = Pipelined(pipe, 3) if pipe > 1 else None
+    report = verify(convnext, partial(images, 6), 1, data, pipeline=pipeline, pool=pool2)
+    assert report.passed, str(report)
+    assert report.collectives
+
+
+def toy_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    out: Tensor = model(batch["ids"])
+    return out.square().mean()
+
+
+def tokens(step: int) -> dict[str, Tensor]:
+    return {"ids": torch.randint(101, (4, 9), generator=torch.Generator().manual_seed(step))}
+
+
+def test_a_model_whose_inputs_are_not_known_has_data_ranks_and_no_stages(pool2: WorkerPool) -> None:
+    policy, source = resolve_policy(ToyLM(), None, tensor=1)
+    assert source == "the order of its layers"
+    assert "What to feed ToyLM is not known" in policy.notes[0]
+    report = verify(ToyLM, tokens, 1, 2, loss_fn=toy_loss, pool=pool2)
+    assert report.passed, str(report)
+    with pytest.raises(ConfigError, match="names no stack of layers"):
+        verify(ToyLM, tokens, 1, loss_fn=toy_loss, pipeline=Pipelined(2, 2, {}, num_samples), pool=pool2)
