@@ -4,6 +4,7 @@
     python benchmarks/coverage.py --out coverage.jsonl --only "opt|bart"
     python benchmarks/coverage.py --out coverage.jsonl --verify 30     # real processes, of those that were sharded
     python benchmarks/coverage.py --out coverage.jsonl --table         # writes docs/coverage.md
+    python benchmarks/coverage_stages.py --out stages.jsonl            # before it: all of them over pipeline stages
 
 For each model type of the auto classes named in TASKS: its class with its default config, as it is or with the few
 SETTINGS that transformers itself needs; the policy that the chain gives (registered, or inferred on a small twin); the
@@ -352,7 +353,9 @@ def verified(model_type: str, name: str, pool: WorkerPool) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------- the page
 
 
-def page(records: Sequence[Record], verdicts: Sequence[Mapping[str, Any]]) -> str:
+def page(
+    records: Sequence[Record], verdicts: Sequence[Mapping[str, Any]], stages: Mapping[str, Mapping[str, Any]]
+) -> str:
     built = [r for r in records if r.outcome != "not built"]
     lines = [
         "# What is covered",
@@ -388,6 +391,7 @@ def page(records: Sequence[Record], verdicts: Sequence[Mapping[str, Any]]) -> st
             f"processes over three steps, in fp64 where the model computes in it: {passed} equal the plain model.",
             *(f"- {v['verify']}: {v['said']}" for v in verdicts if not v["passed"]),
         ]
+    lines += in_stages(built, stages) if stages else []
     for kind in KINDS:
         rest = [r for r in built if r.kind == kind and not r.reached]
         lines += ["", f"## Below 80 %: {kind}", "", "| type | share | why |", "|---|---|---|"] if rest else []
@@ -399,6 +403,28 @@ def page(records: Sequence[Record], verdicts: Sequence[Mapping[str, Any]]) -> st
         reached = [f"{r.type} {r.share:.0%}" for r in built if r.kind == kind and r.reached]
         lines += [f"*{kind}*: {', '.join(reached)}.", ""] if reached else []
     return "\n".join(lines).rstrip() + "\n"
+
+
+def in_stages(built: Sequence[Record], stages: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    lines = [
+        "",
+        "## Stages of a pipeline",
+        "",
+        "Written from what `python benchmarks/coverage_stages.py --out stages.jsonl` found: the twin of each type over "
+        "two stages in two processes, each layer whole, three steps of two micro-batches with padding and labels that "
+        "do not count, compared by `shardformer.verify`.",
+        "",
+        "| what it is made of | compared | nobody can tell |",
+        "|---|---|---|",
+    ]
+    for kind in KINDS:
+        of = [stages[r.type] for r in built if r.kind == kind and r.type in stages]
+        of = [line for line in of if line["passed"] is not None]
+        passed = sum(line["passed"] for line in of)
+        lines.append(f"| {kind} | {len(of)} | {passed} ({passed / max(len(of), 1):.0%}) |")
+    rest = [line for line in stages.values() if line["passed"] is False and line["type"] in {r.type for r in built}]
+    lines += ["", "| type | why not |", "|---|---|"] if rest else []
+    return lines + [f"| {line['type']} | {cell(line['said'])} |" for line in sorted(rest, key=lambda x: x["type"])]
 
 
 def cell(text: str) -> str:
@@ -416,6 +442,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=re.compile, default=re.compile(".*"), help="regular expression of types")
     parser.add_argument("--verify", type=int, default=0, metavar="N", help="run verify on N of those that are sharded")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of those N")
+    parser.add_argument("--stages", type=Path, default=Path("stages.jsonl"), help="what coverage_stages.py found")
     parser.add_argument("--table", action="store_true", help=f"write {PAGE.name}")
     return parser.parse_args(argv)
 
@@ -452,7 +479,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(f"{model_type}: {verdict['said']}", highlight=False)
     if args.table:
         ordered = [records[t] for t in sorted(records)]
-        PAGE.write_text(page(ordered, [verdicts[t] for t in sorted(verdicts)]), encoding="utf-8")
+        stages = {line["type"]: line for line in read(args.stages)}
+        PAGE.write_text(page(ordered, [verdicts[t] for t in sorted(verdicts)], stages), encoding="utf-8")
     return int(any(not verdict["passed"] for verdict in verdicts.values()))
 
 

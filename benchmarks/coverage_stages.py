@@ -1,0 +1,144 @@
+"""Of every architecture that transformers can build: does it train over the stages of a pipeline as on one device?
+
+    python benchmarks/coverage_stages.py --out stages.jsonl                # all of them, resumes where it was stopped
+    python benchmarks/coverage_stages.py --out stages.jsonl --only "opt|bart"
+    python benchmarks/coverage.py --out coverage.jsonl --stages stages.jsonl --table
+
+The small twin of each model type (``coverage.py``) trains over two stages, in two processes, each layer whole:
+``shardformer.verify`` compares loss, gradients and weights over three steps of two micro-batches of two samples and of
+one. The loss is the model's own; where it gives none for labels like its tokens, the mean square of its logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import coverage
+import torch
+import transformers
+from coverage import architectures, batch_of, clean, read, small
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+from transformers.models.auto import modeling_auto
+
+from shardformer.errors import ShardFormerError
+from shardformer.pool import WorkerPool
+from shardformer.samples import num_samples
+from shardformer.verify import Pipelined, verify
+
+POOL_S = 120.0
+BATCH_NORM = "it has batch norms, which see one micro-batch at a time, as with any accumulation of gradients"
+
+
+def task_of(name: str) -> str:
+    """The task of a class; of one that has several the first."""
+    for task in coverage.TASKS:
+        named = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").values()
+        if any(name == (names if isinstance(names, str) else names[0]) for names in named):
+            return task
+    return ""
+
+
+def without_layerdrop(model_type: str, name: str) -> nn.Module:
+    """The small twin that runs all of its layers, as a pipeline wants it, on sounds that are not masked."""
+    model = small(model_type, name)
+    for module in model.modules():
+        for holder in (module, getattr(module, "config", None)):
+            for field, value in list(getattr(holder, "__dict__", {}).items()):
+                if re.search("layerdrop$|^mask_(time|feature)_prob$", field) and isinstance(value, float):
+                    setattr(holder, field, 0.0)
+    return model
+
+
+@lru_cache(maxsize=2)
+def three_samples(model_type: str, name: str) -> dict[str, Tensor]:
+    given = dict(batch_of(model_type, name))
+    size = next(iter(given.values())).shape[0]
+    return {n: torch.cat([x, x[:1].roll(1, -1)]) if x.dim() and x.shape[0] == size else x for n, x in given.items()}
+
+
+def batch(model_type: str, name: str, labelled: bool, step: int) -> Mapping[str, Tensor]:
+    """Another one for each step as far as tokens go; micro-batches whose labels do not count alike."""
+    out = {n: x.roll(step, -1) if n == "input_ids" else x for n, x in three_samples(model_type, name).items()}
+    if not labelled:
+        return out
+    task = task_of(name)
+    if task.endswith("CLASSIFICATION"):
+        return {**out, "labels": torch.arange(next(iter(out.values())).shape[0]) % 2}
+    labels = out.get("decoder_input_ids", out["input_ids"]).clone()
+    labels[0, :3] = -100
+    return {**out, "labels": labels}
+
+
+def of_logits(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    x: Tensor = model(**batch).logits
+    weights = torch.linspace(0.5, 1.5, x[0].numel(), dtype=x.dtype).view(x[0].shape)
+    return (x * weights).square().mean()
+
+
+def in_stages(model_type: str, name: str, pool: WorkerPool) -> dict[str, Any]:
+    """What ``shardformer.verify`` says, by the model's own loss or else by its logits."""
+    twin, record = without_layerdrop(model_type, name), {"type": model_type, "name": name}
+    dtype = next(twin.parameters()).dtype
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in twin.modules()):
+        return {**record, "passed": False, "said": BATCH_NORM}
+    verdicts = []
+    for labelled in (True, False):
+        try:
+            report = verify(
+                partial(without_layerdrop, model_type, name),
+                partial(batch, model_type, name, labelled),
+                tensor=1,
+                dtype=dtype,
+                loss_fn=None if labelled else of_logits,
+                pipeline=Pipelined(2, 2, {}, None if labelled else num_samples),
+                pool=pool,
+            )
+            verdicts.append({**record, "passed": report.passed, "said": clean(str(report).splitlines()[-1])})
+        except ShardFormerError as error:
+            verdicts.append({**record, "passed": False, "said": clean(error.what)})
+        except Exception as error:
+            verdicts.append({**record, "passed": False, "said": clean(f"{type(error).__name__}: {error}")})
+        if verdicts[-1]["passed"]:
+            break
+    return verdicts[-1]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--out", type=Path, default=Path("stages.jsonl"), help="JSON lines; what is there is kept")
+    parser.add_argument("--only", type=re.compile, default=re.compile(".*"), help="regular expression of types")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    console = Console(stderr=True)
+    done = {line["type"] for line in read(args.out)}
+    todo = [(t, n) for t, n in sorted(architectures().items()) if args.only.fullmatch(t) and t not in done]
+    with WorkerPool(2, timeout_s=POOL_S) as pool:
+        for model_type, name in track(todo, "architectures", console=console):
+            began = time.perf_counter()
+            try:
+                verdict = in_stages(model_type, name, pool)
+            except Exception as error:
+                verdict = {"type": model_type, "name": name, "passed": None, "said": clean(str(error))}
+            with args.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(verdict) + "\n")
+            console.print(
+                f"{model_type}: {verdict['said'][:120]}, {time.perf_counter() - began:.0f} s", highlight=False
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
