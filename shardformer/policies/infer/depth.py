@@ -26,7 +26,7 @@ from shardformer.pipeline.passage import Run as Pass
 from shardformer.policies.blocks import Stack
 from shardformer.policies.infer.flow import given_by_layers
 from shardformer.policies.infer.prove import RELATIVE, Differs, Truth, allowed, copied, fields_of, weighted
-from shardformer.policies.paths import join
+from shardformer.policies.paths import join, matching
 from shardformer.policies.roles import RolePolicy
 from shardformer.sharding.config import ShardConfig
 from shardformer.sharding.stages import lend
@@ -146,10 +146,11 @@ def _with_sides(truth: Truth, policy: type[RolePolicy], stacks: Sequence[Stack])
 
 def _with_lent(model: nn.Module, policy: type[RolePolicy], stacks: Sequence[Stack]) -> list[Stack]:
     """The stacks with what only their first layer has: it makes something that the others are handed (T5's biases)."""
-    base = _of(policy, model).base
+    base, names = _of(policy, model).base, [name for name, _ in model.named_modules()]
     out = []
     for stack in stacks:
-        layers = list(model.get_submodule(f"{base}.{stack.layers}" if base else stack.layers).children())
+        first = matching(join(base, stack.layers), names)[0]  # of a stack with a list of layers for each stage
+        layers = list(model.get_submodule(first).children())
         out.append(replace(stack, lent=tuple(_only_in_first(layers[0], layers[1]))) if len(layers) > 1 else stack)
     return out
 
@@ -175,9 +176,13 @@ def _owners(model: nn.Module, chain: Chain) -> list[str]:
 def _with_contexts(truth: Truth, policy: type[RolePolicy], stacks: Sequence[Stack]) -> list[Stack]:
     """The stacks with the argument of a module around each in which the states of the one before it come."""
     out, base = list(stacks), _of(policy, truth.model).base
-    whole = [f"{base}.{stack.layers}" if base else stack.layers for stack in stacks]
+    whole = [join(base, stack.layers) for stack in stacks]
     for at in range(1, len(out)):
-        if out[at].context is None and (found := _entry(truth, whole[at - 1], whole[at])):
+        if (
+            out[at].context is None
+            and "*" not in whole[at - 1] + whole[at]
+            and (found := _entry(truth, whole[at - 1], whole[at]))
+        ):
             path = found[0].removeprefix(f"{base}.") if base else found[0]
             out[at] = replace(out[at], context=(path, found[1]))
     return out
