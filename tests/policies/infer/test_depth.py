@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
 from shardformer.policies.blocks import Stack
-from shardformer.policies.infer.depth import along_depth, fault_of_cuts
+from shardformer.policies.infer.depth import along_depth
 from shardformer.policies.infer.infer import InferredPolicy, infer_stacks
 from shardformer.policies.infer.prove import Truth
+from shardformer.policies.infer.prove_stages import fault_of_cuts
 from shardformer.policies.infer.twin import shrunk, twin_of
 from shardformer.policies.registry import resolve_policy
 from shardformer.pool import WorkerPool
