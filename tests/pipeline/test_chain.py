@@ -167,6 +167,35 @@ def test_a_stage_cannot_be_copied() -> None:
         copy.deepcopy(model)
 
 
+class LateNorm(nn.Module):
+    """Uses a norm, which it registers behind its layers, before its first layer, or before its second."""
+
+    def __init__(self, before: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.norm, self.before = nn.LayerNorm(4), before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for at, layer in enumerate(self.layers):
+            x = layer(self.norm(x) if at == self.before else x)
+        return x
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_states_that_another_stage_should_have_made_are_refused_and_not_nan(before: int) -> None:
+    chain = Chain((Segment("layers", ("layers.0", "layers.1", "layers.2")),))
+    model = LateNorm(before)
+    stage = stretch(model, chain, Span(0, 2))
+    said = rf"layers\.{before} is given input, which is computed of parameters that another stage holds.*front="
+    with pytest.raises(ConfigError, match=said):
+        stage.run(model, Run(Span(0, 2), {}), partial(model, torch.ones(1, 4)))
+    whole = LateNorm(before)
+    output, _ = stretch(whole, chain, Span(0, 3)).run(
+        whole, Run(Span(0, 3), {}), partial(whole, torch.full((1, 4), torch.nan))
+    )
+    assert output.isnan().all(), "what is NaN by itself is as in the plain model"
+
+
 class Twice(nn.Module):
     """Runs its layers two times over."""
 
