@@ -424,7 +424,8 @@ def in_stages(built: Sequence[Record], stages: Mapping[str, Mapping[str, Any]]) 
         lines.append(f"| {kind} | {len(of)} | {passed} ({passed / max(len(of), 1):.0%}) |")
     rest = [line for line in stages.values() if line["passed"] is False and line["type"] in {r.type for r in built}]
     lines += ["", "| type | why not |", "|---|---|"] if rest else []
-    return lines + [f"| {line['type']} | {cell(line['said'])} |" for line in sorted(rest, key=lambda x: x["type"])]
+    why = {line["type"]: line["said"].rpartition("it is known that ")[2] for line in rest}
+    return lines + [f"| {name} | {cell(why[name])} |" for name in sorted(why)]
 
 
 def cell(text: str) -> str:

@@ -20,7 +20,10 @@ def test_it_prints_a_policy_that_can_be_saved(tmp_path: Path, capsys: pytest.Cap
         main(["infer", str(tmp_path), "--name", "MistralPolicy"])
     assert not ended.value.code
     said = capsys.readouterr().out
-    assert said.startswith("# The policy was inferred, and proven on a small twin over 2 and 4 tensor ranks.\n")
+    assert said.startswith(
+        "# The policy was inferred, and proven on a small twin over 2 and 4 tensor ranks and over "
+        "two pipeline stages.\n"
+    )
     names: dict[str, Any] = {}
     exec(said, names)
     assert issubclass(names["MistralPolicy"], RolePolicy) and names["MistralPolicy"].embeddings == ("embed_tokens",)

@@ -137,7 +137,7 @@ def infer_on(model: nn.Module, run: Run) -> type[InferredPolicy]:
     stacks, policy.against_pipeline = along_depth(proof.truth, policy)
     policy.stack = stacks[0] if isinstance(policy.stack, Stack) else stacks
     policy.against_sequence = fault(proof.truth, policy, RANKS[0], enable_sequence_parallelism=True)
-    policy.notes = _notes(whole)
+    policy.notes = _notes(whole, policy.against_pipeline)
     policy.whole = _left(model, policy())
     return policy
 
@@ -196,8 +196,10 @@ def _kinds_of_layers(model: nn.Module, layers: str) -> frozenset[Kind]:
     return frozenset(kind_of(model.get_submodule(path)) for path in paths)
 
 
-def _notes(whole: Mapping[str, str]) -> list[str]:
-    proven = f"The policy was inferred, and proven on a small twin over {' and '.join(map(str, RANKS))} tensor ranks."
+def _notes(whole: Mapping[str, str], against_pipeline: str | None) -> list[str]:
+    over = f"over {' and '.join(map(str, RANKS))} tensor ranks"
+    stages = " and over two pipeline stages" if against_pipeline is None else ""
+    proven = f"The policy was inferred, and proven on a small twin {over}{stages}."
     reasons: dict[str, list[str]] = {}
     for path, why in whole.items():
         if why != OUTSIDE:

@@ -73,9 +73,11 @@ def _compare(truth: Truth, chain: Chain, spans: Sequence[Span]) -> None:
     received = {name: x.detach().requires_grad_(x.requires_grad) for name, x in payload.items()}
     output, _ = second_passage.run(second, Run(spans[1], received), lambda: truth.run(second))
     _compare_outputs(truth, output)
-    pairs = [(x, received[name].grad) for name, x in payload.items() if received[name].grad is not None]
-    if pairs:
-        torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+    trains = [name for name, x in payload.items() if x.requires_grad]
+    if any(received[name].grad is None for name in trains):
+        raise Differs("nothing is learned through the states that one stage hands to the next")
+    if trains:
+        torch.autograd.backward([payload[name] for name in trains], [received[name].grad for name in trains])
     _compare_gradients(truth.model, _sums(truth.model, [first, second]))
 
 
