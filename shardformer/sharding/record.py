@@ -188,11 +188,13 @@ def describe(model: nn.Module) -> Description:
 
 def _title(model: nn.Module, record: ShardRecord, total: int) -> str:
     local = sum(p.numel() for p in model.parameters())
-    on = [n.removeprefix("enable_").replace("_", " ") for n, on in record.options.items() if on is True]
+    given = [name for name, value in record.options.items() if value is True]
+    effect = [n for n in given if n != "enable_tensor_parallelism" or record.context.tensor.size > 1]
+    on = ", ".join(name.removeprefix("enable_").replace("_", " ") for name in effect)
     return (
         f"{type(model).__name__} over {record.context}, by {record.source}\n"
-        f"on: {', '.join(on) or 'nothing'}\n"
-        f"{total:,} parameters, {local:,} of them on this rank ({local / total:.1%})"
+        + (f"on: {on}\n" if on else "")
+        + f"{total:,} parameters, {local:,} of them on this rank ({local / total:.1%})"
     )
 
 

@@ -255,7 +255,7 @@ def _refused(model: nn.Module, pipe: int, against: str) -> ConfigError:
     return ConfigError(
         f"pipe={pipe}, and of this {type(model).__name__} it is known that {against}",
         rule="A stage has its own layers, and hands on only what its last one gives",
-        remedy="Leave pipe out, and cut this model by tensor parallelism",
+        remedy="Leave pipe out: cut this model by tensor parallelism, or give each process its own part of the batch",
     )
 
 
