@@ -33,13 +33,14 @@ CLASSES = {
     "convbert": "ConvBertForMaskedLM",
     "xlm-roberta": "XLMRobertaForMaskedLM",  # its head is registered before its layers
     "bart": "BartForConditionalGeneration",
+    "mt5": "MT5ForConditionalGeneration",  # the first layer of each stack has a table that the others read
 }
 FUNNEL = "FunnelForMaskedLM"  # its decoder reads the states between its encoder's blocks
 
 
 @dataclass(frozen=True)
 class Small:
-    """A small model of four layers, two in each of two stacks."""
+    """A small model of four layers, or of two in each of two stacks."""
 
     family: str
     name: str
