@@ -81,29 +81,28 @@ def infer_stacks(model: nn.Module) -> RolePolicy:
     try:
         twin = twin_of(model)
     except PolicyError as error:
-        policy = InferredPolicy()
-        policy.notes = [f"No stack of layers was looked for: {error.what}."]
-        return policy
-    truth = Truth.of(twin.model, twin.run)
-    found = found_stacks(truth)
-    largest = sorted(found, key=lambda stack: -_numel(twin.model, stack.layers))
-    ways = [found, *([stack] for stack in largest if len(found) > 1)] if found else []
+        return _uncut([], None, f"No stack of layers was looked for: {error.what}.")()
     first: type[InferredPolicy] | None = None
-    for way in ways:
-        made = _of_stacks(truth, way)
-        if made.against_pipeline is None:
-            return made()
-        first = first or made
+    with torch.random.fork_rng(devices=[]):
+        truth = Truth.of(twin.model, twin.run)
+        found = found_stacks(truth)
+        largest = sorted(found, key=lambda stack: -_numel(twin.model, stack.layers))
+        for stacks in [found, *([stack] for stack in largest if len(found) > 1)]:
+            note = "Each rank has its layers whole, since no role was found that describes them."
+            made = _uncut(stacks, truth, note)
+            if made.against_pipeline is None:
+                return made()
+            first = first or made
     return (first or InferredPolicy)()
 
 
-def _of_stacks(truth: Truth, stacks: Sequence[Stack]) -> type[InferredPolicy]:
+def _uncut(stacks: Sequence[Stack], truth: Truth | None, note: str) -> type[InferredPolicy]:
     """The policy that cuts nothing of these stacks, with what a pipeline must know of them."""
-    kinds = {stack.layers: _kinds_of_layers(truth.model, stack.layers) for stack in stacks}
-    note = "No role describes its layers: each rank has them whole, and stages were proven on a small twin."
+    kinds = {stack.layers: _kinds_of_layers(truth.model, stack.layers) for stack in stacks if truth is not None}
     fields = {"base": "", "stack": stacks, "layers": kinds, "notes": [note]}
     policy: type[InferredPolicy] = type("InferredPolicy", (InferredPolicy,), fields)
-    policy.stack, policy.against_pipeline = along_depth(truth, policy)
+    if stacks and truth is not None:
+        policy.stack, policy.against_pipeline = along_depth(truth, policy)
     return policy
 
 
