@@ -411,8 +411,8 @@ def in_stages(built: Sequence[Record], stages: Mapping[str, Mapping[str, Any]]) 
         "## Stages of a pipeline",
         "",
         "Written from what `python benchmarks/coverage_stages.py --out stages.jsonl` found: the twin of each type over "
-        "two stages in two processes, each layer whole, three steps of two micro-batches with padding and labels that "
-        "do not count, compared by `shardformer.verify`.",
+        "two stages in two processes, each layer whole, three steps of two micro-batches (one, where there are batch "
+        "norms, which see one at a time) with padding and labels that do not count, compared by `shardformer.verify`.",
         "",
         "| what it is made of | compared | nobody can tell |",
         "|---|---|---|",
