@@ -24,8 +24,6 @@ from shardformer.policies.infer.prove_stages import ONE_LAYER, chain_of, describ
 from shardformer.policies.paths import join, matching
 from shardformer.policies.roles import RolePolicy
 
-NOT_RUN = "is not run for every batch"
-
 Stacks = Sequence[Stack]
 
 
@@ -65,8 +63,11 @@ class _Depth:
         self._base = described(policy, truth.model).base
 
     def of(self, stacks: Stacks) -> tuple[Stacks, str | None]:
-        against = self._not_run(stacks) or self._fault(stacks)
-        if against is None or against == ONE_LAYER or against.endswith(NOT_RUN):
+        """The stacks as they are proven, and None; or as they came, and what is wrong."""
+        if (missing := self._not_run(stacks)) is not None:
+            return stacks, f"{missing} is not run for every batch"
+        against = self._fault(stacks)
+        if against is None or against == ONE_LAYER:
             return stacks, against
         for draft in self._drafts(stacks):
             if self._fault(draft) is None:
@@ -86,7 +87,7 @@ class _Depth:
     def _not_run(self, stacks: Stacks) -> str | None:
         units = self._chain(stacks).units
         calls = _calls(self._truth, units)
-        return next((f"{unit} {NOT_RUN}" for unit in units if unit not in calls), None)
+        return next((unit for unit in units if unit not in calls), None)
 
     def _drafts(self, stacks: Stacks) -> Iterator[Stacks]:
         """By the order of calls; with states that a later stack reads; with tables of the first layer; with what all
