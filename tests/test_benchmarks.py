@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,5 +147,24 @@ def test_coverage_tells_what_is_cut_of_an_architecture_and_what_it_is_made_of(ru
     assert found["olmo2"]["share"] == 1 and found["olmo2"]["proven"] and found["olmo2"]["kind"] == "attention and MLP"
     assert found["fnet"]["kind"] == "no softmax attention"
     coverage = importlib.import_module("coverage")
-    page = coverage.page([coverage.Record(**line) for line in found.values()], [])
+    stages = {
+        "olmo2": {"type": "olmo2", "passed": True, "said": "Nobody can tell."},
+        "mpnet": {"type": "mpnet", "passed": False, "said": "pipe=2, and of this MPNet it is known that it differs"},
+    }
+    page = coverage.page([coverage.Record(**line) for line in found.values()], [], stages)
     assert "| attention and MLP | 2 | 2 | 2 (100%) |" in page
+    assert "| attention and MLP | 2 | 1 (50%) |" in page
+    assert "| mpnet | it differs |" in page
+
+
+def test_coverage_compares_an_architecture_over_stages(
+    run: Run, pool2: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = importlib.import_module("coverage_stages")
+    monkeypatch.setattr(stages, "WorkerPool", lambda *_, **__: nullcontext(pool2))
+    monkeypatch.setattr(stages, "verify", partial(stages.verify, steps=1))
+    out = tmp_path / "stages.jsonl"
+    run("coverage_stages", "--out", str(out), "--only", "olmo2|xlm")
+    found = {line["type"]: line for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
+    assert found["olmo2"]["passed"]
+    assert not found["xlm"]["passed"] and "parameters that another stage holds" in found["xlm"]["said"]
