@@ -30,18 +30,16 @@ Stacks = Sequence[Stack]
 def found_stacks(truth: Truth) -> list[Stack]:
     """The outermost lists of layers, each of which one forward calls in order; in the order of their calls."""
     model = truth.model
-    lists = {
-        path: list(m.children())
+    layers = {
+        path: [f"{path}.{name}" for name, _ in m.named_children()]
         for path, m in model.named_modules()
         if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1 and all(_is_layer(c) for c in m.children())
     }
-    outer = [p for p in lists if not any(p.startswith(f"{other}.") for other in lists)]
-    layers = {path: [f"{path}.{name}" for name, _ in model.get_submodule(path).named_children()] for path in outer}
-    calls = _calls(truth, [layer for path in outer for layer in layers[path]])
-    order = {path: [calls.index(layer) for layer in layers[path] if layer in calls] for path in outer}
-    in_order = [p for p in outer if order[p] == sorted(order[p]) and len(order[p]) == len(lists[p])]
+    outer = [path for path in layers if not any(path.startswith(f"{other}.") for other in layers)]
+    calls = list(dict.fromkeys(_calls(truth, [layer for path in outer for layer in layers[path]])))
+    in_order = [path for path in outer if [call for call in calls if call in layers[path]] == layers[path]]
     given = given_by_layers(model, truth.run, in_order)
-    return [Stack(path, [], returns=given[path]) for path in sorted(in_order, key=lambda path: order[path])]
+    return [Stack(path, [], returns=given[path]) for path in sorted(in_order, key=lambda p: calls.index(layers[p][0]))]
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -161,11 +159,9 @@ class _Depth:
         out = list(stacks)
         whole = [join(self._base, stack.layers) for stack in stacks]
         for at, (before, layers) in enumerate(pairwise(whole), start=1):
-            if (
-                out[at].context is None
-                and "*" not in before + layers
-                and (found := _entry(self._truth, before, layers))
-            ):
+            if out[at].context is not None or "*" in before + layers:
+                continue
+            if found := _entry(self._truth, before, layers):
                 out[at] = replace(out[at], context=(self._own(found[0]), found[1]))
         return out
 

@@ -82,18 +82,15 @@ def infer_stacks(model: nn.Module) -> RolePolicy:
         twin = twin_of(model)
     except PolicyError as error:
         return _uncut([], None, f"No stack of layers was looked for: {error.what}.")()
-    first: type[InferredPolicy] | None = None
+    note = "Each rank has its layers whole, since no role was found that describes them."
     with torch.random.fork_rng(devices=[]):
         truth = Truth.of(twin.model, twin.run)
         found = found_stacks(truth)
         largest = sorted(found, key=lambda stack: -_numel(twin.model, stack.layers))
-        for stacks in [found, *([stack] for stack in largest if len(found) > 1)]:
-            note = "Each rank has its layers whole, since no role was found that describes them."
-            made = _uncut(stacks, truth, note)
-            if made.against_pipeline is None:
-                return made()
-            first = first or made
-    return (first or InferredPolicy)()
+        first = _uncut(found, truth, note)
+        alone = largest if len(found) > 1 and first.against_pipeline else []
+        others = (_uncut([stack], truth, note) for stack in alone)
+        return next((policy for policy in others if policy.against_pipeline is None), first)()
 
 
 def _uncut(stacks: Sequence[Stack], truth: Truth | None, note: str) -> type[InferredPolicy]:
