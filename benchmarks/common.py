@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardformer.engine import Pipeline
-from shardformer.pool import WorkerPool
+from shardformer.testing.pool import WorkerPool
 
 MB = 1e6
 NUM_BATCHES = 4

@@ -40,18 +40,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.models.auto import modeling_auto
 
-from shardformer.comm.rehearsal import Rehearsal
+from shardformer.comm.threads import ThreadGroup
+from shardformer.config import ShardConfig
 from shardformer.errors import ShardFormerError
-from shardformer.layers.linear import is_linear
+from shardformer.layers.tensor.linear import is_linear
 from shardformer.policies.infer.infer import OUTSIDE, InferredPolicy
 from shardformer.policies.infer.inputs import batches_for, runner
-from shardformer.policies.infer.prove import Truth, fault, loss_of
+from shardformer.policies.infer.prove import Reference, loss_of, mismatch
 from shardformer.policies.infer.twin import Twin, model_of, twin_of
-from shardformer.policies.registry import resolve_policy
-from shardformer.pool import WorkerPool
-from shardformer.sharding.config import ShardConfig
+from shardformer.policies.policy import Policy
+from shardformer.sharder import resolve_policy
 from shardformer.sharding.plan import make_plan
-from shardformer.sharding.policy import Policy
+from shardformer.testing.pool import WorkerPool
 from shardformer.verify import verify
 
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION")
@@ -239,7 +239,7 @@ def survey(model_type: str, name: str, tell: Callable[[Record], None] = lambda r
     except Exception as error:
         return record("refused", kind, seconds=time.process_time() - start, reason=short(error))
     seconds, inferred = time.process_time() - start, isinstance(policy, InferredPolicy)
-    problem = None if inferred else fault(Truth.of(twin.model, twin.run), type(policy), 2)
+    problem = None if inferred else mismatch(Reference.of(twin.model, twin.run), type(policy), 2)
     try:
         share, whole = cut(model, policy, called)
     except Exception as error:
@@ -251,7 +251,7 @@ def survey(model_type: str, name: str, tell: Callable[[Record], None] = lambda r
 def cut(model: nn.Module, policy: Policy, called: set[str]) -> tuple[float, list[str]]:
     """The share of the weights that are cut, and the names of those of the others that stand outside of the layers."""
     policy.set_model(model)
-    policy.set_shard_config(ShardConfig(context=Rehearsal(2).context(0)))
+    policy.set_shard_config(ShardConfig(context=ThreadGroup(2).context(0)))
     parts = set(make_plan(model, policy).cut())
     every = {anywhere(path) for path in called}
     weights: dict[int, tuple[str, int]] = {}

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
 from shardformer.errors import ShardFormerError, WorkerError
-from shardformer.pool import WorkerPool
-from shardformer.samples import num_samples
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.zoo import num_samples
 from shardformer.verify import Pipelined, verify
 
 POOL_S = 120.0

@@ -21,9 +21,9 @@ import torch
 from common import Timing
 
 import shardformer
-from shardformer.context import ParallelContext
 from shardformer.errors import ConfigError
-from shardformer.samples import LANGUAGE_MODEL, Batches, Sample
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.zoo import LANGUAGE_MODEL, Batches, Sample
 
 PLAIN, EAGER = "as it comes", "eager attention"
 OPTIONS: Mapping[str, tuple[str, ...]] = {

@@ -27,8 +27,8 @@ from torch import nn
 import shardformer
 from shardformer.comm.collectives import checksum
 from shardformer.comm.params import param_specs
-from shardformer.context import ParallelContext
-from shardformer.pool import WorkerPool
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.pool import WorkerPool
 
 EAGER, LAZY = "built, then sharded", "LazyInit"
 LOADED, LAZY_LOADED = "transformers' from_pretrained, then sharded", "shardformer.from_pretrained"

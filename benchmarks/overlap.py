@@ -26,8 +26,8 @@ from common import Llama, Timing
 
 import shardformer
 from shardformer.comm.collectives import Pending
-from shardformer.context import ParallelContext
-from shardformer.layers import block
+from shardformer.layers.tensor import block
+from shardformer.mesh.context import ParallelContext
 
 WAITING, PLAIN = "blocks, waiting", "blocks"
 SEQUENCE_WAITING, SEQUENCE, RING = "sequence parallel, waiting", "sequence parallel", "sequence parallel, ring"

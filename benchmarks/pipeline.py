@@ -30,11 +30,11 @@ from common import Llama, Timing
 from hand_cut import HandCut
 
 import shardformer
-from shardformer.context import ParallelContext
 from shardformer.engine import Pipeline
+from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.schedule import SCHEDULES
 from shardformer.pipeline.stage_manager import PipelineStageManager
-from shardformer.sharding.record import record_of
+from shardformer.sharding.describe import record_of
 
 SINGLE, OURS, TORCH = "one process", "ShardFormer", "torch"
 WORST_DIFFERENCE = 1e-5

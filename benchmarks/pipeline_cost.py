@@ -12,9 +12,9 @@ from torch import Tensor
 
 import shardformer
 from shardformer.comm.recorder import Recorder
-from shardformer.context import ParallelContext
 from shardformer.demo.memory import measure_peak
 from shardformer.engine import Pipeline
+from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.stage_manager import PipelineStageManager
 
 

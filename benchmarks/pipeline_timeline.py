@@ -14,8 +14,8 @@ import torch.distributed as dist
 from common import Llama
 
 import shardformer
-from shardformer.context import ParallelContext
 from shardformer.engine import Pipeline
+from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.actions import Action, Kind
 from shardformer.pipeline.picture import colours, name_of
 from shardformer.pipeline.schedule import Schedule, make_schedule

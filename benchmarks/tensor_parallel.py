@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardformer
 from shardformer.comm.recorder import WIRE_FACTOR, Recorder
-from shardformer.context import ParallelContext
+from shardformer.mesh.context import ParallelContext
 
 SINGLE, OURS = "one process", "ShardFormer"
 WORST_DIFFERENCE = 1e-4

@@ -7,10 +7,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from shardformer.comm.recorder import Recorder as Recorder
-    from shardformer.context import ParallelContext as ParallelContext
-    from shardformer.context import launch as launch
-    from shardformer.context import launch_from_slurm as launch_from_slurm
-    from shardformer.context import launch_from_torch as launch_from_torch
+    from shardformer.config import ShardConfig as ShardConfig
     from shardformer.engine import Pipeline as Pipeline
     from shardformer.errors import ConfigError as ConfigError
     from shardformer.errors import InputError as InputError
@@ -18,67 +15,71 @@ if TYPE_CHECKING:
     from shardformer.errors import PolicyError as PolicyError
     from shardformer.errors import ShardFormerError as ShardFormerError
     from shardformer.errors import WorkerError as WorkerError
-    from shardformer.layers.parallel_module import ParallelModule as ParallelModule
-    from shardformer.layout import ShardSpec as ShardSpec
-    from shardformer.layout import Split as Split
+    from shardformer.layers.tensor.parallel_module import ParallelModule as ParallelModule
+    from shardformer.layout.spec import ShardSpec as ShardSpec
+    from shardformer.layout.spec import Split as Split
     from shardformer.lazy.materialize import materialize as materialize
     from shardformer.lazy.pretrained import from_pretrained as from_pretrained
     from shardformer.lazy.recorder import LazyInit as LazyInit
+    from shardformer.mesh.context import ParallelContext as ParallelContext
+    from shardformer.mesh.launch import launch as launch
+    from shardformer.mesh.launch import launch_from_slurm as launch_from_slurm
+    from shardformer.mesh.launch import launch_from_torch as launch_from_torch
     from shardformer.optim.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from shardformer.optim.grad_norm import grad_norm as grad_norm
     from shardformer.pipeline.stage_manager import PipelineStageManager as PipelineStageManager
+    from shardformer.policies.describe import Argument as Argument
+    from shardformer.policies.describe import BlockDescription as BlockDescription
+    from shardformer.policies.describe import Col_Layer as Col_Layer
+    from shardformer.policies.describe import Layer as Layer
+    from shardformer.policies.describe import ModulePolicyDescription as ModulePolicyDescription
+    from shardformer.policies.describe import Row_Layer as Row_Layer
+    from shardformer.policies.describe import SubModuleReplacementDescription as SubModuleReplacementDescription
     from shardformer.policies.infer.infer import infer as infer
+    from shardformer.policies.policy import Policy as Policy
     from shardformer.policies.registry import register as register
-    from shardformer.policies.roles import MLP as MLP
-    from shardformer.policies.roles import Attention as Attention
-    from shardformer.policies.roles import Experts as Experts
-    from shardformer.policies.roles import RolePolicy as RolePolicy
-    from shardformer.policies.roles import Stack as Stack
+    from shardformer.policies.role_policy import MLP as MLP
+    from shardformer.policies.role_policy import Attention as Attention
+    from shardformer.policies.role_policy import Experts as Experts
+    from shardformer.policies.role_policy import RolePolicy as RolePolicy
+    from shardformer.policies.role_policy import Stack as Stack
     from shardformer.sharder import ModelSharder as ModelSharder
     from shardformer.sharder import ShardFormer as ShardFormer
     from shardformer.sharder import measure_costs as measure_costs
     from shardformer.sharder import shard_model as shard_model
-    from shardformer.sharding.config import ShardConfig as ShardConfig
+    from shardformer.sharding.describe import describe as describe
+    from shardformer.sharding.describe import no_sync as no_sync
     from shardformer.sharding.guards import full_state_dict as full_state_dict
-    from shardformer.sharding.policy import Argument as Argument
-    from shardformer.sharding.policy import BlockDescription as BlockDescription
-    from shardformer.sharding.policy import Col_Layer as Col_Layer
-    from shardformer.sharding.policy import Layer as Layer
-    from shardformer.sharding.policy import ModulePolicyDescription as ModulePolicyDescription
-    from shardformer.sharding.policy import Policy as Policy
-    from shardformer.sharding.policy import Row_Layer as Row_Layer
-    from shardformer.sharding.policy import SubModuleReplacementDescription as SubModuleReplacementDescription
-    from shardformer.sharding.record import describe as describe
-    from shardformer.sharding.record import no_sync as no_sync
 
 _HOME = {
     "comm.recorder": ["Recorder"],
-    "context": ["ParallelContext", "launch", "launch_from_slurm", "launch_from_torch"],
+    "mesh.context": ["ParallelContext"],
+    "mesh.launch": ["launch", "launch_from_slurm", "launch_from_torch"],
     "engine": ["Pipeline"],
     "errors": ["ConfigError", "InputError", "LaunchError", "PolicyError", "ShardFormerError", "WorkerError"],
-    "layers.parallel_module": ["ParallelModule"],
-    "layout": ["ShardSpec", "Split"],
+    "layers.tensor.parallel_module": ["ParallelModule"],
+    "layout.spec": ["ShardSpec", "Split"],
     "lazy.materialize": ["materialize"],
     "lazy.pretrained": ["from_pretrained"],
     "lazy.recorder": ["LazyInit"],
     "optim.grad_norm": ["clip_grad_norm_", "grad_norm"],
-    "sharding.config": ["ShardConfig"],
+    "config": ["ShardConfig"],
     "sharding.guards": ["full_state_dict"],
     "pipeline.stage_manager": ["PipelineStageManager"],
     "policies.infer.infer": ["infer"],
-    "sharding.policy": [
+    "policies.policy": ["Policy"],
+    "policies.describe": [
         "Argument",
         "BlockDescription",
         "Col_Layer",
         "Layer",
         "ModulePolicyDescription",
-        "Policy",
         "Row_Layer",
         "SubModuleReplacementDescription",
     ],
-    "sharding.record": ["describe", "no_sync"],
+    "sharding.describe": ["describe", "no_sync"],
     "policies.registry": ["register"],
-    "policies.roles": ["MLP", "Attention", "Experts", "RolePolicy", "Stack"],
+    "policies.role_policy": ["MLP", "Attention", "Experts", "RolePolicy", "Stack"],
     "sharder": ["ModelSharder", "ShardFormer", "measure_costs", "shard_model"],
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import all_gather, broadcast, broadcast_object, checksum
-from shardformer.context import Axis
 from shardformer.errors import ConfigError, InputError
-from shardformer.pipeline.absent import is_ghost
-from shardformer.pipeline.links import Links
+from shardformer.mesh.axis import Axis
+from shardformer.pipeline.exchange import StageExchange
 from shardformer.pipeline.loss import LossWeight, LossWeights
 from shardformer.pipeline.microbatches import batch_size_of, check_sizes, merge_outputs, sizes_of, split_batch
-from shardformer.pipeline.runtime import Job, Runtime, Trace
+from shardformer.pipeline.placeholders import is_placeholder
+from shardformer.pipeline.runtime import Runtime, StepJob, Trace
 from shardformer.pipeline.schedule import Schedule, fitting_micro_batches, forward_only, make_schedule
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.pipeline.targets import tensors_of
-from shardformer.sharding.record import ShardRecord, record_of
+from shardformer.sharding.describe import ShardRecord, record_of
 from shardformer.sharding.regions import uses_dropout
 from shardformer.sharding.stages import Stages, make_stages
 
@@ -70,10 +70,10 @@ class Pipeline:
         self._stages = record.stages or _single_stage(model, record)
         self._found: dict[int, Any] = {}
         self._compares = bool(record.extra_kwargs.get("check_inputs", True))
-        manager, passage = self._stages.manager, self._stages.passage
-        assert passage is not None
-        links = Links(manager.wires, self._context.tensor, self._context.device)
-        self._runtime = Runtime(model, passage, self._stages.chain, self._stages.spans, links, manager.stage)
+        manager, stage_forward = self._stages.manager, self._stages.stage_forward
+        assert stage_forward is not None
+        exchange = StageExchange(manager.point_to_point, self._context.tensor, self._context.device)
+        self._runtime = Runtime(model, stage_forward, self._stages.chain, self._stages.spans, exchange, manager.stage)
         if micro_batches is not None:
             self._schedule(micro_batches)  # refuses a number that it forbids
 
@@ -153,7 +153,7 @@ class Pipeline:
         device = self._context.device
         with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=draws):
             try:
-                self._runtime.run(Job(schedule, self._inputs(parts), keys, seeds, head))
+                self._runtime.run(StepJob(schedule, self._inputs(parts), keys, seeds, head))
             finally:
                 head.close()
         head.finish()
@@ -224,12 +224,12 @@ class Pipeline:
 
     def _take_over_checkpointing(self) -> None:
         """``gradient_checkpointing_enable`` of transformers: here the stretches of a stage are checkpointed instead."""
-        assert self._stages.passage is not None
+        assert self._stages.stage_forward is not None
         for path in dict.fromkeys(self._stages.chain.units):
             layer: Any = self._model.get_submodule(path)
             if getattr(layer, "gradient_checkpointing", False) is True:
                 layer.gradient_checkpointing = False
-                self._stages.passage.checkpoint_layer(path)
+                self._stages.stage_forward.checkpoint_layer(path)
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -244,7 +244,7 @@ class _Head:
 
     def __init__(self, pipeline: Pipeline, parts: Sequence[Batch], sizes: Sequence[int], wants_output: bool) -> None:
         self._loss_fn, self._wants_output = pipeline._loss_fn, wants_output
-        self._parts, self._sizes, self._passage = parts, sizes, pipeline._stages.passage
+        self._parts, self._sizes, self._stage_forward = parts, sizes, pipeline._stages.stage_forward
         self._weights = LossWeights(parts, sizes, pipeline._loss_weight, pipeline._found)
         self._outputs: dict[int, Any] = {}
         self.loss: Tensor | None = None
@@ -280,9 +280,9 @@ class _Head:
 
     def _check_first(self, loss: Tensor, output: Any) -> None:
         """The first loss of all is a number, unless the model gives none; not NaN that stands for another stage's."""
-        assert self._passage is not None
-        ended_well, self._passage.ended_well = self._passage.ended_well, None
-        if ended_well and is_ghost(loss) and any(is_ghost(t) for _, t in tensors_of({"output": output})):
+        assert self._stage_forward is not None
+        ended_well, self._stage_forward.ended_well = self._stage_forward.ended_well, None
+        if ended_well and is_placeholder(loss) and any(is_placeholder(t) for _, t in tensors_of({"output": output})):
             raise ConfigError(
                 "The loss is NaN: it reads something in the model's output that an earlier stage computed",
                 rule="The last stage has what its own layers and what stands behind them give",
@@ -297,7 +297,7 @@ class _Head:
     def finish(self) -> None:
         if self._wants_output:
             ordered = [self._outputs[i] for i in sorted(self._outputs)]
-            self.output = without_ghosts(merge_outputs(ordered, self._sizes)) if ordered else None
+            self.output = without_placeholders(merge_outputs(ordered, self._sizes)) if ordered else None
         elif self.loss is not None:
             self._weights.finish()
 
@@ -324,21 +324,21 @@ class NoOutput:
         )
 
 
-def without_ghosts(output: Any) -> Any:
+def without_placeholders(output: Any) -> Any:
     """The output without what other stages made of it, which is NaN here where the output itself is not."""
     tensors = [t for _, t in tensors_of({"output": output}) if t.is_floating_point() and t.numel()]
-    ghosts = {id(t) for t in tensors if bool(t.isnan().all())}
-    return _without(output, ghosts) if len(ghosts) < len(tensors) else output
+    placeholders = {id(t) for t in tensors if bool(t.isnan().all())}
+    return _without(output, placeholders) if len(placeholders) < len(tensors) else output
 
 
-def _without(output: Any, ghosts: set[int]) -> Any:
+def _without(output: Any, placeholders: set[int]) -> Any:
     if isinstance(output, Tensor):
-        return None if id(output) in ghosts else output
+        return None if id(output) in placeholders else output
     if isinstance(output, Mapping):
-        kept = {name: _without(value, ghosts) for name, value in output.items()}
+        kept = {name: _without(value, placeholders) for name, value in output.items()}
         return kept if type(output) is dict else type(output)(**kept)
     if isinstance(output, list | tuple):
-        return type(output)(_without(value, ghosts) for value in output)
+        return type(output)(_without(value, placeholders) for value in output)
     return output
 
 

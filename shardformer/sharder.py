@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.context import Axis, ParallelContext
-from shardformer.errors import ConfigError, nearest
+from shardformer.config import ShardConfig
+from shardformer.errors import ConfigError, PolicyError, nearest
+from shardformer.mesh.axis import Axis
+from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.chain import Chain, no_chain
-from shardformer.policies.registry import resolve_policy
-from shardformer.sharding.config import ShardConfig
+from shardformer.policies.infer.infer import infer, infer_stacks
+from shardformer.policies.policy import Policy
+from shardformer.policies.registry import FAMILIES, family_of, registered_policy
+from shardformer.sharding.apply import Sharding
 from shardformer.sharding.costs import measured_costs
-from shardformer.sharding.policy import Policy
-from shardformer.sharding.sharder import Sharding
 
 
 class ModelSharder(Sharding):
@@ -149,3 +151,69 @@ def measure_costs(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with torch.no_grad():
         return measured_costs(model, chain, lambda: model(**batch), rounds, device)
+
+
+EXAMPLE = """
+    import shardformer
+    from shardformer import MLP, Attention, RolePolicy, Stack
+
+    class MyPolicy(RolePolicy):
+        stack = Stack("layers", [                # the ModuleList of layers; what follows stands in each of them
+            Attention("attn", q="q", k="k", v="v", out="o", attributes={"num_heads": "heads"}),
+            MLP("mlp", up="fc1", down="fc2"),
+        ])
+        embeddings = "embed"                     # over the vocabulary
+        num_heads = 4                            # or the name of the config's field that says it
+
+    model = shardformer.shard_model(model, policy=MyPolicy)
+"""
+
+
+def resolve_policy(
+    model: nn.Module, policy: Policy | type[Policy] | None, *, tensor: int | None = None
+) -> tuple[Policy, str]:
+    """The policy for ``model`` and the link of the chain that gave it.
+
+    Args:
+        tensor: over how many ranks matrices will be cut, where that is known. Over one every model has a policy.
+
+    Raises PolicyError for a model of an unknown family, with an example of a policy.
+    """
+    if policy is not None:
+        if not (issubclass(policy, Policy) if isinstance(policy, type) else isinstance(policy, Policy)):
+            raise PolicyError(
+                f"policy={policy!r:.80}",
+                rule="A policy is an instance or a subclass of shardformer.Policy",
+                remedy="Write config=... for a ShardConfig"
+                if isinstance(policy, ShardConfig)
+                else "Derive the class from shardformer.Policy or shardformer.RolePolicy",
+            )
+        chosen = policy() if isinstance(policy, type) else policy
+        chosen.find_part = _policy_of_part
+        return chosen, f"the user's policy {type(chosen).__name__}"
+    if (known := registered_policy(model)) is not None:
+        known[0].find_part = _policy_of_part
+        return known
+    try:
+        inferred = infer(model)
+        if tensor == 1 and inferred.against_pipeline:
+            uncut = infer_stacks(model)
+            inferred = uncut if uncut.stack and not uncut.against_pipeline else inferred
+        return inferred, "a policy that was inferred and proven"
+    except PolicyError as error:
+        if tensor == 1:
+            return infer_stacks(model), "the order of its layers"
+        not_inferred = error.what.partition(" could be inferred: ")[2] or error.what
+    family = family_of(model)
+    tried = f"it is of the model type {family!r}" if family else "it has no config with a model type"
+    raise PolicyError(
+        f"No policy for {type(model).__name__}: {tried}, no policy was given, "
+        f"and none was found by inference: {not_inferred}",
+        rule=f"The registered families are {', '.join(FAMILIES)}",
+        remedy=(f"{nearest(family, FAMILIES)} " if family else "")
+        + f"Say what the model is made of (docs/policies.md):\n{EXAMPLE}",
+    )
+
+
+def _policy_of_part(model: nn.Module) -> Policy:
+    return resolve_policy(model, None)[0]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from shardformer.pool import Pools, WorkerPool
+from shardformer.testing.pool import Pools, WorkerPool
 
 torch.set_num_threads(1)
 
@@ -24,7 +24,7 @@ pytest_plugins = ["tests.feature_table"]
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Pools]:
-    """``pools(n).run(fn, *args)`` calls ``fn`` on n workers; see :class:`shardformer.pool.WorkerPool`."""
+    """``pools(n).run(fn, *args)`` calls ``fn`` on n workers; see :class:`shardformer.testing.pool.WorkerPool`."""
     with Pools() as pools:
         yield pools
 

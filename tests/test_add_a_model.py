@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardformer.policies.blocks import MLP, Attention, Experts, Stack
+from shardformer.policies.roles import MLP, Attention, Experts, Stack
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "add-a-model.md").read_text(encoding="utf-8")

@@ -22,15 +22,16 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 import shardformer
-from shardformer.context import launch_from_torch
 from shardformer.errors import ConfigError, InputError, LaunchError, PolicyError, ShardFormerError
-from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
-from shardformer.policies.roles import MLP, RolePolicy, Stack
-from shardformer.pool import WorkerPool
-from shardformer.samples import Batches, Sample
+from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
+from shardformer.mesh.launch import launch_from_torch
+from shardformer.policies.describe import ModulePolicyDescription, SubModuleReplacementDescription
+from shardformer.policies.policy import Policy
+from shardformer.policies.role_policy import MLP, RolePolicy, Stack
 from shardformer.sharder import ShardFormer, shard_model
 from shardformer.sharding import agree
-from shardformer.sharding.policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.zoo import Batches, Sample
 from tests.policies.toy import ToyLM, ToyPolicy, toy_batch, toy_loss
 
 SEQUENCE = {"enable_sequence_parallelism": True}
@@ -299,7 +300,7 @@ def ranks_differ(rank: int, how: str) -> tuple[nn.Module, dict[str, Any]]:
         arguments["extra_kwargs"] = {"bucket_bytes": 1000}
     if how == "sharded" and rank:
         arguments["policy"] = NoStack
-        model = nn.Sequential(Linear1D_Col(4, 4, process_group=shardformer.context.Axis("tensor")))
+        model = nn.Sequential(Linear1D_Col(4, 4, process_group=shardformer.mesh.context.Axis("tensor")))
     if how == "one raises":
         arguments["policy"] = Broken
     if how == "one raises at the end":
@@ -637,7 +638,7 @@ DYING = """
     import torch
     from torch import nn
     import shardformer
-    from shardformer.samples import Batches, Sample
+    from shardformer.testing.zoo import Batches, Sample
 
     context = shardformer.launch_from_torch(tensor={tensor})
     torch.manual_seed(0)

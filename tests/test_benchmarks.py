@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardformer.pool import Pools, WorkerPool
+from shardformer.testing.pool import Pools, WorkerPool
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 TINY = ["--repetitions", "1", "--layers", "1", "--vocabulary", "64", "--batch", "1"]

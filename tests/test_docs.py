@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardformer.pool import WorkerPool
-from shardformer.samples import Batches, Sample
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.zoo import Batches, Sample
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -15,18 +15,19 @@ from torch.distributed import get_rank
 from shardformer.comm.collectives import all_reduce
 from shardformer.comm.params import gather_param, param_specs
 from shardformer.comm.recorder import Recorder
-from shardformer.context import Axis, ParallelContext
+from shardformer.config import ShardConfig
 from shardformer.engine import Pipeline
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.lazy.recorder import LazyInit
+from shardformer.mesh.axis import Axis
+from shardformer.mesh.context import ParallelContext
 from shardformer.optim.grad_norm import clip_grad_norm_
 from shardformer.pipeline.stage_manager import PipelineStageManager
-from shardformer.pool import Pools, WorkerPool
-from shardformer.samples import Sample
 from shardformer.sharder import ShardFormer, shard_model
-from shardformer.sharding.config import ShardConfig
+from shardformer.sharding.describe import no_sync
 from shardformer.sharding.guards import full_state_dict
-from shardformer.sharding.record import no_sync
+from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.testing.zoo import Sample
 
 GPT2 = Sample("gpt2", changes={"n_layer": 4})
 T5 = Sample("t5", changes={"num_layers": 2})

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shardformer.samples import SMALL
-from shardformer.sharding.config import ShardConfig
+from shardformer.config import ShardConfig
+from shardformer.testing.zoo import SMALL
 from tests.feature_table import COLUMNS, PAGE, ROWS, Case, Cell, labels_of, page_of, read_page
 
 ROOT = Path(__file__).parents[1]

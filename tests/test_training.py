@@ -21,15 +21,15 @@ from torch.utils.checkpoint import checkpoint
 from shardformer.comm.collectives import gather_objects
 from shardformer.comm.params import gather_param, param_specs
 from shardformer.comm.recorder import Recorder
-from shardformer.context import ParallelContext
-from shardformer.layers.logits import VocabParallelLogits
+from shardformer.config import ShardConfig
+from shardformer.layers.vocab.logits import VocabParallelLogits
+from shardformer.mesh.context import ParallelContext
 from shardformer.optim.grad_norm import clip_grad_norm_
-from shardformer.pool import Pools, WorkerPool
-from shardformer.samples import LANGUAGE_MODEL, Batches, Sample
 from shardformer.sharder import shard_model
-from shardformer.sharding.config import ShardConfig
+from shardformer.sharding.describe import ATTRIBUTE, no_sync, record_of
 from shardformer.sharding.guards import full_state_dict
-from shardformer.sharding.record import ATTRIBUTE, no_sync, record_of
+from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.testing.zoo import LANGUAGE_MODEL, Batches, Sample
 
 SEQUENCE = {"enable_sequence_parallelism": True}
 OVERLAP = {**SEQUENCE, "enable_sequence_overlap": True}

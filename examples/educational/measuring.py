@@ -25,8 +25,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from shardformer.comm.params import param_specs
 from shardformer.comm.recorder import Recorder
-from shardformer.context import ParallelContext, launch_from_torch
 from shardformer.errors import ConfigError
+from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.launch import launch_from_torch
 
 MB = 1e6
 # the kinds of device in a trace's memory events

@@ -21,8 +21,8 @@ from torch.profiler import record_function
 
 from shardformer.comm.params import gather_param, param_specs
 from shardformer.comm.recorder import Recorder
-from shardformer.context import ParallelContext
-from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
+from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
+from shardformer.mesh.context import ParallelContext
 
 SEED, BATCH, HIDDEN, NUM_STEPS = 1234, 8, 128, 2
 

@@ -9,7 +9,7 @@ from shardformer.errors import ConfigError
 
 def check_folder(model: str) -> None:
     """Raises ConfigError for a folder without a config.json; anything else that MODEL may be is left to others."""
-    from shardformer.samples import SMALL
+    from shardformer.testing.zoo import SMALL
 
     folder = Path(model).expanduser()
     if model in SMALL or not folder.is_dir() or (folder / "config.json").is_file():

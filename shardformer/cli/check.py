@@ -178,7 +178,7 @@ def probe(rank: int, num_processes: int, store: str) -> None:
     import torch
     from torch import distributed
 
-    from shardformer.process_group import leave_process_group
+    from shardformer.mesh.process_group import leave_process_group
 
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     distributed.init_process_group(

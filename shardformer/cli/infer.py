@@ -21,9 +21,9 @@ def infer(
     name: Annotated[str, typer.Option(help="What to call the policy.")] = "MyPolicy",
 ) -> None:
     """Find a policy for MODEL, prove it on a small twin, and print it as a table of roles."""
-    from shardformer.model_source import find_model
     from shardformer.policies.infer.infer import infer as infer_policy
     from shardformer.policies.infer.write import source_of
+    from shardformer.verify.model_source import find_model
 
     check_folder(model)
     source = find_model(model, dropout=False)

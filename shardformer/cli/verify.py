@@ -20,10 +20,10 @@ from shardformer.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from shardformer.model_source import Source
     from shardformer.pipeline.loss import LossWeight
-    from shardformer.pool import WorkerPool
+    from shardformer.testing.pool import WorkerPool
     from shardformer.verify import Pipelined, Report
+    from shardformer.verify.model_source import ModelSource
 
 TIMEOUT_S = 3600.0
 """For one head. A model may be large, and what hangs can be stopped by hand."""
@@ -123,9 +123,9 @@ def verify(options: VerifyOptions) -> None:
     """
     from rich.console import Console
 
-    from shardformer.model_source import find_policy
-    from shardformer.pool import WorkerPool
-    from shardformer.verify.table import print_report
+    from shardformer.testing.pool import WorkerPool
+    from shardformer.verify.model_source import find_policy
+    from shardformer.verify.report import print_report
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # every worker would say what one has said
     _check(options)
@@ -150,7 +150,7 @@ def verify(options: VerifyOptions) -> None:
 
 
 def _check(options: VerifyOptions) -> None:
-    from shardformer.sharding.config import ShardConfig
+    from shardformer.config import ShardConfig
 
     for name in ("tensor", "pipe", "data"):
         size = getattr(options, name)
@@ -170,8 +170,8 @@ def _check(options: VerifyOptions) -> None:
     options.pipelined()
 
 
-def _sources(options: VerifyOptions) -> list[Source]:
-    from shardformer.model_source import find_model
+def _sources(options: VerifyOptions) -> list[ModelSource]:
+    from shardformer.verify.model_source import find_model
 
     check_folder(options.model)
     source = find_model(options.model)
@@ -195,10 +195,10 @@ def _num_layers(pipeline: Pipelined) -> int:
     return stages.num_virtual_stages if isinstance(stages.cut, str) else sum(stages.cut)
 
 
-def _verify_one(options: VerifyOptions, source: Source, policy: Any, pool: WorkerPool) -> Report:
+def _verify_one(options: VerifyOptions, source: ModelSource, policy: Any, pool: WorkerPool) -> Report:
     import torch
 
-    from shardformer.samples import counts_by_sample, num_samples, sample_loss
+    from shardformer.testing.zoo import counts_by_sample, num_samples, sample_loss
     from shardformer.verify import verify as run_verify
 
     weight = source.own.get("loss_weight")

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardformer.comm.recorder import bytes_of, record
-from shardformer.comm.rehearsal import Rehearsal
-from shardformer.context import Axis
-from shardformer.layout import even_bounds
+from shardformer.comm.threads import ThreadGroup
+from shardformer.layout.spec import even_bounds
+from shardformer.mesh.axis import Axis
 
 EXCHANGE_BELOW_BYTES = 512 * 1024
 """An all-reduce of two processes below this size is one exchange instead of gloo's two rounds (measured)."""
@@ -68,7 +68,7 @@ def start_sum(x: Tensor, axis: Axis) -> Any:
 
 
 def _start_reduction(x: Tensor, axis: Axis, op: str) -> Any:
-    if isinstance(axis.group, Rehearsal):
+    if isinstance(axis.group, ThreadGroup):
         parts = axis.group.meet(axis.rank, x.clone())
         x.copy_(sum(parts[1:], parts[0]) if op == "sum" else torch.stack(parts).amax(0))
         return None
@@ -168,7 +168,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -
     return start_reduce_scatter(x, axis, dim, purpose=purpose).wait()
 
 
-def take_stretch(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def local_chunk(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """This rank's stretch of a tensor that all ranks hold. Communicates nothing."""
     if axis.size == 1:
         return x
@@ -180,7 +180,7 @@ def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
     """Rank ``source``'s picklable value, on every rank of the axis."""
     if axis.size == 1:
         return value
-    if isinstance(axis.group, Rehearsal):
+    if isinstance(axis.group, ThreadGroup):
         return axis.group.meet(axis.rank, value)[source]
     box = [value]
     dist.broadcast_object_list(box, src=axis.ranks[source], group=axis.group)
@@ -191,7 +191,7 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Every rank's picklable value, in rank order, on every rank of the axis."""
     if axis.size == 1:
         return [value]
-    if isinstance(axis.group, Rehearsal):
+    if isinstance(axis.group, ThreadGroup):
         return axis.group.meet(axis.rank, value)
     out: list[Any] = [None] * axis.size
     dist.all_gather_object(out, value, group=axis.group)
@@ -200,7 +200,7 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
 
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     """Rank ``source``'s values into ``x`` on every rank of the axis."""
-    if isinstance(axis.group, Rehearsal):
+    if isinstance(axis.group, ThreadGroup):
         x.copy_(axis.group.meet(axis.rank, x.clone())[source])
     elif axis.size > 1:
         dist.broadcast(x, src=axis.ranks[source], group=axis.group)
@@ -213,7 +213,7 @@ def start_exchange(axis: Axis, outgoing: dict[int, Tensor], arriving: dict[int, 
     Both must stay as they are until the returned works are waited for. Between two ranks this is one all-to-all, which
     gloo gives less to do than a send and a receive (measured: half the time under computation).
     """
-    if isinstance(axis.group, Rehearsal):
+    if isinstance(axis.group, ThreadGroup):
         sent = axis.group.meet(axis.rank, {r: x.clone() for r, x in outgoing.items()})
         for r, x in arriving.items():
             if x.numel():

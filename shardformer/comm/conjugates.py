@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from shardformer.comm.collectives import all_gather, all_reduce, take_stretch
-from shardformer.context import Axis
+from shardformer.comm.collectives import all_gather, all_reduce, local_chunk
+from shardformer.mesh.axis import Axis
 
 
 class _EnterBlock(Function):
@@ -45,7 +45,7 @@ class _SplitSequence(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim, ctx.full = axis, dim, x.shape[dim]
-        return take_stretch(x, axis, dim)
+        return local_chunk(x, axis, dim)
 
     @staticmethod
     @once_differentiable
@@ -62,7 +62,7 @@ class _JoinSequence(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return take_stretch(grad, ctx.axis, ctx.dim), None, None, None
+        return local_chunk(grad, ctx.axis, ctx.dim), None, None, None
 
 
 class _JoinSlices(Function):

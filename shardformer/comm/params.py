@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import all_gather
-from shardformer.context import Axis
-from shardformer.layout import ShardSpec
+from shardformer.layout.spec import ShardSpec
+from shardformer.mesh.axis import Axis
 
 
 def param_specs(model: nn.Module) -> dict[str, ShardSpec]:

@@ -16,13 +16,14 @@ from types import TracebackType
 
 from torch import Tensor
 
-from shardformer.context import Axis, ParallelContext, Traffic
+from shardformer.mesh.axis import Axis, Traffic
+from shardformer.mesh.context import ParallelContext
 
 WIRE_FACTOR = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "send": 1}
 
 
 @dataclass(frozen=True)
-class Call:
+class Collective:
     """One collective: its kind, the axis, its purpose, and the bytes of the full tensor it concerns."""
 
     op: str
@@ -47,7 +48,7 @@ class Recorder:
     """
 
     source: ParallelContext | Axis
-    calls: list[Call] = field(default_factory=list)
+    calls: list[Collective] = field(default_factory=list)
     _start: int = 0
 
     @property
@@ -87,14 +88,14 @@ class Recorder:
             sent[c.op, c.axis, c.purpose] += c.wire_bytes
         return {key: (count[key], sent[key]) for key in sorted(count)}
 
-    def _chosen(self, op: str | None, axis: str | None, purpose: str | None) -> list[Call]:
+    def _chosen(self, op: str | None, axis: str | None, purpose: str | None) -> list[Collective]:
         return [c for c in self.calls if op in (None, c.op) and axis in (None, c.axis) and purpose in (None, c.purpose)]
 
 
 def record(op: str, axis: Axis, full_bytes: int, purpose: str) -> None:
     """Notes a collective that starts now, if somebody listens."""
     if axis.traffic.enabled[0]:
-        axis.traffic.calls.append(Call(op, axis.name, axis.size, full_bytes, purpose))
+        axis.traffic.calls.append(Collective(op, axis.name, axis.size, full_bytes, purpose))
 
 
 def bytes_of(x: Tensor) -> int:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from shardformer.comm.collectives import start_exchange
 from shardformer.comm.recorder import bytes_of, record
-from shardformer.context import Axis
-from shardformer.layout import even_bounds
+from shardformer.layout.spec import even_bounds
+from shardformer.mesh.axis import Axis
 
 
 def ring_gather(x_BsH: Tensor, axis: Axis, full: int, use: Callable[[Tensor, int, int], None]) -> Tensor:

@@ -12,8 +12,8 @@ from shardformer.demo.journal import Note, follow
 from shardformer.demo.models import TASK, Chosen
 from shardformer.demo.settings import Settings
 from shardformer.demo.text import Windows
-from shardformer.demo.training import Job, Run, train
-from shardformer.pool import WorkerPool
+from shardformer.demo.training import DemoJob, DemoRun, train
+from shardformer.testing.pool import WorkerPool
 
 BOUND = 1e-4
 """Relative, for every loss; in the middle between what rounding does and what mistakes do.
@@ -35,8 +35,8 @@ class Outcome:
     same training but for the rounding, and is only measured where the bound was not kept.
     """
 
-    plain: Run
-    split: list[Run]
+    plain: DemoRun
+    split: list[DemoRun]
     drift: float | None = None
 
     @property
@@ -72,11 +72,11 @@ def compare(settings: Settings, chosen: Chosen, start: Callable[[str], Tell]) ->
     batch_fn = Windows(chosen.text.tokens, TASK[chosen.family], settings.batch, settings.sequence, chosen.mask)
     with TemporaryDirectory(prefix="shardformer-") as folder:
 
-        def run(name: str, num_processes: int, batch_fn: Windows) -> list[Run]:
+        def run(name: str, num_processes: int, batch_fn: Windows) -> list[DemoRun]:
             journal = str(Path(folder, name.replace(" ", "-")))
             tokens_per_step = settings.batch * settings.sequence
             pipe = settings.pipe if settings.pipe is not None and num_processes > 1 else 1
-            job = Job(
+            job = DemoJob(
                 chosen.model_fn, batch_fn, settings.steps, chosen.learning_rate, tokens_per_step,
                 settings.sequence_parallel, journal, pipe, settings.num_parts,
             )  # fmt: skip

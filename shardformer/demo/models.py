@@ -14,8 +14,8 @@ from torch import nn
 from shardformer.demo.settings import FAMILIES, HEAD_DIM, Settings
 from shardformer.demo.text import MASK, NOTHING, VOCAB_SIZE, Text, bytes_as_tokens, check_length, read_text
 from shardformer.errors import ConfigError
-from shardformer.model_source import Pretrained, Source, find_model
-from shardformer.samples import LANGUAGE_MODEL
+from shardformer.testing.zoo import LANGUAGE_MODEL
+from shardformer.verify.model_source import ModelSource, Pretrained, find_model
 
 TASK: Mapping[str, str] = MappingProxyType({"bert": "masked", "gpt2": "causal", "llama": "causal", "t5": "continue"})
 TASK_IN_WORDS: Mapping[str, str] = MappingProxyType(
@@ -151,7 +151,7 @@ def _given(settings: Settings, title: str, raw: bytes) -> Chosen:
     )
 
 
-def _tokenize(source: Source, raw: bytes) -> tuple[torch.Tensor, int, str]:
+def _tokenize(source: ModelSource, raw: bytes) -> tuple[torch.Tensor, int, str]:
     """The text in the model's tokens, the one for what is masked, and what a token is."""
     import transformers
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.recorder import Recorder
-from shardformer.context import ParallelContext
 from shardformer.demo.journal import Note, write_note
 from shardformer.demo.memory import Peak, measure_peak
 from shardformer.engine import Pipeline
+from shardformer.mesh.context import ParallelContext
 from shardformer.optim.grad_norm import clip_grad_norm_
 from shardformer.sharder import shard_model
 
@@ -27,7 +27,7 @@ SEED = 0
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class DemoJob:
     """What to train. Picklable."""
 
     model_fn: Callable[[], nn.Module]
@@ -42,7 +42,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Run:
+class DemoRun:
     """What one process has to tell at the end; ``wire_bytes`` is what it sent itself in one step."""
 
     losses: list[float]
@@ -53,7 +53,7 @@ class Run:
     step_s: float
 
 
-def train(job: Job) -> Run:
+def train(job: DemoJob) -> DemoRun:
     """Trains in this process, or in all of them together, on the CPU in fp32."""
     context = ParallelContext.from_world({"tensor": None, "pipe": job.pipe, "data": 1}, device=torch.device("cpu"))
     torch.manual_seed(SEED)
@@ -87,7 +87,7 @@ def train(job: Job) -> Run:
             write_note(job.journal, Note(step + 1, losses[-1], job.tokens_per_step / _typical(times_s)))
     num_parameters = sum(p.numel() for p in model.parameters())
     sent = round(sum(call.wire_bytes / (1 if call.op == "send" else call.ranks) for call in recorder.calls))
-    return Run(losses, num_parameters, peak.num_bytes, sent, recorder.count(), _typical(times_s))
+    return DemoRun(losses, num_parameters, peak.num_bytes, sent, recorder.count(), _typical(times_s))
 
 
 def warm_up_and_fall(step: int, num_steps: int) -> float:

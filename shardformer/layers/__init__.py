@@ -4,20 +4,20 @@ from importlib import import_module
 from typing import Any
 
 _WHERE = {
-    "DistCrossEntropyLoss": "loss",
+    "DistCrossEntropyLoss": "vocab.loss",
     "DropoutForParallelInput": "dropout",
     "DropoutForReplicatedInput": "dropout",
-    "Embedding1D": "embedding",
+    "Embedding1D": "tensor.embedding",
     "FusedLayerNorm": "norm",
-    "FusedLinear1D_Col": "linear",
+    "FusedLinear1D_Col": "tensor.linear",
     "FusedRMSNorm": "norm",
-    "Linear1D_Col": "linear",
-    "Linear1D_Row": "linear",
-    "ParallelModule": "parallel_module",
-    "VocabParallelEmbedding1D": "embedding",
-    "VocabParallelLMHead1D": "linear",
-    "cross_entropy_1d": "loss",
-    "vocab_parallel_cross_entropy": "loss",
+    "Linear1D_Col": "tensor.linear",
+    "Linear1D_Row": "tensor.linear",
+    "ParallelModule": "tensor.parallel_module",
+    "VocabParallelEmbedding1D": "tensor.embedding",
+    "VocabParallelLMHead1D": "tensor.linear",
+    "cross_entropy_1d": "vocab.loss",
+    "vocab_parallel_cross_entropy": "vocab.loss",
 }
 __all__ = sorted(_WHERE)
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.context import Axis
 from shardformer.errors import ConfigError
-from shardformer.layers.parallel_module import GroupLike
 from shardformer.layers.random_stream import RandomStream
+from shardformer.layers.tensor.parallel_module import GroupLike
+from shardformer.mesh.axis import Axis
 
 
 class DropoutForParallelInput(nn.Module):

@@ -4,7 +4,7 @@
     output   dense (hands its bias on) -> dropout -> + residual           one kernel before the next norm
 
 The linear calls ``start_chain(y, bias)``; what the forward does next with the result is noted and compiled
-(``shardformer.layers.chain``). Communicates nothing.
+(``shardformer.layers.fused_chain``). Communicates nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.layers.chain import extend, finish, is_chainable, notes
-from shardformer.layers.chain_kernels import FORMULAS, Op
+from shardformer.layers.fused_chain import extend, finish, is_chainable, notes
+from shardformer.layers.fused_kernels import FORMULAS, Op
 
 __all__ = ["JitActivation", "JitDropout", "finish", "jit_problem", "start_chain"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import broadcast, broadcast_object
-from shardformer.context import Axis
+from shardformer.mesh.axis import Axis
 
 
 class RandomStream:

@@ -12,7 +12,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from shardformer.errors import ConfigError
 from shardformer.lazy.recipe import Place, compute, place_of, view_of
-from shardformer.lazy.recorder import VERSION, Recorder
+from shardformer.lazy.recorder import VERSION, InitRecorder
 
 NOTES = "_shardformer_loading"
 
@@ -24,7 +24,7 @@ def is_lazy(model: nn.Module) -> bool:
 
 def recording(model: nn.Module) -> AbstractContextManager[Any]:
     """Where a model without values is changed: what is done to its tensors goes into their recipes."""
-    return Recorder() if is_lazy(model) else nullcontext()
+    return InitRecorder() if is_lazy(model) else nullcontext()
 
 
 def copy_with_values(model: nn.Module) -> nn.Module:

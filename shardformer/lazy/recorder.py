@@ -55,7 +55,7 @@ class Disguise(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Recorder(TorchDispatchMode):
+class InitRecorder(TorchDispatchMode):
     """Writes down what is done to tensors without values, in the recipe of each; all else is carried out as always.
 
     What asks for a value (``item()``, a comparison) gets the true one: it is computed then and there. A step that draws
@@ -159,7 +159,7 @@ class Recorder(TorchDispatchMode):
             place.writer = step
 
 
-class LazyInit(Recorder):
+class LazyInit(InitRecorder):
     """Builds models without values: ``with LazyInit(): model = BertModel(config)``.
 
     Parameters and floating-point buffers stand on the meta device, each with a recipe. ``shard_model``, or

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from shardformer.comm.collectives import all_reduce
 from shardformer.comm.params import param_specs, pipe_place, tensor_axis
-from shardformer.context import Axis
 from shardformer.errors import ConfigError
+from shardformer.mesh.axis import Axis
 
 
 def clip_grad_norm_(

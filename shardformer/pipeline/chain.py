@@ -26,9 +26,10 @@ class Segment:
         units: path of the module that each unit calls, in order.
         entry: (path of a module, name of its argument): where the states that the stack before it made come in. None:
             they come in as the hidden states of the first unit.
-        front, behind: paths of what goes with the first unit, and with the last, where the order in which the model
+        before, after: paths of what goes with the first unit, and with the last, where the order in which the model
             registers its modules does not tell.
-        lent: attributes of the first unit's module, modules among them, that the first unit of every stage has too.
+        from_first: attributes of the first unit's module, modules among them, that the first unit of every stage
+            has too.
         everywhere: paths of what every stage with a unit of this stack has.
         returns: how many things a layer returns; 0 for its hidden states alone.
         is_stretched: whether a tensor rank has a stretch of the sequence between its layers.
@@ -37,9 +38,9 @@ class Segment:
     layers: str
     units: tuple[str, ...]
     entry: tuple[str, str] | None = None
-    front: tuple[str, ...] = ()
-    behind: tuple[str, ...] = ()
-    lent: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    from_first: tuple[str, ...] = ()
     everywhere: tuple[str, ...] = ()
     returns: int = 0
     is_stretched: bool = False
@@ -55,8 +56,8 @@ class Segment:
             layers=join(self.layers),
             units=tuple(map(join, self.units)),
             entry=(join(self.entry[0]), self.entry[1]) if self.entry else None,
-            front=tuple(map(join, self.front)),
-            behind=tuple(map(join, self.behind)),
+            before=tuple(map(join, self.before)),
+            after=tuple(map(join, self.after)),
             everywhere=tuple(map(join, self.everywhere)),
         )
 
@@ -67,7 +68,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Span:
+class UnitRange:
     """The units from ``start`` to before ``end``: what one virtual stage runs."""
 
     start: int
@@ -108,9 +109,9 @@ class Chain:
         begins = unit == self.starts[index]
         return (() if begins and has_context else ("hidden",)) + (("context",) if has_context else ())
 
-    def spans(self, bounds: Sequence[int]) -> list[Span]:
+    def spans(self, bounds: Sequence[int]) -> list[UnitRange]:
         """The spans between bounds, which are as many as the stages and one."""
-        return [Span(a, b) for a, b in pairwise(bounds)]
+        return [UnitRange(a, b) for a, b in pairwise(bounds)]
 
 
 def homes(model: nn.Module, units: Chain) -> dict[str, frozenset[int]]:
@@ -118,13 +119,13 @@ def homes(model: nn.Module, units: Chain) -> dict[str, frozenset[int]]:
 
     What stands in a layer goes with every call of it. All else goes with the first or the last unit of a stack: what
     the model registers before a stack's first layer is its front, what it registers behind it (or inside of the module
-    that holds the stack before) goes with that stack's last; ``front`` and ``behind`` of a segment say what differs.
+    that holds the stack before) goes with that stack's last; ``before`` and ``after`` of a segment say what differs.
     """
     order = {name: at for at, name in enumerate(_in_order(model))}
     return {name: frozenset(_homes_of(name, units, order)) for name in order}
 
 
-def holders(home: Mapping[str, frozenset[int]], spans: Sequence[Span]) -> dict[str, frozenset[int]]:
+def holders(home: Mapping[str, frozenset[int]], spans: Sequence[UnitRange]) -> dict[str, frozenset[int]]:
     """The virtual stages that hold each parameter and buffer, by name: those that run a unit it goes with."""
     return {
         name: frozenset(v for v, span in enumerate(spans) if any(unit in span for unit in units))
@@ -142,16 +143,16 @@ def _in_order(model: nn.Module) -> Iterator[str]:
 def _homes_of(name: str, units: Chain, order: Mapping[str, int]) -> Iterable[int]:
     for segment, start in zip(units.segments, units.starts, strict=True):
         whole = range(start, start + len(segment.units))
-        lent = [f"{segment.units[0]}.{path}" for path in segment.lent]
-        if any(_is_under(name, path) for path in (*segment.everywhere, *lent)):
+        from_first = [f"{segment.units[0]}.{path}" for path in segment.from_first]
+        if any(_is_under(name, path) for path in (*segment.everywhere, *from_first)):
             return whole
         inside = [u for u in whole if _is_under(name, segment.units[u - start])]
         if inside:
             return inside
     for segment, start in zip(units.segments, units.starts, strict=True):
-        if any(_is_under(name, path) for path in segment.front):
+        if any(_is_under(name, path) for path in segment.before):
             return [start]
-        if any(_is_under(name, path) for path in segment.behind):
+        if any(_is_under(name, path) for path in segment.after):
             return [start + len(segment.units) - 1]
     return [_unit_beside(name, units, order)]
 

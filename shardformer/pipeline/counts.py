@@ -39,7 +39,7 @@ Count = Tensor | int
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class LossCall:
     """One call of a loss.
 
     Args:
@@ -57,7 +57,7 @@ class Call:
     ignored: int | None
 
     @classmethod
-    def of(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    def of(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LossCall:
         bound = _signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
         named = bound.arguments

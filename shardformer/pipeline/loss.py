@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline.counts import WATCHED, Call, Count
-from shardformer.pipeline.targets import Form, Trace, evaluate, find, tensors_of
+from shardformer.pipeline.counts import WATCHED, Count, LossCall
+from shardformer.pipeline.targets import Form, LabelTracer, evaluate, find, tensors_of
 
 LossWeight = Callable[[Mapping[str, Any]], float]
 Problem = Callable[[], ConfigError]
@@ -44,7 +44,7 @@ class _Loss:
     n_m: list[float] = field(default_factory=list)
     seen: dict[int, Count] = field(default_factory=dict)
 
-    def is_like(self, call: Call) -> bool:
+    def is_like(self, call: LossCall) -> bool:
         return (self.name, self.is_mean) == (call.name, call.is_mean)
 
     @property
@@ -118,7 +118,7 @@ class LossWeights:
         if index == self._first:
             self._losses = []
         self._forwards[index] = _Forward()
-        trace = Trace(dict(tensors_of(self._micro_batches[index]))) if index == self._first else None
+        trace = LabelTracer(dict(tensors_of(self._micro_batches[index]))) if index == self._first else None
         self._watch = _Watch(self, index, trace)
         self._watch.__enter__()
 
@@ -161,7 +161,7 @@ class LossWeights:
                     raise problem()
         self._check_own_means()
 
-    def call(self, index: int, trace: Trace | None, call: Call) -> Tensor:
+    def call(self, index: int, trace: LabelTracer | None, call: LossCall) -> Tensor:
         """A watched loss of micro-batch ``index``: its part of the whole; a sum as it is."""
         forward = self._forwards[index]
         forward.reductions.append(call.reduction)
@@ -179,7 +179,7 @@ class LossWeights:
         forward.parts.append(self._part(self._losses[number], index, call))
         return forward.parts[-1]
 
-    def _part(self, loss: _Loss, index: int, call: Call) -> Tensor:
+    def _part(self, loss: _Loss, index: int, call: LossCall) -> Tensor:
         if not call.is_mean:
             loss.seen[index] = call.count()
             return call.given()
@@ -188,7 +188,7 @@ class LossWeights:
             return call.given()
         return call.given() * (n / total) if n else call.summed() * 0.0
 
-    def _predict(self, first: int, trace: Trace | None, call: Call, number: int) -> list[float]:
+    def _predict(self, first: int, trace: LabelTracer | None, call: LossCall, number: int) -> list[float]:
         """What the call counts in each micro-batch."""
         here = call.count()
         tensors = [dict(tensors_of(m)) for m in self._micro_batches]
@@ -202,7 +202,7 @@ class LossWeights:
         return [float(n) for n in n_m]
 
     def _by_basis(
-        self, first: int, trace: Trace | None, call: Call, number: int, tensors: list[dict[Any, Tensor]]
+        self, first: int, trace: LabelTracer | None, call: LossCall, number: int, tensors: list[dict[Any, Tensor]]
     ) -> list[Any] | None:
         """Counts in what the others have for the labels here; None where the labels came from nowhere."""
         basis, here = call.basis, tensors[first]
@@ -236,7 +236,7 @@ class LossWeights:
         there_m = [call.ignored_in(here, of_m) for of_m in tensors]
         return [count(m, form(tensors[m], ignored if i is None else i)) for m, i in enumerate(there_m)]
 
-    def _by_sample(self, first: int, call: Call, here: Count) -> list[Any]:
+    def _by_sample(self, first: int, call: LossCall, here: Count) -> list[Any]:
         """Counts in proportion to the samples, where nothing is ignored."""
         size = self._sizes[first]
         full = call.basis.numel() if call.has_classes and call.basis is not None else None
@@ -248,7 +248,7 @@ class LossWeights:
             )
         return [int(here) // size * other for other in self._sizes]
 
-    def _verify(self, index: int, number: int, call: Call) -> None:
+    def _verify(self, index: int, number: int, call: LossCall) -> None:
         expected, seen = self._losses[number].n_m[index], torch.as_tensor(call.count())
         name = call.name  # what is kept for later keeps no logits
         self._expect(
@@ -310,7 +310,7 @@ class LossWeights:
 class _Watch(TorchFunctionMode):
     """Sees every function of torch while a head runs."""
 
-    def __init__(self, weights: LossWeights, index: int, trace: Trace | None) -> None:
+    def __init__(self, weights: LossWeights, index: int, trace: LabelTracer | None) -> None:
         super().__init__()
         self._weights, self._index, self._trace = weights, index, trace
 
@@ -319,7 +319,7 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in WATCHED:
-            return self._weights.call(self._index, self._trace, Call.of(func, args, kwargs))
+            return self._weights.call(self._index, self._trace, LossCall.of(func, args, kwargs))
         out = func(*args, **kwargs)
         if self._trace is not None:
             self._trace.saw(func, args, kwargs, out)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from shardformer.errors import LaunchError, ShardFormerError
 from shardformer.pipeline.actions import Action, Kind
 from shardformer.pipeline.backward import WeightBackward, backward_of_inputs
-from shardformer.pipeline.chain import Chain, Span
-from shardformer.pipeline.links import Links
-from shardformer.pipeline.passage import Passage, Payload, Run
+from shardformer.pipeline.chain import Chain, UnitRange
+from shardformer.pipeline.exchange import StageExchange
 from shardformer.pipeline.schedule import Schedule
+from shardformer.pipeline.stage_forward import Payload, StageForward, StagePass
 
 LOST = ("Connection closed", "Connection reset", "Timed out", "Application timeout", "Broken pipe", "Socket", "remote")
 """How gloo and NCCL say that a peer is gone."""
@@ -44,7 +44,7 @@ class _Live:
 
 
 @dataclass
-class Job:
+class StepJob:
     """One batch.
 
     Args:
@@ -79,16 +79,22 @@ class Runtime:
 
     Args:
         model: this rank's part.
-        passage: that runs stretches of it.
+        stage_forward: that runs stretches of it.
         spans: the units of each virtual stage.
-        links: to the other ranks.
+        exchange: to the other ranks.
     """
 
     def __init__(
-        self, model: nn.Module, passage: Passage, chain: Chain, spans: Sequence[Span], links: Links, stage: int
+        self,
+        model: nn.Module,
+        stage_forward: StageForward,
+        chain: Chain,
+        spans: Sequence[UnitRange],
+        exchange: StageExchange,
+        stage: int,
     ) -> None:
-        self._model, self._passage, self._chain = model, passage, chain
-        self._spans, self._links, self._stage = spans, links, stage
+        self._model, self._stage_forward, self._chain = model, stage_forward, chain
+        self._spans, self._exchange, self._stage = spans, exchange, stage
         self._live: dict[tuple[int, int], _Live] = {}
         self._weights: dict[tuple[int, int], WeightBackward] = {}
         self._broken_off = ""
@@ -104,13 +110,13 @@ class Runtime:
             remedy="Let the error end this process, and with it the others, and start again from what was saved",
         )
 
-    def run(self, job: Job) -> None:
+    def run(self, job: StepJob) -> None:
         """Does what the schedule says for this rank. Raises LaunchError when another stage is gone."""
         self._job = job
         self._live.clear()
         self._weights.clear()
-        self._links.begin(job.schedule, job.keys)
-        self._links.prefetch()
+        self._exchange.begin(job.schedule, job.keys)
+        self._exchange.prefetch()
         start = time.perf_counter()
         if self.trace is not None:
             self.trace.start = start
@@ -124,7 +130,7 @@ class Runtime:
                 self.trace.in_flight = max(self.trace.in_flight, len({*self._live, *self._weights}))
         self._broken_off = "at the end of a step"
         with self.named(self._broken_off):
-            self._links.finish()
+            self._exchange.finish()
         self._broken_off = ""
 
     def _do(self, action: Action) -> float:
@@ -142,22 +148,22 @@ class Runtime:
         began = time.perf_counter()
         received: list[Tensor] = []
         if stage > 0:
-            parts, shapes = self._links.activations(stage, index)
+            parts, shapes = self._exchange.activations(stage, index)
             received = [self._leaf(p, s.trains) for p, s in zip(parts, shapes, strict=True)]
         waited = time.perf_counter() - began
         is_last = stage == job.schedule.last
         names = self._chain.carried(span.start)
-        run = Run(span, dict(zip(names, received, strict=True)), job.seeds[index])
+        run = StagePass(span, dict(zip(names, received, strict=True)), job.seeds[index])
         if is_last:
             run.at_end = lambda: job.head.before(index)
-        output, payload = self._passage.run(self._model, run, lambda: self._model(**job.batches[index]))
+        output, payload = self._stage_forward.run(self._model, run, lambda: self._model(**job.batches[index]))
         live = _Live(received, [])
         if is_last:
             live.loss = job.head.after(index, output)
         else:
             assert payload is not None
             live.handed_on = list(payload.values())
-            self._links.send(action, list(payload.values()), self._are_whole(span.end, payload))
+            self._exchange.send(action, list(payload.values()), self._are_whole(span.end, payload))
         if torch.is_grad_enabled():
             self._live[stage, index] = live
         return waited
@@ -179,12 +185,12 @@ class Runtime:
         if stage != self._job.schedule.last:
             began = time.perf_counter()
             outputs = [t for t in live.handed_on if t.requires_grad]
-            grads = self._links.gradients(stage, index, action.kind)
+            grads = self._exchange.gradients(stage, index, action.kind)
             waited = time.perf_counter() - began
         trains = [x for x in live.received if x.requires_grad]
         arrived = self._go_back(action, outputs, grads, trains)
         if stage > 0:
-            self._links.send(action, arrived, [])
+            self._exchange.send(action, arrived, [])
         return waited
 
     def _go_back(
@@ -210,7 +216,7 @@ class Runtime:
             raise
         except Exception as error:
             if isinstance(error, RuntimeError) and any(word in str(error) for word in LOST):
-                raise _gone(self._links.waiting_for, where, error) from error
+                raise _gone(self._exchange.waiting_for, where, error) from error
             error.add_note(f"In {where}.")
             raise
 

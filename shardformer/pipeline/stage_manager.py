@@ -7,9 +7,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardformer.comm.point_to_point import Wires
-from shardformer.context import AXES, Axis, ParallelContext
+from shardformer.comm.point_to_point import PointToPoint
 from shardformer.errors import ConfigError, nearest
+from shardformer.mesh.axis import Axis
+from shardformer.mesh.context import AXES, ParallelContext
 from shardformer.pipeline.balance import CUTS
 from shardformer.pipeline.schedule import check_names, default_chunks, placement_of
 
@@ -53,7 +54,7 @@ class PipelineStageManager:
         self.placement = placement_of(schedule, self.axis.size, self.num_model_chunks)
         self.cut, self.costs, self.checkpoint_layers = cut, costs, checkpoint_layers
         self._check_cut()
-        self.wires = Wires(self.axis, _groups_along(context, "pipe"))
+        self.point_to_point = PointToPoint(self.axis, _groups_along(context, "pipe"))
 
     @property
     def axis(self) -> Axis:

@@ -1,9 +1,9 @@
 """How a loss's target came from the micro-batch, so that those of other micro-batches are known before they run.
 
 A head may shift its labels, clamp them, flatten them, write into a copy of them. Whoever watches the head's functions
-(``Trace``) knows the target as an expression over the micro-batch's own tensors, and can work it out for a micro-batch
-that did not run yet. Where that is not seen (the labels were copied on their way), the target is looked for among the
-micro-batch's tensors by its content, in the forms that heads give it (``find``).
+(``LabelTracer``) knows the target as an expression over the micro-batch's own tensors, and can work it out for a
+micro-batch that did not run yet. Where that is not seen (the labels were copied on their way), the target is looked for
+among the micro-batch's tensors by its content, in the forms that heads give it (``find``).
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _Unknown(Exception):
     """An argument is no expression over the micro-batch."""
 
 
-class Trace:
+class LabelTracer:
     """What became of a micro-batch's tensors, as told by ``saw`` after each function of torch."""
 
     def __init__(self, tensors: Tensors) -> None:

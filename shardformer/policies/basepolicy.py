@@ -1,5 +1,6 @@
 """The names under which the first form of a policy was published."""
 
-from shardformer.sharding.policy import Argument, Col_Layer, Layer, Policy, Row_Layer
+from shardformer.policies.describe import Argument, Col_Layer, Layer, Row_Layer
+from shardformer.policies.policy import Policy
 
 __all__ = ["Argument", "Col_Layer", "Layer", "Policy", "Row_Layer"]

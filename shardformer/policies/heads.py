@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from shardformer.errors import ConfigError, PolicyError, nearest
-from shardformer.layout import Split, even_bounds
+from shardformer.layout.spec import Split, even_bounds
 
 
 @dataclass(frozen=True)
@@ -25,39 +25,42 @@ class HeadLayout:
         query    0 1    2 3     4   5
         KV       0      0 1     1   1
 
-    Where the heads lie in several ``banks``, one behind the other, each of them is cut so.
+    Where the heads lie in several ``partitions``, one behind the other, each of them is cut so.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     ranks: int
-    banks: int = 1
+    partitions: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads or self.num_kv_heads % self.banks:
+        if self.num_heads % self.num_kv_heads or self.num_kv_heads % self.partitions:
             raise ConfigError(
-                f"{self.num_heads} query heads on {self.num_kv_heads} KV heads" + self._in_banks,
-                rule="Every KV head serves the same number of query heads, and every bank has the same number of heads",
+                f"{self.num_heads} query heads on {self.num_kv_heads} KV heads" + self._in_partitions,
+                rule="Every KV head serves as many query heads as another, and every partition has as many heads",
                 remedy="Check the head counts in the model's config",
             )
-        if (most := self.num_heads // self.banks) < self.ranks:
+        if (most := self.num_heads // self.partitions) < self.ranks:
             fits = ", ".join(str(n) for n in range(1, most + 1))
             raise ConfigError(
-                f"A tensor size of {self.ranks} is more than the {most} attention heads" + self._in_banks,
+                f"A tensor size of {self.ranks} is more than the {most} attention heads" + self._in_partitions,
                 rule="Every tensor rank computes at least one whole head",
                 remedy=f"Use a tensor size of {fits}" if most > 1 else "Leave this model whole: tensor=1",
             )
 
     @property
-    def _in_banks(self) -> str:
-        return f" in {self.banks} banks" if self.banks > 1 else ""
+    def _in_partitions(self) -> str:
+        return f" in {self.partitions} partitions" if self.partitions > 1 else ""
 
     @cached_property
-    def bank(self) -> HeadLayout:
-        """The layout of one bank."""
+    def partition(self) -> HeadLayout:
+        """The layout of one partition."""
         return replace(
-            self, num_heads=self.num_heads // self.banks, num_kv_heads=self.num_kv_heads // self.banks, banks=1
+            self,
+            num_heads=self.num_heads // self.partitions,
+            num_kv_heads=self.num_kv_heads // self.partitions,
+            partitions=1,
         )
 
     @property
@@ -66,13 +69,13 @@ class HeadLayout:
 
     @cached_property
     def query_bounds(self) -> list[int]:
-        """Where the query heads of each rank begin and end, in every bank."""
-        if (kv_heads := self.num_kv_heads // self.banks) >= self.ranks:
+        """Where the query heads of each rank begin and end, in every partition."""
+        if (kv_heads := self.num_kv_heads // self.partitions) >= self.ranks:
             return [b * self.group for b in even_bounds(kv_heads, self.ranks)]
-        return even_bounds(self.num_heads // self.banks, self.ranks)
+        return even_bounds(self.num_heads // self.partitions, self.ranks)
 
     def heads(self, rank: int) -> int:
-        return self.banks * len(self._own(rank))
+        return self.partitions * len(self._own(rank))
 
     def _read(self, rank: int) -> list[int]:
         """For each local query head, the KV head that it reads."""
@@ -90,11 +93,11 @@ class HeadLayout:
         read, held = self._read(rank), self.held(rank)
         if all(read.count(h) == read.count(held[0]) for h in held):
             return None
-        return [bank * len(held) + held.index(h) for bank in range(self.banks) for h in read]
+        return [partition * len(held) + held.index(h) for partition in range(self.partitions) for h in read]
 
     def kv_heads(self, rank: int) -> int:
         """How many KV heads the forward sees."""
-        return self.heads(rank) if self.expand(rank) is not None else self.banks * len(self.held(rank))
+        return self.heads(rank) if self.expand(rank) is not None else self.partitions * len(self.held(rank))
 
     def query_split(self, unit: int | None = None) -> Split:
         """Features of which each query head has ``unit``, by default the head dim."""
@@ -106,10 +109,10 @@ class HeadLayout:
         return self._split([(h[0], h[-1] + 1) for h in held], unit)
 
     def _split(self, heads: Iterable[tuple[int, int]], unit: int | None) -> Split:
-        """Every rank's heads, from one to before another, of each bank."""
+        """Every rank's heads, from one to before another, of each partition."""
         d = unit or self.head_dim
-        bank = Split(tuple(((a * d, b * d),) for a, b in heads))
-        return Split.stack([bank] * self.banks, [bank.full] * self.banks)
+        partition = Split(tuple(((a * d, b * d),) for a, b in heads))
+        return Split.stack([partition] * self.partitions, [partition.full] * self.partitions)
 
     def grouped_split(self, queries: bool, width: int) -> Split:
         """Features that lie by KV head: its query heads' (where ``queries``), its k, its v; ``width`` in all."""

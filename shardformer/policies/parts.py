@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
-from shardformer.errors import PolicyError, nearest
-from shardformer.layout import Split
+from shardformer.errors import PolicyError
+from shardformer.layout.spec import Split
+from shardformer.policies.describe import ModulePolicyDescription
 from shardformer.policies.heads import HeadLayout
 from shardformer.policies.paths import find, relative
-from shardformer.sharding.policy import ModulePolicyDescription
+from shardformer.policies.roles import Attention
 
-if TYPE_CHECKING:
-    from shardformer.policies.blocks import Attention
-
-COUNTED = {
-    "attributes": ("heads", "kv_heads", "groups", "width"),
-    "parameters": ("heads", "width", "inside"),
-    "norms": ("heads", "kv_heads"),
-}
 T = TypeVar("T")
-
-Said = str | tuple[str, int]
-"""What a dim of a parameter counts, and which dim, where several are of that size."""
 
 
 def without_lacking(attention: Attention, layer: nn.Module) -> Attention:
@@ -81,19 +71,6 @@ def parameter_splits(attention: Attention, layer: nn.Module, layout: HeadLayout)
             )
         out[path] = {dims[0]: splits[kind]}
     return out
-
-
-def check_counted(attention: Attention) -> None:
-    """Raises PolicyError for an attribute or parameter that is said to count what there is not."""
-    for field, kinds in COUNTED.items():
-        for name, value in getattr(attention, field).items():
-            kind = value if isinstance(value, str) else value[0]
-            if kind not in kinds:
-                raise PolicyError(
-                    f"{field}={{{name!r}: {value!r}}} of the attention {attention.at!r}",
-                    rule=f"What {field} count is {', '.join(kinds)}",
-                    remedy=nearest(str(kind), kinds),
-                )
 
 
 def merged(descriptions: Sequence[ModulePolicyDescription]) -> ModulePolicyDescription:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 
 from shardformer.errors import PolicyError, nearest
-from shardformer.layers.linear import is_linear, is_transposed
+from shardformer.layers.tensor.linear import is_linear, is_transposed
 
 
 def join(*parts: str) -> str:

@@ -15,14 +15,15 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from shardformer.comm.collectives import broadcast, broadcast_object, checksum, gather_objects
-from shardformer.comm.rehearsal import Rehearsal
-from shardformer.context import Axis, ParallelContext
+from shardformer.comm.threads import ThreadGroup
+from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, InputError, LaunchError, ShardFormerError
 from shardformer.lazy.materialize import named_tensors
 from shardformer.lazy.recipe import place_of, random_steps, text_of
-from shardformer.sharding.config import ShardConfig
+from shardformer.mesh.axis import Axis
+from shardformer.mesh.context import ParallelContext
 
-WORD = "shardformer/word"
+ANNOUNCEMENTS = "shardformer/word"
 COME_S = 30.0
 BYSTANDER_S = 10.0
 """How long to wait for the word of processes outside of the group given: they may not shard anything at all."""
@@ -44,16 +45,18 @@ def agree_on_group(config: ShardConfig) -> ParallelContext:
         context = config.resolve_context()
     except ShardFormerError as error:
         problem = error
-    rehearsed = context is not None and isinstance(context.tensor.group, Rehearsal)
+    rehearsed = context is not None and isinstance(context.tensor.group, ThreadGroup)
     if dist.is_initialized() and dist.get_world_size() > 1 and not rehearsed:
         ranks = list(context.tensor.ranks) if context is not None else []
         kind = "the grid of launch_from_torch" if config.context is not None else "the process group"
-        word = _Word(ranks, f"{kind} {ranks}", str(problem or ""))
+        word = _Announcement(ranks, f"{kind} {ranks}", str(problem or ""))
         store, rank = _get_default_store(), dist.get_rank()
-        store.set(f"{WORD}/{rank}/{store.add(f'{WORD}/{rank}', 1)}", json.dumps(astuple(word)))
+        store.set(f"{ANNOUNCEMENTS}/{rank}/{store.add(f'{ANNOUNCEMENTS}/{rank}', 1)}", json.dumps(astuple(word)))
         deadline = time.monotonic() + BYSTANDER_S
         # all are heard before anything is raised, so that a next call does not meet words of this one
-        heard = [_hear(store, other, word, deadline) for other in range(dist.get_world_size()) if other != rank]
+        heard = [
+            _read_announcements(store, other, word, deadline) for other in range(dist.get_world_size()) if other != rank
+        ]
         problem = problem or next((trouble for trouble in heard if trouble is not None), None)
     if problem is not None:
         raise problem
@@ -62,7 +65,7 @@ def agree_on_group(config: ShardConfig) -> ParallelContext:
 
 
 @dataclass(frozen=True)
-class _Word:
+class _Announcement:
     """What a process wrote: the ranks of the group it gave, the group in words, and why it cannot shard if so."""
 
     ranks: list[int]
@@ -70,19 +73,19 @@ class _Word:
     trouble: str
 
 
-def _hear(store: Any, other: int, mine: _Word, deadline: float) -> ShardFormerError | None:
+def _read_announcements(store: Any, other: int, mine: _Announcement, deadline: float) -> ShardFormerError | None:
     """Reads on in what process ``other`` wrote, to the next word that is about this process too. Returns what is wrong.
 
     A member of this one's group is waited for, others until the deadline. What they wrote about groups without this
     process is passed over; a word of theirs for a later call of ours stays.
     """
     me, is_member = dist.get_rank(), other in mine.ranks
-    place = f"{WORD}/{me}/of/{other}"
+    place = f"{ANNOUNCEMENTS}/{me}/of/{other}"
     while True:
-        key = f"{WORD}/{other}/{store.add(place, 0) + 1}"
+        key = f"{ANNOUNCEMENTS}/{other}/{store.add(place, 0) + 1}"
         if not _comes(store, key, None if is_member else deadline):
             return _did_not_come(other, mine) if is_member else None
-        theirs = _Word(*json.loads(store.get(key)))
+        theirs = _Announcement(*json.loads(store.get(key)))
         is_about_us = me in theirs.ranks
         if is_about_us and not is_member and not mine.trouble:
             return None
@@ -105,7 +108,7 @@ def _hear(store: Any, other: int, mine: _Word, deadline: float) -> ShardFormerEr
             return None
 
 
-def _did_not_come(other: int, mine: _Word) -> LaunchError:
+def _did_not_come(other: int, mine: _Announcement) -> LaunchError:
     return LaunchError(
         f"Process {other} did not come to shard over {mine.group}, as process {dist.get_rank()} did",
         rule="The members of a group shard over the same group, in the same order",
@@ -165,7 +168,7 @@ def wait_for_all(axis: Axis, call: str, count: int) -> None:
 
     Raises InputError when one has not come within ``COME_S`` seconds.
     """
-    if axis.size == 1 or isinstance(axis.group, Rehearsal):
+    if axis.size == 1 or isinstance(axis.group, ThreadGroup):
         return
     store, name = _get_default_store(), f"shardformer/{call}/{axis.ranks}/{count}"
     store.set(f"{name}/{dist.get_rank()}", "here")

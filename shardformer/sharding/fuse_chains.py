@@ -8,14 +8,15 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from shardformer.context import local_device
 from shardformer.errors import ConfigError
-from shardformer.layers.chain_kernels import Op, Program, fuses
 from shardformer.layers.fused import JitActivation, JitDropout, jit_problem, start_chain
-from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
+from shardformer.layers.fused_kernels import Op, Program, fuses
+from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
+from shardformer.mesh.context import local_device
+from shardformer.policies.describe import BlockDescription, StackDescription
+from shardformer.policies.policy import Policy
+from shardformer.sharding.describe import ShardRecord
 from shardformer.sharding.plan import Plan
-from shardformer.sharding.policy import BlockDescription, Policy, StackDescription
-from shardformer.sharding.record import ShardRecord
 
 FORMS = BIASED, GATE, RESIDUAL = ("bias and activation", "activation and gate", "bias, dropout and residual")
 SAID = {"mul": "gate", "dropout": "dropout if any", "add": "residual where it follows at once"}

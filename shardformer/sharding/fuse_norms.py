@@ -9,8 +9,8 @@ from torch import nn
 
 from shardformer.errors import ConfigError
 from shardformer.layers.norm import fused_norm
-from shardformer.layers.parallel_module import ParallelModule
-from shardformer.sharding.record import ShardRecord
+from shardformer.layers.tensor.parallel_module import ParallelModule
+from shardformer.sharding.describe import ShardRecord
 
 
 def check_norms(model: nn.Module) -> None:

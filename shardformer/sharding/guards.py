@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from shardformer.comm.collectives import broadcast, checksum, gather_objects
 from shardformer.comm.params import gather_param, param_specs
-from shardformer.context import Axis, ParallelContext
+from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, InputError
+from shardformer.mesh.axis import Axis
+from shardformer.mesh.context import ParallelContext
 from shardformer.sharding.agree import wait_for_all
-from shardformer.sharding.config import ShardConfig
-from shardformer.sharding.record import ShardRecord, record_of
+from shardformer.sharding.describe import ShardRecord, record_of
 from shardformer.sharding.stages import OF_EVERY_LAYER, WHY_NOT, Stages
 
 
@@ -59,7 +60,12 @@ class _Guard:
     def _refuse_alone(self, model: nn.Module) -> None:
         """A stage is no model by itself: only a pipeline hands it what the stage before made."""
         stages = self._record.stages
-        if stages is None or stages.manager.num_stages == 1 or stages.passage is None or stages.passage.now is not None:
+        if (
+            stages is None
+            or stages.manager.num_stages == 1
+            or stages.stage_forward is None
+            or stages.stage_forward.now is not None
+        ):
             return
         raise ConfigError(
             f"This {type(model).__name__} was called on stage {stages.manager.stage} of {stages.manager.num_stages}",

@@ -6,15 +6,15 @@ from functools import partial
 
 from torch import nn
 
-from shardformer.context import local_device
+from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError
-from shardformer.layers.attention import check_flash_attention, use_flash_attention
-from shardformer.sharding.config import ShardConfig
+from shardformer.layers.attention.select import check_flash_attention, use_flash_attention
+from shardformer.mesh.context import local_device
+from shardformer.policies.policy import Policy
+from shardformer.sharding.describe import ShardRecord
 from shardformer.sharding.fuse_chains import check_chains, fuse_chains
 from shardformer.sharding.fuse_norms import check_norms, fuse_norms
 from shardformer.sharding.plan import Plan
-from shardformer.sharding.policy import Policy
-from shardformer.sharding.record import ShardRecord
 
 
 def check_optimizations(model: nn.Module, config: ShardConfig, policy: Policy) -> None:

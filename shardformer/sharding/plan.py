@@ -11,16 +11,16 @@ from typing import Any
 from torch import nn
 
 from shardformer.errors import ConfigError, PolicyError, nearest
-from shardformer.layers.linear import is_linear
-from shardformer.layout import Split
-from shardformer.sharding.policy import (
+from shardformer.layers.tensor.linear import is_linear
+from shardformer.layout.spec import Split
+from shardformer.policies.describe import (
     BlockDescription,
     ModuleKey,
     ModulePolicyDescription,
-    Policy,
     StackDescription,
     SubModuleReplacementDescription,
 )
+from shardformer.policies.policy import Policy
 
 LARGE_SHARE = 0.1
 """Outside the stacks, a matrix with more than this share of all parameters needs a rule."""

@@ -11,19 +11,20 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from shardformer.comm.conjugates import enter_block
-from shardformer.comm.gradients import BUCKET_BYTES, Entry, GradientAverager
 from shardformer.comm.params import param_specs
-from shardformer.context import Axis, ParallelContext
-from shardformer.layers.arguments import change_argument
-from shardformer.layers.block import Block
-from shardformer.layers.parallel_module import ParallelModule
+from shardformer.config import ShardConfig
 from shardformer.layers.random_stream import AgreedDraw
-from shardformer.layers.sequence import SequenceRegion
-from shardformer.layout import ShardSpec
+from shardformer.layers.tensor.arguments import change_argument
+from shardformer.layers.tensor.block import Block
+from shardformer.layers.tensor.parallel_module import ParallelModule
+from shardformer.layers.tensor.sequence import SequenceRegion
+from shardformer.layout.spec import ShardSpec
+from shardformer.mesh.axis import Axis
+from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.stage_manager import groups_of
-from shardformer.sharding.config import ShardConfig
+from shardformer.policies.describe import StackDescription
+from shardformer.reduce.buckets import BUCKET_BYTES, Entry, GradientAverager
 from shardformer.sharding.plan import Plan
-from shardformer.sharding.policy import StackDescription
 from shardformer.sharding.stages import Stages
 
 READ_LIBRARIES = ("torch", "transformers", "timm", "shardformer")

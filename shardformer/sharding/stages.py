@@ -10,15 +10,16 @@ from torch import Tensor, nn
 
 from shardformer.comm.params import PIPE_PLACE, PipePlace
 from shardformer.errors import ConfigError
-from shardformer.layers.embedding import VocabParallelEmbedding1D
-from shardformer.pipeline.absent import Ghosts
+from shardformer.layers.tensor.embedding import VocabParallelEmbedding1D
 from shardformer.pipeline.balance import balanced, even, explicit
-from shardformer.pipeline.chain import Chain, Segment, Span, holders, homes, no_chain
-from shardformer.pipeline.passage import Passage
+from shardformer.pipeline.chain import Chain, Segment, UnitRange, holders, homes, no_chain
+from shardformer.pipeline.placeholders import Placeholders
+from shardformer.pipeline.stage_forward import StageForward
 from shardformer.pipeline.stage_manager import PipelineStageManager
+from shardformer.policies.describe import ModulePolicyDescription
+from shardformer.policies.policy import Policy
 from shardformer.sharding.costs import costs_of
 from shardformer.sharding.plan import Plan, Target
-from shardformer.sharding.policy import ModulePolicyDescription, Policy
 
 OF_EVERY_LAYER = ("output_router_logits", "output_hidden_states", "output_attentions")
 WHY_NOT = "It collects something of every layer, and a stage has its own layers only"
@@ -52,15 +53,15 @@ class Stages:
 
     manager: PipelineStageManager
     chain: Chain
-    spans: list[Span]
+    spans: list[UnitRange]
     costs: list[float]
     home: dict[str, frozenset[int]]
     holders: dict[str, frozenset[int]]
     state: dict[str, tuple[str, tuple[int, ...]]]
     shared: dict[str, tuple[int, ...]]
     parameters: dict[str, tuple[str, int]] = field(default_factory=dict)
-    ghosts: Ghosts = field(default_factory=Ghosts)
-    passage: Passage | None = None
+    placeholders: Placeholders = field(default_factory=Placeholders)
+    stage_forward: StageForward | None = None
     draws: bool = False
     shared_params: list[dict[int, Tensor]] = field(default_factory=list)
 
@@ -88,9 +89,9 @@ class Stages:
 
     def take_out(self, model: nn.Module) -> None:
         """Takes the other stages' parameters out of the model."""
-        self.ghosts.remove(model, {name: self.is_here(name) for name in self.holders})
+        self.placeholders.remove(model, {name: self.is_here(name) for name in self.holders})
 
-    def _own_spans(self) -> list[Span]:
+    def _own_spans(self) -> list[UnitRange]:
         return [self.spans[v] for v in self.manager.virtual_stages]
 
     def restricted(self, plan: Plan) -> Plan:
@@ -100,7 +101,7 @@ class Stages:
     def _restricted(self, target: Target) -> Target:
         def is_here(path: str) -> bool:
             module = target.submodule(path)[1]
-            return module is None or not self.ghosts.has_any(module)
+            return module is None or not self.placeholders.has_any(module)
 
         d = target.description
         parameters = {p: s for p, s in (d.parameters or {}).items() if self._has(target, p)}
@@ -124,11 +125,11 @@ class Stages:
 
     def open(self, model: nn.Module) -> None:
         """Puts what runs a stretch of the model into its layers; after all else that changes them."""
-        lend(model, self.chain, self._own_spans())
-        self.passage = Passage(
+        share_from_first(model, self.chain, self._own_spans())
+        self.stage_forward = StageForward(
             model,
             self.chain,
-            self.ghosts,
+            self.placeholders,
             self.home,
             (nn.Embedding, VocabParallelEmbedding1D),
             self._checkpointed(),
@@ -166,7 +167,7 @@ def make_stages(model: nn.Module, policy: Policy, manager: PipelineStageManager)
 
 def cut_into(
     model: nn.Module, policy: Policy, asked: Asked
-) -> tuple[Chain, dict[str, frozenset[int]], list[float], list[Span]]:
+) -> tuple[Chain, dict[str, frozenset[int]], list[float], list[UnitRange]]:
     """The layers of a model in a row, what goes with each, what each costs, and those of each virtual stage.
 
     Raises as ``make_stages``.
@@ -189,7 +190,7 @@ def cut_into(
         )
     if count > max(len(costs), asked.num_stages):
         raise _too_many(model, asked, len(costs))
-    spans = chain.spans(_bounds(asked, costs, count)) if count > 1 else [Span(0, len(chain.units))]
+    spans = chain.spans(_bounds(asked, costs, count)) if count > 1 else [UnitRange(0, len(chain.units))]
     return chain, home, costs, spans
 
 
@@ -234,18 +235,18 @@ def _tie(stages: Stages) -> None:
             stages.shared |= dict.fromkeys(same, tuple(ranks))
 
 
-def lend(model: nn.Module, chain: Chain, spans: Sequence[Span]) -> None:
+def share_from_first(model: nn.Module, chain: Chain, spans: Sequence[UnitRange]) -> None:
     """The first layer of each stack in each of the spans gets what it needs of the first of all."""
     for segment, start in zip(chain.segments, chain.starts, strict=True):
         for span in spans:
             at = max(span.start, start)
             if start < at < min(span.end, start + len(segment.units)):
-                _lend(model, segment, segment.units[at - start])
+                _share_from_first(model, segment, segment.units[at - start])
 
 
-def _lend(model: nn.Module, segment: Segment, to: str) -> None:
+def _share_from_first(model: nn.Module, segment: Segment, to: str) -> None:
     """Lets a layer read attributes of the first one; not as modules of its own, which would name them twice."""
-    for path in segment.lent:
+    for path in segment.from_first:
         owner, _, name = path.rpartition(".")
         value = getattr(model.get_submodule(f"{segment.units[0]}.{owner}"), name)
         model.get_submodule(f"{to}.{owner}").__dict__[name] = value

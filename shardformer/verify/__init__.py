@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from shardformer._pool_worker import Call
+from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, ShardFormerError, WorkerError, nearest, wants_traceback
-from shardformer.pool import WorkerPool
-from shardformer.sharding.config import ShardConfig
-from shardformer.sharding.policy import Policy
+from shardformer.policies.policy import Policy
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.pool_worker import RemoteCall
 from shardformer.verify.ahead import AskedStages, check_split
 from shardformer.verify.compare import compare
 from shardformer.verify.guard import refuse_import, watch_workers
@@ -71,7 +71,7 @@ def verify(
     stages = None if pipeline is None else _stages_of(pipeline)
     job = Job(model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, _options_of(config), pipeline)
     start = time.perf_counter()
-    Call.of(report_here, (job,), {})  # refuses what cannot be sent
+    RemoteCall.of(report_here, (job,), {})  # refuses what cannot be sent
     check_split(model_fn, tensor, policy, job.config, stages)
     check_batch(job)
     if pool is not None:

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardformer.comm.rehearsal import Rehearsal
+from shardformer.comm.threads import ThreadGroup
+from shardformer.config import ShardConfig
 from shardformer.errors import ShardFormerError
 from shardformer.pipeline.schedule import default_chunks, make_schedule
-from shardformer.policies.registry import resolve_policy
-from shardformer.sharding import first_form
-from shardformer.sharding.config import ShardConfig
-from shardformer.sharding.intact import check_plain
+from shardformer.policies import first_form
+from shardformer.policies.policy import Policy
+from shardformer.sharder import resolve_policy
+from shardformer.sharding.checks import check_plain
 from shardformer.sharding.optimize import check_optimizations
 from shardformer.sharding.plan import make_plan
-from shardformer.sharding.policy import Policy
 from shardformer.sharding.stages import cut_into
 
 
@@ -72,7 +72,7 @@ def check_split(
     check_plain(model)
     # a copy: the one that was given is sent to the workers, without this model in it
     chosen, _ = resolve_policy(model, policy if isinstance(policy, type) else deepcopy(policy), tensor=tensor)
-    config = ShardConfig(context=Rehearsal(tensor).context(0), **(options or {}))
+    config = ShardConfig(context=ThreadGroup(tensor).context(0), **(options or {}))
     chosen.set_model(model)
     chosen.set_shard_config(config)
     check_optimizations(model, config, chosen)

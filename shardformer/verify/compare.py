@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from shardformer.verify.report import Bounds, Difference, Report, bounds_for
-from shardformer.verify.run import LEARNING_RATE, MAX_NORM, Job, Trace
+from shardformer.verify.run import LEARNING_RATE, MAX_NORM, Job, Trajectory
 
 NOTHING = Difference(0.0, "", -1.0)
 """Before anything was compared: what is then found equal to the bit is still said to be somewhere."""
@@ -14,7 +14,7 @@ NOISE_FACTOR = 4.0
 """How many times its own noise a difference may be, where the noise is wider than the bound."""
 
 
-def compare(job: Job, plain: Trace, sharded: Trace, name: str, layout: str) -> Report:
+def compare(job: Job, plain: Trajectory, sharded: Trajectory, name: str, layout: str) -> Report:
     bounds = bounds_for(job.dtype, plain.casts)
     loss = max(
         (
@@ -54,7 +54,7 @@ def _scalar(a: float, b: float, bound: float, where: str) -> Difference:
     return Difference(relative, where, relative / bound)
 
 
-def _worst_gradient(plain: Trace, sharded: Trace, bounds: Bounds) -> tuple[Difference, list[str]]:
+def _worst_gradient(plain: Trajectory, sharded: Trajectory, bounds: Bounds) -> tuple[Difference, list[str]]:
     worst, missing = NOTHING, []
     for step, (ours, theirs) in enumerate(zip(sharded.grads, plain.grads, strict=True)):
         largest = max((float(g.abs().max()) for g in theirs.values() if g is not None and g.numel()), default=0.0)
@@ -69,7 +69,7 @@ def _worst_gradient(plain: Trace, sharded: Trace, bounds: Bounds) -> tuple[Diffe
     return worst, missing
 
 
-def _worst_weight(plain: Trace, sharded: Trace, bounds: Bounds) -> tuple[Difference, list[str]]:
+def _worst_weight(plain: Trajectory, sharded: Trajectory, bounds: Bounds) -> tuple[Difference, list[str]]:
     """The differences against how far each weight has moved, not against the weight."""
     worst = NOTHING
     gone = [name for name in {**plain.after, **sharded.after} if (name in plain.after) != (name in sharded.after)]

@@ -15,17 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardformer.comm.collectives import all_reduce, broadcast_object, gather_objects
 from shardformer.comm.params import gather_param, param_specs
 from shardformer.comm.recorder import Recorder
-from shardformer.context import ParallelContext
+from shardformer.config import ShardConfig
 from shardformer.engine import Pipeline
 from shardformer.errors import ConfigError, ShardFormerError
+from shardformer.mesh.context import ParallelContext
 from shardformer.optim.grad_norm import clip_grad_norm_
 from shardformer.pipeline.loss import LossWeight
 from shardformer.pipeline.microbatches import sizes_of
 from shardformer.pipeline.stage_manager import PipelineStageManager
+from shardformer.policies.policy import Policy
 from shardformer.sharder import shard_model
-from shardformer.sharding.config import ShardConfig
-from shardformer.sharding.policy import Policy
-from shardformer.sharding.record import record_of
+from shardformer.sharding.describe import record_of
 
 ModelFn = Callable[[], nn.Module]
 BatchFn = Callable[[int], Mapping[str, Any]]
@@ -84,7 +84,7 @@ class Job:
 
 
 @dataclass
-class Trace:
+class Trajectory:
     """What one run leaves: per step the loss, the gradients and their norm; the weights before and after."""
 
     losses: list[float] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Trace:
     collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def run_job(job: Job) -> tuple[Trace | None, Trace, str, str]:
+def run_job(job: Job) -> tuple[Trajectory | None, Trajectory, str, str]:
     """Called on every worker: the plain trace (on the first only), the sharded one, the model's name, the layout."""
     context = ParallelContext.from_world({"tensor": job.tensor, "pipe": job.pipe, "data": job.data})
     plain, problem = None, None
@@ -172,8 +172,8 @@ def _no_loss(model: nn.Module, output: Any) -> ConfigError:
     )
 
 
-def _run_plain(job: Job) -> Trace:
-    model, trace = build(job), Trace()
+def _run_plain(job: Job) -> Trajectory:
+    model, trace = build(job), Trajectory()
     trace.noise = _noise(job, model)
     optimizer = _optimizer(model)
     trace.before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -215,8 +215,8 @@ def _noise(job: Job, model: nn.Module) -> dict[str, float]:
     return noise
 
 
-def _run_sharded(job: Job, context: ParallelContext) -> tuple[Trace, str]:
-    model, trace = build(job), Trace()
+def _run_sharded(job: Job, context: ParallelContext) -> tuple[Trajectory, str]:
+    model, trace = build(job), Trajectory()
     name = type(model).__name__
     options = dict(job.config)
     if job.pipeline is not None:
@@ -360,7 +360,7 @@ class _CastWatch(TorchDispatchMode):
 
 
 @contextmanager
-def _watch_casts(trace: Trace, model: nn.Module) -> Iterator[None]:
+def _watch_casts(trace: Trajectory, model: nn.Module) -> Iterator[None]:
     """Finds the classes of modules that cast fp64 to fp32 by themselves."""
     stack, found = [type(model).__name__], dict[str, None]()
     watch = _CastWatch(lambda: found.update({stack[-1]: None}))

@@ -15,8 +15,8 @@ import pytest
 from shardformer.cli import demo as cli_demo
 from shardformer.cli import main
 from shardformer.demo.comparison import Outcome
-from shardformer.pool import Pools, WorkerPool
-from shardformer.samples import Sample
+from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.testing.zoo import Sample
 
 SHARDFORMER = [sys.executable, "-c", "from shardformer.cli import main; main()"]
 SMALL = ["--layers", "1", "--hidden", "64", "--batch", "2", "--sequence", "32", "--steps", "4"]
@@ -28,11 +28,11 @@ def run(pools: Pools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     """Runs the demo in this process, in the workers of the session: status, standard output and standard error."""
 
     @contextmanager
-    def lend(num_workers: int, **_: object) -> Iterator[WorkerPool]:
+    def share_from_first(num_workers: int, **_: object) -> Iterator[WorkerPool]:
         with pools(num_workers).with_timeout(240.0) as pool:
             yield pool
 
-    monkeypatch.setattr("shardformer.demo.comparison.WorkerPool", lend)
+    monkeypatch.setattr("shardformer.demo.comparison.WorkerPool", share_from_first)
     monkeypatch.setenv("COLUMNS", "80")
     for name, level in cli_demo.QUIET.items():
         monkeypatch.setenv(name, level)

@@ -10,7 +10,7 @@ import transformers
 
 from shardformer.cli import main
 from shardformer.policies.infer.twin import shrunk
-from shardformer.policies.roles import RolePolicy
+from shardformer.policies.role_policy import RolePolicy
 
 
 def test_it_prints_a_policy_that_can_be_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,7 +182,7 @@ def test_an_error_is_a_message_and_status_2_without_a_traceback(tmp_path: Path) 
 def test_an_error_of_ours_is_said_once_for_all_ranks(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text(
-        "from shardformer.sharding.config import ShardConfig\n"
+        "from shardformer.config import ShardConfig\n"
         "def configure():\n"
         "    return ShardConfig(enable_sequence_overlap=True)\n"
         "import glob, os, pathlib, time\n"

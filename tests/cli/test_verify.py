@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 
 from shardformer.cli import main
-from shardformer.pool import Pools, WorkerPool
-from shardformer.samples import HEADS, Sample
+from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.testing.zoo import HEADS, Sample
 
 SHARDFORMER = [sys.executable, "-c", "from shardformer.cli import main; main()"]
 Run = Callable[..., tuple[int, str, str]]
 
 FORGETFUL = """
-from shardformer.context import Axis
-from shardformer.layers.linear import Linear1D_Row
+from shardformer.mesh.axis import Axis
+from shardformer.layers.tensor.linear import Linear1D_Row
 from shardformer.policies.models.gpt2 import GPT2Policy
-from shardformer.samples import Batches, Sample
+from shardformer.testing.zoo import Batches, Sample
 
 class Forgetful(GPT2Policy):
     def postprocess(self):
@@ -47,11 +47,11 @@ def run(pools: Pools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     """Runs a command in this process, in the workers of the session: status, standard output and standard error."""
 
     @contextmanager
-    def lend(num_workers: int, **_: object) -> Iterator[WorkerPool]:
+    def share_from_first(num_workers: int, **_: object) -> Iterator[WorkerPool]:
         with pools(num_workers).with_timeout(240.0) as pool:
             yield pool
 
-    monkeypatch.setattr("shardformer.pool.WorkerPool", lend)
+    monkeypatch.setattr("shardformer.testing.pool.WorkerPool", share_from_first)
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setenv("COLUMNS", "80")
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from shardformer.comm import collectives
 from shardformer.comm.recorder import Recorder
-from shardformer.context import Axis
-from shardformer.layout import even_bounds
-from shardformer.pool import Pools, WorkerPool
+from shardformer.layout.spec import even_bounds
+from shardformer.mesh.axis import Axis
+from shardformer.testing.pool import Pools, WorkerPool
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
 
@@ -61,7 +61,7 @@ def _gather_and_scatter(length: int, dim: int) -> tuple[bool, bool, bool]:
     summed = sum(_values(r, shape, torch.float32) for r in range(axis.size))
     assert isinstance(summed, Tensor)
     mine = collectives.reduce_scatter(_values(axis.rank, shape, torch.float32), axis, dim)
-    taken = collectives.take_stretch(whole, axis, dim)
+    taken = collectives.local_chunk(whole, axis, dim)
     return (
         torch.equal(joined, whole),
         torch.equal(mine, _stretch(summed, axis, dim)),

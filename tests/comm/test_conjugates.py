@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from shardformer.comm import conjugates
-from shardformer.comm.collectives import all_reduce, take_stretch
-from shardformer.context import Axis
-from shardformer.pool import Pools
+from shardformer.comm.collectives import all_reduce, local_chunk
+from shardformer.mesh.axis import Axis
+from shardformer.testing.pool import Pools
 
 B, S, H = 2, 7, 3
 
@@ -24,7 +24,7 @@ def _random(seed: int, *shape: int) -> Tensor:
 
 
 def _stretch(x: Tensor, axis: Axis) -> Tensor:
-    return take_stretch(x, axis, 1)
+    return local_chunk(x, axis, 1)
 
 
 # name -> (function of x, input of a rank, weight of the output of a rank, is the input / the output replicated)

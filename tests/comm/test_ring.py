@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardformer.comm.collectives import all_gather, reduce_scatter, take_stretch
+from shardformer.comm.collectives import all_gather, local_chunk, reduce_scatter
 from shardformer.comm.recorder import Recorder
 from shardformer.comm.ring import ring_gather, ring_scatter
-from shardformer.context import Axis
-from shardformer.pool import Pools
+from shardformer.mesh.axis import Axis
+from shardformer.testing.pool import Pools
 
 B, H, F = 2, 3, 5
 
@@ -22,7 +22,7 @@ def _random(seed: int, *shape: int) -> Tensor:
 def _both(length: int) -> tuple[float, float, float, list[str]]:
     axis = Axis.of(None)
     weight = _random(5, H, F)
-    x = take_stretch(_random(1, B, length, H), axis, 1)
+    x = local_chunk(_random(1, B, length, H), axis, 1)
     product = torch.zeros(B, length, F, dtype=torch.float64)
 
     def use(stretch: Tensor, start: int, end: int) -> None:

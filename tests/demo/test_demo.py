@@ -20,9 +20,10 @@ from shardformer.demo.memory import measure_peak
 from shardformer.demo.models import TASK, SmallModel, choose
 from shardformer.demo.settings import FAMILIES, Settings
 from shardformer.demo.text import IGNORED, MASK, MOST_BYTES, VOCAB_SIZE, Windows, bytes_as_tokens, read_text
-from shardformer.demo.training import Run, warm_up_and_fall
+from shardformer.demo.training import DemoRun as Run
+from shardformer.demo.training import warm_up_and_fall
 from shardformer.errors import ConfigError, InputError
-from shardformer.samples import LANGUAGE_MODEL, Sample
+from shardformer.testing.zoo import LANGUAGE_MODEL, Sample
 
 TOKENS = bytes_as_tokens(bytes(range(256)) * 4)
 

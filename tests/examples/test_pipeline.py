@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import shardformer
-from shardformer.context import ParallelContext
+from shardformer.mesh.context import ParallelContext
 from tests.examples.running import losses_in, run_in_two
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "pipeline.py"

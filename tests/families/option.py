@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.comm.params import gather_param, param_specs
-from shardformer.comm.rehearsal import Rehearsal
-from shardformer.context import ParallelContext
-from shardformer.samples import SMALL, Batches, Sample, sample_loss
+from shardformer.comm.threads import ThreadGroup
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.zoo import SMALL, Batches, Sample, sample_loss
 
 FAMILIES = tuple(SMALL)
 # Of fp64 numbers; what a class computes in fp32 whatever comes (softmax, RMS norms) brings the noise of that.
@@ -68,7 +68,7 @@ def sharded(family: str, option: str, ranks: int = 2, **changes: Any) -> Outcome
         full = {name: gather_param(g, specs[name], context.tensor) for name, g in outcome.gradients.items()}
         return Outcome(outcome.loss, full, shardformer.describe(model))
 
-    return Rehearsal(ranks).run(train)[0]
+    return ThreadGroup(ranks).run(train)[0]
 
 
 def _trained(model: nn.Module, batch: dict[str, Tensor]) -> Outcome:

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardformer.errors import ConfigError
-from shardformer.layers import attention_kernels, own_attention
-from shardformer.layers.attention import _describe, check_flash_attention, use_flash_attention
-from shardformer.samples import sample_loss
+from shardformer.layers.attention import kernels as attention_kernels
+from shardformer.layers.attention import own as own_attention
+from shardformer.layers.attention.select import _describe, check_flash_attention, use_flash_attention
+from shardformer.testing.zoo import sample_loss
 from tests.families.option import CASTS, EXACT, FAMILIES, assert_same, batch_of, build, plain, sharded
 from tests.ops import Ops
 

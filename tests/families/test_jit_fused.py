@@ -10,8 +10,8 @@ import pytest
 from torch import Tensor
 
 from shardformer.errors import ConfigError
-from shardformer.layers import chain_kernels
-from shardformer.layers.chain_kernels import Signature
+from shardformer.layers import fused_kernels as chain_kernels
+from shardformer.layers.fused_kernels import Signature
 from tests.families.option import CASTS, FAMILIES, assert_same, plain, sharded
 
 GELU, NEW, SILU, RELU, FAST = "gelu", "gelu_new", "silu", "relu", "gelu_fast"

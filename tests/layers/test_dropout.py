@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.context import Axis, ParallelContext
 from shardformer.errors import ConfigError
-from shardformer.layers.block import Block, register_entry
 from shardformer.layers.dropout import DropoutForParallelInput, DropoutForReplicatedInput
-from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
 from shardformer.layers.random_stream import RandomStream, align_random
-from shardformer.pool import Pools, WorkerPool
+from shardformer.layers.tensor.block import Block, register_entry
+from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
+from shardformer.mesh.axis import Axis
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.pool import Pools, WorkerPool
 
 SIZE = 1000
 ways_to_recompute = pytest.mark.parametrize("use_reentrant", [False, True], ids=["checkpoint", "reentrant"])

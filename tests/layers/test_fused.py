@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardformer.errors import ConfigError, ShardFormerError
-from shardformer.layers import chain_kernels
-from shardformer.layers.chain import Chain
-from shardformer.layers.chain_kernels import FORMULAS, Op, Signature, saved_inputs
+from shardformer.layers import fused_kernels as chain_kernels
 from shardformer.layers.fused import OPERATIONS, JitActivation, JitDropout, finish, jit_problem, start_chain
+from shardformer.layers.fused_chain import Chain
+from shardformer.layers.fused_kernels import FORMULAS, Op, Signature, saved_inputs
 
 HIDDEN = 24
 NEW, SILU, GELU = JitActivation(Op("gelu_new")), JitActivation(Op("silu")), JitActivation(Op("gelu"))

@@ -17,8 +17,8 @@ from torch.nn import init
 from shardformer.errors import ConfigError
 from shardformer.lazy.materialize import materialize
 from shardformer.lazy.recipe import compute, place_of, recipe
-from shardformer.lazy.recorder import LazyInit, Recorder
-from shardformer.samples import Sample
+from shardformer.lazy.recorder import InitRecorder, LazyInit
+from shardformer.testing.zoo import Sample
 from tests.lazy.families import FAMILIES, assert_same, build
 
 
@@ -236,5 +236,5 @@ def test_an_error_inside_ends_the_recording() -> None:
 
 
 def test_a_recorder_alone_makes_nothing_without_values() -> None:
-    with Recorder():
+    with InitRecorder():
         assert not nn.Linear(2, 2).weight.is_meta

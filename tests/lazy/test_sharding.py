@@ -11,20 +11,22 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer.comm.params import param_specs
-from shardformer.comm.rehearsal import Rehearsal
-from shardformer.context import ParallelContext, launch_from_torch
+from shardformer.comm.threads import ThreadGroup
+from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
+from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
 from shardformer.lazy import recipe
 from shardformer.lazy.recorder import LazyInit
+from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.launch import launch_from_torch
+from shardformer.policies.describe import ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.infer.twin import shrunk
-from shardformer.pool import WorkerPool
-from shardformer.samples import SMALL, Batches, Sample, sample_loss
+from shardformer.policies.policy import Policy
 from shardformer.sharder import ShardFormer, shard_model
-from shardformer.sharding.config import ShardConfig
+from shardformer.sharding.describe import describe
 from shardformer.sharding.guards import full_state_dict
-from shardformer.sharding.policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
-from shardformer.sharding.record import describe
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.zoo import SMALL, Batches, Sample, sample_loss
 from tests.lazy.living import Living
 from tests.policies.toy import ToyLM, ToyPolicy
 
@@ -83,20 +85,20 @@ def test_parts_and_a_training_step_are_those_of_the_eager_model(
         assert any(not torch.equal(ours_after[name], value) for name, value in whole.items())
         assert "Built without values" in str(describe(ours))
 
-    Rehearsal(size).run(train)
+    ThreadGroup(size).run(train)
 
 
 @pytest.mark.parametrize("head", ["T5EncoderModel", "T5ForSequenceClassification"])
 def test_other_heads(head: str) -> None:
     sample = Sample("t5", head)
     plain, lazy = built(sample), built_lazily(sample, 2)
-    Rehearsal(2).run(lambda c: assert_parts_of(shard_model(lazy[c.tensor.rank], context=c), plain, c.tensor.rank))
+    ThreadGroup(2).run(lambda c: assert_parts_of(shard_model(lazy[c.tensor.rank], context=c), plain, c.tensor.rank))
 
 
 def test_one_rank_alone_gets_everything() -> None:
     sample = Sample("gpt2")
     plain, (lazy,) = built(sample), built_lazily(sample, 1)
-    context = Rehearsal(1).context(0)
+    context = ThreadGroup(1).context(0)
     model, _ = ShardFormer(ShardConfig(context=context)).optimize(lazy)
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
 
@@ -109,7 +111,7 @@ def test_a_model_of_ones_own_with_a_policy_of_its_own() -> None:
             shard_model(lazy[context.tensor.rank], ToyPolicy(), context=context), plain, context.tensor.rank
         )
 
-    Rehearsal(2).run(shard)
+    ThreadGroup(2).run(shard)
 
 
 def test_a_policy_that_is_found_fits_a_model_without_values() -> None:
@@ -124,7 +126,7 @@ def test_a_policy_that_is_found_fits_a_model_without_values() -> None:
         assert_parts_of(model, plain, context.tensor.rank)
 
     plain = stable_lm()
-    Rehearsal(2).run(shard)
+    ThreadGroup(2).run(shard)
 
 
 def stable_lm() -> nn.Module:
@@ -138,7 +140,7 @@ def test_a_model_that_nothing_is_known_of_asks_for_a_policy_as_it_does_with_valu
     lazy, said = built_lazily(ToyLM, 2), []
     for models in (lazy, [built(ToyLM), built(ToyLM)]):
         with pytest.raises(PolicyError, match="No policy for ToyLM") as caught:
-            Rehearsal(2).run(lambda context, models=models: shard_model(models[context.tensor.rank], context=context))
+            ThreadGroup(2).run(lambda context, models=models: shard_model(models[context.tensor.rank], context=context))
         said.append(str(caught.value))
     assert (
         "found by inference" in said[0]
@@ -256,7 +258,7 @@ def test_what_a_policy_does_to_weights_is_done() -> None:
     def shard(context: ParallelContext) -> nn.Module:
         return shard_model(lazy[context.tensor.rank], PairPolicy(), context=context)
 
-    for model in Rehearsal(2).run(shard):
+    for model in ThreadGroup(2).run(shard):
         assert torch.equal(model.get_parameter("first.weight"), plain.get_parameter("first.weight")[4:] + 1.0)
         assert torch.equal(model.get_parameter("first.bias"), plain.get_parameter("first.bias")[4:])
         assert torch.equal(model.get_parameter("second.weight"), plain.get_parameter("second.weight") * 2.0)
@@ -291,7 +293,7 @@ def test_where_seeds_differ_all_ranks_draw_the_numbers_of_the_first() -> None:
         assert_parts_of(model, plain, context.tensor.rank)
         return str(describe(model))
 
-    assert all("those of rank 0" in said for said in Rehearsal(2).run(shard))
+    assert all("those of rank 0" in said for said in ThreadGroup(2).run(shard))
 
 
 def test_ranks_that_build_in_different_ways_are_refused() -> None:
@@ -299,21 +301,21 @@ def test_ranks_that_build_in_different_ways_are_refused() -> None:
     wider = Sample("bert", changes={"initializer_range": 0.5})
     lazy = [built_lazily(sample, 1)[0], built_lazily(wider, 1)[0]]
     with pytest.raises(ConfigError, match=r"Ranks disagree.*normal_"):
-        Rehearsal(2).run(lambda context: shard_model(lazy[context.tensor.rank], context=context))
+        ThreadGroup(2).run(lambda context: shard_model(lazy[context.tensor.rank], context=context))
 
 
 def test_a_lazy_and_an_eager_rank_are_refused() -> None:
     sample = Sample("bert")
     models = [built(sample), *built_lazily(sample, 1)]
     with pytest.raises(ConfigError, match="Ranks disagree"):
-        Rehearsal(2).run(lambda context: shard_model(models[context.tensor.rank], context=context))
+        ThreadGroup(2).run(lambda context: shard_model(models[context.tensor.rank], context=context))
 
 
 def test_where_sharding_fails_the_model_is_as_it_was() -> None:
     (lazy,) = built_lazily(Sample("llama"), 1)
     before = {name: id(p) for name, p in lazy.named_parameters()}
     with pytest.raises(ConfigError):
-        Rehearsal(2).run(lambda context: shard_model(lazy, Failing(), context=context))
+        ThreadGroup(2).run(lambda context: shard_model(lazy, Failing(), context=context))
     assert {name: id(p) for name, p in lazy.named_parameters()} == before
     assert all(p.is_meta for p in lazy.parameters())
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from shardformer.comm.params import gather_param, param_specs
 from shardformer.comm.recorder import Recorder
-from shardformer.comm.rehearsal import Rehearsal
-from shardformer.context import ParallelContext
+from shardformer.comm.threads import ThreadGroup
+from shardformer.mesh.context import ParallelContext
 from shardformer.optim.grad_norm import clip_grad_norm_, grad_norm
-from shardformer.policies.roles import Experts, RolePolicy, Stack
-from shardformer.pool import Pools
-from shardformer.samples import Batches, Sample
+from shardformer.policies.role_policy import Experts, RolePolicy, Stack
 from shardformer.sharder import shard_model
+from shardformer.testing.pool import Pools
+from shardformer.testing.zoo import Batches, Sample
 
 
 def _clip(family: str, norm_type: float, max_norm: float) -> tuple[float, float, float, int]:
@@ -84,7 +84,7 @@ def test_a_model_without_one_parallel_layer_has_the_norm_of_all_its_parts() -> N
         return float(clip_grad_norm_(model, 0.01))
 
     want = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01))
-    assert Rehearsal(2).run(clip) == pytest.approx([want, want], rel=1e-6)
+    assert ThreadGroup(2).run(clip) == pytest.approx([want, want], rel=1e-6)
 
 
 def _nonfinite() -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.pipeline.loss import LossWeights
-from shardformer.samples import FAMILY_OF, Batches, Sample
+from shardformer.testing.zoo import FAMILY_OF, Batches, Sample
 
 SIZES = (3, 2, 2, 1)
 Batch = dict[str, Any]

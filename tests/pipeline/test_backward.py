@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.comm.gradients import Entry, GradientAverager
 from shardformer.comm.recorder import Recorder
-from shardformer.context import Axis
-from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
+from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
+from shardformer.mesh.axis import Axis
 from shardformer.pipeline.backward import backward_of_inputs
-from shardformer.pool import WorkerPool
+from shardformer.reduce.buckets import Entry, GradientAverager
+from shardformer.testing.pool import WorkerPool
 
 H = 8
 Model = Callable[..., Any]

@@ -9,21 +9,21 @@ import pytest
 import torch
 from torch import nn
 
-from shardformer.comm.rehearsal import Rehearsal
+from shardformer.comm.threads import ThreadGroup
+from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError
-from shardformer.pipeline.absent import Ghosts
-from shardformer.pipeline.chain import Chain, Segment, Span, holders, homes
-from shardformer.pipeline.passage import Passage, Run
-from shardformer.policies.registry import resolve_policy
-from shardformer.samples import Batches, Sample
-from shardformer.sharding.config import ShardConfig
+from shardformer.pipeline.chain import Chain, Segment, UnitRange, holders, homes
+from shardformer.pipeline.placeholders import Placeholders
+from shardformer.pipeline.stage_forward import StageForward, StagePass
+from shardformer.sharder import resolve_policy
+from shardformer.testing.zoo import Batches, Sample
 
 
 def chain_of(sample: Sample) -> tuple[nn.Module, Chain]:
     model = sample()
     policy, _ = resolve_policy(model, None)
     policy.set_model(model)
-    policy.set_shard_config(ShardConfig(context=Rehearsal(1).context(0)))
+    policy.set_shard_config(ShardConfig(context=ThreadGroup(1).context(0)))
     return model, Chain(tuple(policy.segments()))
 
 
@@ -107,11 +107,11 @@ def test_every_parameter_is_held_by_a_stage() -> None:
 # ------------------------------------------------------------------------------------------------------------ one stage
 
 
-def stretch(model: nn.Module, chain: Chain, span: Span) -> Passage:
+def stretch(model: nn.Module, chain: Chain, span: UnitRange) -> StageForward:
     """The model as the stage that runs ``span`` has it."""
-    home, ghosts = homes(model, chain), Ghosts()
-    ghosts.remove(model, {name: any(unit in span for unit in units) for name, units in home.items()})
-    return Passage(model, chain, ghosts, home)
+    home, placeholders = homes(model, chain), Placeholders()
+    placeholders.remove(model, {name: any(unit in span for unit in units) for name, units in home.items()})
+    return StageForward(model, chain, placeholders, home)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
@@ -120,11 +120,11 @@ def test_stretches_one_behind_the_other_are_the_model(cut: int) -> None:
     batch = Batches("LlamaForCausalLM")(0)
     expected = model.eval()(**batch).loss
     first, second = copy.deepcopy(model), copy.deepcopy(model)
-    head, tail = stretch(first, chain, Span(0, cut)), stretch(second, chain, Span(cut, 4))
-    output, payload = head.run(first, Run(Span(0, cut), {}), partial(first, **batch))
+    head, tail = stretch(first, chain, UnitRange(0, cut)), stretch(second, chain, UnitRange(cut, 4))
+    output, payload = head.run(first, StagePass(UnitRange(0, cut), {}), partial(first, **batch))
     assert output is None
     assert payload is not None
-    output, rest = tail.run(second, Run(Span(cut, 4), payload), partial(second, **batch))
+    output, rest = tail.run(second, StagePass(UnitRange(cut, 4), payload), partial(second, **batch))
     assert rest is None
     assert torch.equal(output.loss, expected)
     assert sum(p.numel() for m in (first, second) for p in m.parameters()) == sum(p.numel() for p in model.parameters())
@@ -133,15 +133,15 @@ def test_stretches_one_behind_the_other_are_the_model(cut: int) -> None:
 def test_the_same_without_what_was_handed_over_shows_as_nan() -> None:
     model, chain = chain_of(Sample("llama"))
     batch = Batches("LlamaForCausalLM")(0)
-    stage = stretch(model, chain, Span(1, 2))
-    output, _ = stage.run(model, Run(Span(1, 2), {}), partial(model, **batch))
+    stage = stretch(model, chain, UnitRange(1, 2))
+    output, _ = stage.run(model, StagePass(UnitRange(1, 2), {}), partial(model, **batch))
     assert output.loss.isnan()
 
 
 def test_names_stay_and_absent_weights_need_no_memory() -> None:
     model, chain = chain_of(Sample("gpt2"))
     before = dict(model.named_parameters())
-    stretch(model, chain, Span(1, 2))
+    stretch(model, chain, UnitRange(1, 2))
     assert set(dict(model.named_parameters())) < {*before, "lm_head.weight"}
     absent = model.get_submodule("transformer.h.0.mlp.c_fc").weight
     assert tuple(absent.shape) == tuple(before["transformer.h.0.mlp.c_fc.weight"].shape)
@@ -150,19 +150,19 @@ def test_names_stay_and_absent_weights_need_no_memory() -> None:
 
 def test_stand_ins_follow_the_model_to_another_precision() -> None:
     model, chain = chain_of(Sample("gpt2"))
-    stage = stretch(model, chain, Span(1, 2))
+    stage = stretch(model, chain, UnitRange(1, 2))
     for dtype in (torch.float64, torch.bfloat16):
         model.to(dtype)
         hidden = torch.zeros(2, 13, 48, dtype=dtype)
         batch = {"input_ids": torch.ones(2, 13, dtype=torch.long)}
-        output, _ = stage.run(model, Run(Span(1, 2), {"hidden": hidden}), partial(model, **batch))
+        output, _ = stage.run(model, StagePass(UnitRange(1, 2), {"hidden": hidden}), partial(model, **batch))
         assert output.logits.dtype == dtype
         assert output.logits.isfinite().all()
 
 
 def test_a_stage_cannot_be_copied() -> None:
     model, chain = chain_of(Sample("gpt2"))
-    stretch(model, chain, Span(0, 2))
+    stretch(model, chain, UnitRange(0, 2))
     with pytest.raises(ConfigError, match="was copied"):
         copy.deepcopy(model)
 
@@ -185,13 +185,13 @@ class LateNorm(nn.Module):
 def test_states_that_another_stage_should_have_made_are_refused_and_not_nan(before: int) -> None:
     chain = Chain((Segment("layers", ("layers.0", "layers.1", "layers.2")),))
     model = LateNorm(before)
-    stage = stretch(model, chain, Span(0, 2))
-    said = rf"layers\.{before} is given input, which is computed of parameters that another stage holds.*front="
+    stage = stretch(model, chain, UnitRange(0, 2))
+    said = rf"layers\.{before} is given input, which is computed of parameters that another stage holds.*before="
     with pytest.raises(ConfigError, match=said):
-        stage.run(model, Run(Span(0, 2), {}), partial(model, torch.ones(1, 4)))
+        stage.run(model, StagePass(UnitRange(0, 2), {}), partial(model, torch.ones(1, 4)))
     whole = LateNorm(before)
-    output, _ = stretch(whole, chain, Span(0, 3)).run(
-        whole, Run(Span(0, 3), {}), partial(whole, torch.full((1, 4), torch.nan))
+    output, _ = stretch(whole, chain, UnitRange(0, 3)).run(
+        whole, StagePass(UnitRange(0, 3), {}), partial(whole, torch.full((1, 4), torch.nan))
     )
     assert output.isnan().all(), "what is NaN by itself is as in the plain model"
 
@@ -212,6 +212,6 @@ class Twice(nn.Module):
 
 def test_layers_that_run_a_second_time_are_refused() -> None:
     model, chain = Twice(), Chain((Segment("layers", ("layers.0", "layers.1")),))
-    stage = stretch(model, chain, Span(0, 2))
+    stage = stretch(model, chain, UnitRange(0, 2))
     with pytest.raises(ConfigError, match="run a second time"):
-        stage.run(model, Run(Span(0, 2), {}), partial(model, torch.zeros(1, 4)))
+        stage.run(model, StagePass(UnitRange(0, 2), {}), partial(model, torch.zeros(1, 4)))

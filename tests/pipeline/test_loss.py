@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
-from shardformer.context import Axis
 from shardformer.errors import ConfigError
-from shardformer.layers.logits import VocabParallelLogits, shard_logits
-from shardformer.layout import even_bounds
+from shardformer.layers.vocab.logits import VocabParallelLogits, shard_logits
+from shardformer.layout.spec import even_bounds
+from shardformer.mesh.axis import Axis
 from shardformer.pipeline.loss import LossWeights
-from shardformer.pool import WorkerPool
-from shardformer.samples import HEADS
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.zoo import HEADS
 from tests.pipeline.heads import SIZES, Batch, at_once, batch_of, cut, gradients, in_parts, model_of, own_loss, sizes_of
 
 WITHOUT_LOSS = (

@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from shardformer.context import ParallelContext
+from shardformer.config import ShardConfig
 from shardformer.engine import Pipeline
+from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.actions import Action, Kind
 from shardformer.pipeline.schedule import make_schedule
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.pipeline.timing import simulate
-from shardformer.pool import WorkerPool
-from shardformer.samples import Batches, Sample
 from shardformer.sharder import shard_model
-from shardformer.sharding.config import ShardConfig
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.zoo import Batches, Sample
 
 DYING = """
 import os, signal, sys
 import shardformer
-from shardformer.samples import Batches, Sample
+from shardformer.testing.zoo import Batches, Sample
 
 context = shardformer.launch_from_torch(pipe=2, seed=0)
 model = shardformer.shard_model(Sample("gpt2")(), context=context)

@@ -277,8 +277,8 @@ def test_ranks_that_wait_for_their_messages_in_order_of_sending_come_to_the_end(
     """Each rank knows only its own list and reads what a peer sends in the peer's order, keeping what comes early."""
     schedule = make_schedule(name, 4, 8, chunks)
     ranks = range(4)
-    wires = {(a, b): deque[Action]() for a in ranks for b in ranks}
-    sent: dict[tuple[int, int], list[Action]] = {pair: [] for pair in wires}
+    point_to_point = {(a, b): deque[Action]() for a in ranks for b in ranks}
+    sent: dict[tuple[int, int], list[Action]] = {pair: [] for pair in point_to_point}
     done: list[set[Action]] = [set() for _ in ranks]
     at, moved = [0] * 4, True
     while moved:
@@ -286,15 +286,15 @@ def test_ranks_that_wait_for_their_messages_in_order_of_sending_come_to_the_end(
         for rank in ranks:
             while at[rank] < len(schedule.actions[rank]):
                 for peer in ranks:
-                    while wires[peer, rank]:
-                        done[rank].add(wires[peer, rank].popleft())
+                    while point_to_point[peer, rank]:
+                        done[rank].add(point_to_point[peer, rank].popleft())
                 action = schedule.actions[rank][at[rank]]
                 if not done[rank].issuperset(action.needs(schedule.last)):
                     break
                 done[rank].add(action)
                 for peer in ranks:
                     if action in messages(schedule, rank, peer):
-                        wires[rank, peer].append(action)
+                        point_to_point[rank, peer].append(action)
                         sent[rank, peer].append(action)
                 at[rank] += 1
                 moved = True

@@ -16,26 +16,28 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.comm.collectives import checksum, gather_objects
-from shardformer.comm.rehearsal import Rehearsal
-from shardformer.context import ParallelContext, launch_from_torch
+from shardformer.comm.threads import ThreadGroup
+from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, InputError, PolicyError, ShardFormerError
-from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
+from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
+from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.launch import launch_from_torch
 from shardformer.policies import registry
-from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
-from shardformer.pool import WorkerPool
-from shardformer.samples import MAIN, Batches, Sample, sample_loss
-from shardformer.sharder import ModelSharder, ShardFormer, shard_model
-from shardformer.sharding.config import ShardConfig
-from shardformer.sharding.first_form import ColumnOrEmbedding
-from shardformer.sharding.policy import Argument, Col_Layer, Policy, Row_Layer
-from shardformer.sharding.policy import Layer as ShardedLayer
+from shardformer.policies.describe import Argument, Col_Layer, Row_Layer
+from shardformer.policies.describe import Layer as ShardedLayer
+from shardformer.policies.first_form import ColumnOrEmbedding
+from shardformer.policies.policy import Policy
+from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
+from shardformer.sharder import ModelSharder, ShardFormer, resolve_policy, shard_model
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
 from tests.policies.toy import HEADS, HIDDEN, VOCAB, Layer, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
 
 
 def sharded(make: Callable[[], nn.Module], policy: Any = ToyPolicy, **options: Any) -> list[nn.Module]:
     """The model on each of two ranks."""
     models = [make(), make()]  # not in the ranks: threads share the random numbers, and what transformers imports
-    return Rehearsal(2).run(lambda c: shard_model(models[c.tensor.rank], policy, context=c, **options))
+    return ThreadGroup(2).run(lambda c: shard_model(models[c.tensor.rank], policy, context=c, **options))
 
 
 def refused(kind: type[ShardFormerError], make: Callable[[], nn.Module], *words: str, policy: Any = ToyPolicy) -> None:
@@ -118,7 +120,7 @@ def test_hooks_of_an_embedding_stay() -> None:
         model.disable_input_require_grads()
         return with_hooks, model.model.embed_tokens(ids).requires_grad
 
-    assert Rehearsal(2).run(requires) == [(True, False)] * 2
+    assert ThreadGroup(2).run(requires) == [(True, False)] * 2
 
 
 class LostExit(ToyPolicy):
@@ -172,7 +174,7 @@ def test_a_residual_around_the_exit_is_refused_at_the_first_forward() -> None:
         toy_loss(shard_model(model, ToyPolicy, context=context), toy_batch(0)).backward()
 
     with pytest.raises(PolicyError, match="hands on what entered a block beside"):
-        Rehearsal(2).run(train)
+        ThreadGroup(2).run(train)
 
 
 class EntersAtQ(ToyPolicy):
@@ -203,7 +205,7 @@ def test_an_attention_may_enter_at_its_first_projection(options: dict[str, bool]
         expected = [layer.norm1.weight.grad for layer in plain.layers]
         torch.testing.assert_close([layer.norm1.weight.grad for layer in model.layers], expected)
 
-    Rehearsal(2).run(train)
+    ThreadGroup(2).run(train)
 
 
 def test_a_second_derivative_is_an_error() -> None:
@@ -214,7 +216,7 @@ def test_a_second_derivative_is_an_error() -> None:
         (loss + grads[0].square().sum()).backward()
 
     with pytest.raises(RuntimeError, match="once_differentiable"):
-        Rehearsal(2).run(penalize)
+        ThreadGroup(2).run(penalize)
 
 
 # ------------------------------------------------------------------------------------------------------- random numbers
@@ -310,7 +312,7 @@ def test_an_optimizer_that_was_made_before_is_refused() -> None:
         assert optimizer
 
     with pytest.raises(ConfigError, match=r"An optimizer holds '.*make the optimizer of model.parameters"):
-        Rehearsal(2).run(shard)
+        ThreadGroup(2).run(shard)
 
 
 def test_parameters_that_come_afterwards_are_refused() -> None:
@@ -320,7 +322,7 @@ def test_parameters_that_come_afterwards_are_refused() -> None:
         toy_loss(model, toy_batch(0))
 
     with pytest.raises(ConfigError, match=r"parameters, and had .* when it was sharded"):
-        Rehearsal(2).run(use)
+        ThreadGroup(2).run(use)
 
 
 def test_what_the_first_rank_cannot_write_all_say(tmp_path: Path) -> None:
@@ -335,7 +337,7 @@ def test_what_the_first_rank_cannot_write_all_say(tmp_path: Path) -> None:
             return type(error).__name__
         return "nothing"
 
-    assert Rehearsal(2).run(save) == ["NotADirectoryError", "InputError"]
+    assert ThreadGroup(2).run(save) == ["NotADirectoryError", "InputError"]
 
 
 def saved_by_one(folder: str) -> str:
@@ -364,7 +366,7 @@ def test_outputs_of_a_model_that_is_not_cut() -> None:
         model = shard_model(models[context.tensor.rank], context=context, enable_tensor_parallelism=False)
         return len(model(input_ids=torch.arange(6).view(1, 6), output_attentions=True).attentions)
 
-    assert Rehearsal(2).run(run) == [2, 2]
+    assert ThreadGroup(2).run(run) == [2, 2]
 
 
 # ---------------------------------------------------------------------------------------- models that nobody holds
@@ -491,5 +493,5 @@ def test_a_registered_policy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     shardformer.register("toy", Mine)
     model = ToyLM()
     model.config = type("Config", (), {"model_type": "toy"})()
-    policy, source = registry.resolve_policy(model, None)
+    policy, source = resolve_policy(model, None)
     assert isinstance(policy, Mine) and "registered by the user for 'toy'" in source

@@ -9,10 +9,10 @@ import pytest
 from torch import nn
 
 from shardformer.comm.recorder import Recorder
-from shardformer.comm.rehearsal import Rehearsal
-from shardformer.context import ParallelContext
-from shardformer.samples import MAIN, Batches, Sample, sample_loss
+from shardformer.comm.threads import ThreadGroup
+from shardformer.mesh.context import ParallelContext
 from shardformer.sharder import shard_model
+from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
 
 PARALLEL = {"gptj": {}, "falcon": {}, "falcon of one KV head": {"new_decoder_architecture": False, "multi_query": True}}
 
@@ -27,7 +27,7 @@ def collectives(family: str, changes: dict[str, Any], training: bool = True, **o
             sample_loss(model, Batches(MAIN[family])(0))
         return Counter(call.op for call in recorder.calls if call.purpose == "block")
 
-    return Rehearsal(2).run(forward)[0]
+    return ThreadGroup(2).run(forward)[0]
 
 
 @pytest.mark.parametrize("name", PARALLEL)

@@ -12,20 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.context import Axis
-from shardformer.layers.embedding import VocabParallelEmbedding1D
-from shardformer.layers.linear import FusedLinear1D_Col, Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
+from shardformer.layers.tensor.embedding import VocabParallelEmbedding1D
+from shardformer.layers.tensor.linear import FusedLinear1D_Col, Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
+from shardformer.mesh.axis import Axis
 from shardformer.policies.basepolicy import Policy
-from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
-from shardformer.pool import Pools, WorkerPool
-from shardformer.samples import Batches, Sample
-from shardformer.sharder import ModelSharder
-from shardformer.sharding.policy import (
+from shardformer.policies.describe import (
     BlockDescription,
     ModulePolicyDescription,
     StackDescription,
     SubModuleReplacementDescription,
 )
+from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
+from shardformer.sharder import ModelSharder
+from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.testing.zoo import Batches, Sample
 from shardformer.verify import Report
 from tests.policies.toy import HIDDEN, ToyLM, ToyPolicy, check_sample, check_toy, toy_batch, toy_loss
 

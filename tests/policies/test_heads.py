@@ -49,21 +49,24 @@ def test_kv_heads_stay_with_their_groups_where_there_are_enough() -> None:
 
 
 def test_each_bank_is_cut_alike() -> None:
-    layout = HeadLayout(12, 6, head_dim=2, ranks=2, banks=2)  # 0 1 2 3 4 5 and 6 7 8 9 10 11, on KV 0 1 2 and 3 4 5
+    layout = HeadLayout(12, 6, head_dim=2, ranks=2, partitions=2)  # 0 to 5 and 6 to 11, on KV 0 1 2 and 3 4 5
     assert layout.query_split(1).parts == (((0, 4), (6, 10)), ((4, 6), (10, 12)))
     assert layout.kv_split(1).parts == (((0, 2), (3, 5)), ((2, 3), (5, 6)))
     assert layout.values(0) == {"heads": 8, "kv_heads": 4, "groups": 2, "width": 16}
-    assert HeadLayout(12, 4, 2, ranks=4, banks=2).expand(1) is None
-    shared = HeadLayout(20, 4, 2, ranks=3, banks=2)  # ten on two KV heads in each bank, over 4, 3 and 3 of the ten
+    assert HeadLayout(12, 4, 2, ranks=4, partitions=2).expand(1) is None
+    shared = HeadLayout(20, 4, 2, ranks=3, partitions=2)  # in each ten on two KV heads, over 4, 3 and 3 of the ten
     assert shared.expand(1) == [0, 1, 1, 2, 3, 3]
 
 
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ((6, 6, 8, 2, 4), ("6 KV heads in 4 banks", "every bank")),
-        ((8, 8, 8, 3, 4), ("tensor size of 3 is more than the 2 attention heads in 4 banks", "tensor size of 1, 2")),
-        ((6, 4, 8, 2), ("6 query heads on 4 KV heads", "same number")),
+        ((6, 6, 8, 2, 4), ("6 KV heads in 4 partitions", "every partition")),
+        (
+            (8, 8, 8, 3, 4),
+            ("tensor size of 3 is more than the 2 attention heads in 4 partitions", "tensor size of 1, 2"),
+        ),
+        ((6, 4, 8, 2), ("6 query heads on 4 KV heads", "as many query heads")),
         ((3, 3, 8, 4), ("tensor size of 4 is more than the 3", "tensor size of 1, 2, 3")),
         ((1, 1, 8, 2), ("tensor size of 2", "tensor=1")),
     ],

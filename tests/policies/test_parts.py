@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.comm.recorder import Recorder
-from shardformer.comm.rehearsal import Rehearsal
-from shardformer.context import ParallelContext
+from shardformer.comm.threads import ThreadGroup
 from shardformer.errors import PolicyError
-from shardformer.layers.split_norm import SplitNorm
-from shardformer.policies.infer.prove import Truth, fault
-from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.layers.tensor.split_norm import SplitNorm
+from shardformer.mesh.context import ParallelContext
+from shardformer.policies.infer.prove import Reference, mismatch
+from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 from shardformer.sharder import shard_model
 
 B, S, HIDDEN, HEADS = 2, 7, 30, 5
@@ -107,9 +107,9 @@ def changed(**changes: Any) -> type[RolePolicy]:
     return type("Changed", (PartsPolicy,), {"stack": stack})
 
 
-def truth(norm: bool = False) -> Truth:
+def reference(norm: bool = False) -> Reference:
     x = torch.randn(B, S, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return Truth.of(Model(norm).double(), lambda model: model(x))
+    return Reference.of(Model(norm).double(), lambda model: model(x))
 
 
 MODES: dict[str, dict[str, bool]] = {
@@ -122,7 +122,7 @@ MODES: dict[str, dict[str, bool]] = {
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_nobody_can_tell(ranks: int, mode: str) -> None:
-    assert fault(truth(), PartsPolicy, ranks, **MODES[mode]) is None
+    assert mismatch(reference(), PartsPolicy, ranks, **MODES[mode]) is None
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_nobody_can_tell(ranks: int, mode: str) -> None:
     ],
 )
 def test_each_word_is_needed(changes: dict[str, Any], said: str) -> None:
-    assert said in (fault(truth(), changed(**changes), 2) or "")
+    assert said in (mismatch(reference(), changed(**changes), 2) or "")
 
 
 @pytest.mark.parametrize("mode", list(MODES))
@@ -155,7 +155,7 @@ def test_a_block_still_enters_once(mode: str) -> None:
         return counts
 
     cut = {"all_gather": 4 + 4 + 1, "reduce_scatter": 4 + 3}
-    assert Rehearsal(2).run(train)[0] == ({"all_reduce": 4 + 3} if mode == "plain" else cut)
+    assert ThreadGroup(2).run(train)[0] == ({"all_reduce": 4 + 3} if mode == "plain" else cut)
 
 
 def test_layouts_are_told_and_full_weights_gathered() -> None:
@@ -166,16 +166,16 @@ def test_layouts_are_told_and_full_weights_gathered() -> None:
         model = shard_model(models[context.tensor.rank], PartsPolicy, context=context)
         return str(shardformer.describe(model)), shardformer.full_state_dict(model)
 
-    for said, state in Rehearsal(2).run(shard):
+    for said, state in ThreadGroup(2).run(shard):
         assert re.search(r"attn\.scale +parameter +a part +5 x 1 x 1 +[32] x 1 x 1", said), said
         assert all(torch.equal(state[name], plain[name]) for name in plain) and state.keys() == plain.keys()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_norm_over_all_heads_sums_its_statistics(ranks: int) -> None:
-    assert fault(truth(norm=True), PartsPolicy, ranks) is None
+    assert mismatch(reference(norm=True), PartsPolicy, ranks) is None
     with mock.patch.object(SplitNorm, "_mean", lambda self, x: x.mean(-1, keepdim=True)):
-        assert fault(truth(norm=True), PartsPolicy, ranks) is not None
+        assert mismatch(reference(norm=True), PartsPolicy, ranks) is not None
 
 
 def square() -> nn.Module:
@@ -203,7 +203,7 @@ def saved() -> nn.Module:
 )
 def test_what_does_not_fit_is_refused(make: Callable[[], nn.Module], parameters: dict[str, Any], said: str) -> None:
     with pytest.raises(PolicyError, match=said):
-        Rehearsal(2).run(lambda context: shard_model(make(), changed(parameters=parameters), context=context))
+        ThreadGroup(2).run(lambda context: shard_model(make(), changed(parameters=parameters), context=context))
 
 
 def test_a_wrong_count_is_refused_where_it_is_written() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from shardformer.pool import WorkerPool
+from shardformer.testing.pool import WorkerPool
 from shardformer.verify import verify
 
 PAGE = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")

@@ -12,9 +12,10 @@ import pytest
 from torch import Tensor, nn
 
 from shardformer.errors import PolicyError
-from shardformer.policies.registry import EXAMPLE, FAMILIES, resolve_policy
-from shardformer.policies.roles import RolePolicy
-from shardformer.pool import WorkerPool
+from shardformer.policies.registry import FAMILIES
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.sharder import EXAMPLE, resolve_policy
+from shardformer.testing.pool import WorkerPool
 from tests.policies.toy import HEADS, ToyLM, ToyPolicy
 
 HIDDEN, VOCAB = 24, 97

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.comm.rehearsal import Rehearsal
+from shardformer.comm.threads import ThreadGroup
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.policies.infer.prove import Truth, fault
+from shardformer.policies.infer.prove import Reference, mismatch
 from shardformer.policies.paths import matching
-from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 from shardformer.sharder import shard_model
-from shardformer.sharding.record import describe
+from shardformer.sharding.describe import describe
 
 
 class Heads(nn.Module):
@@ -82,19 +82,19 @@ class Misnamed(StagedPolicy):
     num_heads = ".num_head"
 
 
-def truth() -> Truth:
+def reference() -> Reference:
     torch.manual_seed(0)
     x = torch.randn(2, 5, 6, dtype=torch.float64)
-    return Truth.of(Staged().double(), lambda model: model(x))
+    return Reference.of(Staged().double(), lambda model: model(x))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_each_stage_is_cut_by_its_own_heads(ranks: int) -> None:
-    assert fault(truth(), StagedPolicy, ranks) is None
+    assert mismatch(reference(), StagedPolicy, ranks) is None
 
 
 def test_a_stage_with_fewer_heads_than_ranks_keeps_its_attention_whole() -> None:
-    said = Rehearsal(4).run(lambda context: str(describe(shard_model(Staged(), StagedPolicy, context=context))))[0]
+    said = ThreadGroup(4).run(lambda context: str(describe(shard_model(Staged(), StagedPolicy, context=context))))[0]
     assert "Whole, since 3 heads are fewer than 4 ranks: layers.0.blocks.*.attn." in said
     assert "layers.1.blocks" not in said.partition("Whole, since")[2]
 
@@ -110,14 +110,14 @@ def test_an_index_stands_for_every_stage() -> None:
 
 def test_sequence_parallelism_is_refused() -> None:
     with pytest.raises(ConfigError, match="of this Staged it is known that windows"):
-        Rehearsal(2).run(
+        ThreadGroup(2).run(
             lambda context: shard_model(Staged(), StagedPolicy, context=context, enable_sequence_parallelism=True)
         )
 
 
 def test_an_attribute_that_is_not_there_is_named() -> None:
     with pytest.raises(PolicyError, match=r"'\.num_head', and the Heads has no such field.*'num_heads'"):
-        Rehearsal(2).run(lambda context: shard_model(Staged(), Misnamed, context=context))
+        ThreadGroup(2).run(lambda context: shard_model(Staged(), Misnamed, context=context))
 
 
 def test_a_stack_that_matches_nothing_is_refused() -> None:
@@ -125,4 +125,4 @@ def test_a_stack_that_matches_nothing_is_refused() -> None:
         stack = Stack("stages.*.blocks", StagedPolicy.stack.blocks)
 
     with pytest.raises(PolicyError, match=r"There is no module 'stages\.\*\.blocks'.*'layers"):
-        Rehearsal(2).run(lambda context: shard_model(Staged(), Elsewhere, context=context))
+        ThreadGroup(2).run(lambda context: shard_model(Staged(), Elsewhere, context=context))

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
-from shardformer.pool import WorkerPool
-from shardformer.samples import Batches, Sample
-from shardformer.sharding.policy import Policy
+from shardformer.policies.policy import Policy
+from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.zoo import Batches, Sample
 from shardformer.verify import Report, verify
 
 B, S, HIDDEN, HEADS, WIDTH, VOCAB = 4, 9, 30, 5, 41, 101

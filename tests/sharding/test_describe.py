@@ -9,16 +9,17 @@ import pytest
 from torch import nn
 
 import shardformer
-from shardformer.context import ParallelContext
+from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError
+from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies.registry import FAMILIES
-from shardformer.pool import WorkerPool
-from shardformer.samples import SMALL, Sample
-from shardformer.sharding import listing, stage_table
-from shardformer.sharding.config import ShardConfig
-from shardformer.sharding.record import Description
-from shardformer.sharding.stage_table import StageRow
+from shardformer.sharding import describe_stages as stage_table
+from shardformer.sharding import text_table as listing
+from shardformer.sharding.describe import Description
+from shardformer.sharding.describe_stages import StageRow
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.zoo import SMALL, Sample
 from tests.policies.toy import ToyLM, ToyPolicy
 
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.comm.params import gather_param, param_specs
-from shardformer.comm.rehearsal import Rehearsal
-from shardformer.context import ParallelContext
+from shardformer.comm.threads import ThreadGroup
 from shardformer.errors import ConfigError
-from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.mesh.context import ParallelContext
+from shardformer.policies.policy import Policy
+from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 from shardformer.sharding.fuse_norms import check_norms
-from shardformer.sharding.policy import Policy
 from tests.policies.toy import HIDDEN, FeedForward, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
 
 
@@ -84,7 +84,7 @@ def check(change: Callable[[Any], None], policy: type[Policy] = ToyPolicy, **opt
             torch.testing.assert_close(gather_param(param.grad, specs[name], context.tensor), theirs.grad, msg=name)
         return str(shardformer.describe(model))
 
-    return Rehearsal(2).run(train)[0]
+    return ThreadGroup(2).run(train)[0]
 
 
 def with_norm_over_heads(layer: Any) -> None:

@@ -8,24 +8,24 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardformer.context import Axis
 from shardformer.errors import ConfigError, PolicyError, ShardFormerError
-from shardformer.layers.embedding import VocabParallelEmbedding1D
-from shardformer.layers.linear import Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
-from shardformer.policies.roles import MLP, Attention, Stack
-from shardformer.sharding import first_form
-from shardformer.sharding.plan import Plan, make_plan
-from shardformer.sharding.policy import (
+from shardformer.layers.tensor.embedding import VocabParallelEmbedding1D
+from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
+from shardformer.mesh.axis import Axis
+from shardformer.policies import first_form
+from shardformer.policies.describe import (
     Argument,
     BlockDescription,
     Col_Layer,
     Layer,
     ModulePolicyDescription,
-    Policy,
     Row_Layer,
     StackDescription,
     SubModuleReplacementDescription,
 )
+from shardformer.policies.policy import Policy
+from shardformer.policies.role_policy import MLP, Attention, Stack
+from shardformer.sharding.plan import Plan, make_plan
 from tests.policies.toy import Layer as ToyLayer
 from tests.policies.toy import SelfAttention, ToyLM, ToyPolicy
 

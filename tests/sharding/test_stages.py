@@ -7,20 +7,19 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardformer.comm.rehearsal import Rehearsal
+from shardformer.comm.threads import ThreadGroup
+from shardformer.config import ShardConfig
 from shardformer.pipeline.balance import balanced
 from shardformer.pipeline.chain import Chain, homes
-from shardformer.policies.registry import resolve_policy
-from shardformer.samples import Batches, Sample
-from shardformer.sharder import measure_costs
-from shardformer.sharding.config import ShardConfig
+from shardformer.sharder import measure_costs, resolve_policy
 from shardformer.sharding.costs import costs_of
+from shardformer.testing.zoo import Batches, Sample
 
 
 def estimated(model: nn.Module) -> list[float]:
     policy, _ = resolve_policy(model, None)
     policy.set_model(model)
-    policy.set_shard_config(ShardConfig(context=Rehearsal(1).context(0)))
+    policy.set_shard_config(ShardConfig(context=ThreadGroup(1).context(0)))
     chain = Chain(tuple(policy.segments()))
     return costs_of(model, chain, homes(model, chain))
 

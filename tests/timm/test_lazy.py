@@ -10,10 +10,10 @@ from torch import nn
 
 import shardformer
 from shardformer.comm.params import param_specs
-from shardformer.comm.rehearsal import Rehearsal
-from shardformer.context import ParallelContext
+from shardformer.comm.threads import ThreadGroup
 from shardformer.lazy import recipe
-from shardformer.pool import Pools, WorkerPool
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.pool import Pools, WorkerPool
 from tests.lazy.families import assert_same
 from tests.lazy.living import Living
 from tests.timm.models import MODELS, STAGED, Small, images, loss
@@ -94,7 +94,7 @@ def sharded_both_ways(name: str, ranks: int, options: dict[str, bool]) -> list[i
         assert "Built without values" in str(shardformer.describe(ours))
         return sum(spec.is_sharded for spec in specs.values())
 
-    return Rehearsal(ranks).run(train)
+    return ThreadGroup(ranks).run(train)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

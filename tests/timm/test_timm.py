@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 import shardformer
-from shardformer.comm.rehearsal import Rehearsal
-from shardformer.context import ParallelContext
+from shardformer.comm.threads import ThreadGroup
 from shardformer.errors import ShardFormerError
-from shardformer.policies.infer.prove import Truth, fault
-from shardformer.policies.registry import resolve_policy
-from shardformer.pool import Pools, WorkerPool
+from shardformer.mesh.context import ParallelContext
+from shardformer.policies.infer.prove import Reference, mismatch
+from shardformer.sharder import resolve_policy
+from shardformer.testing.pool import Pools, WorkerPool
 from shardformer.verify import Pipelined, verify
 from tests.timm.models import MODELS, STAGED, Small, images, loss
 from tests.timm.process import timm
@@ -51,9 +51,9 @@ def differences(name: str, ranks: tuple[int, ...], changes: dict[str, Any], opti
     torch.manual_seed(0)
     model = Small(name, changes)().double()
     x = images(0)["x"].double()
-    truth = Truth.of(model, lambda sharded: sharded(x))
+    reference = Reference.of(model, lambda sharded: sharded(x))
     policy = type(resolve_policy(model, None)[0])
-    return [f"over {n}: {said}" for n in ranks if (said := fault(truth, policy, n, **options)) is not None]
+    return [f"over {n}: {said}" for n in ranks if (said := mismatch(reference, policy, n, **options)) is not None]
 
 
 def sharded(name: str, options: dict[str, bool], use: Callable[[Any], Any], ranks: int = 2) -> Any:
@@ -64,7 +64,7 @@ def sharded(name: str, options: dict[str, bool], use: Callable[[Any], Any], rank
     def shard(context: ParallelContext) -> Any:
         return use(shardformer.shard_model(copy.deepcopy(plain), context=context, **options))
 
-    return Rehearsal(ranks).run(shard)[0]
+    return ThreadGroup(ranks).run(shard)[0]
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_tensor_times_data(timm_pools: Pools, name: str, mode: str) -> None:
 
 def without(what: str, name: str, options: dict[str, bool]) -> list[str]:
     stand_in: Any = {
-        "shardformer.sharding.sharder.average_gradients": lambda *_: [],
-        "shardformer.layers.block.start_all_reduce": lambda x, *_, **__: _Done(x),
+        "shardformer.sharding.apply.average_gradients": lambda *_: [],
+        "shardformer.layers.tensor.block.start_all_reduce": lambda x, *_, **__: _Done(x),
     }[what]
     with patch(what, stand_in):
         return differences(name, (2,), {}, options)
@@ -143,10 +143,10 @@ class _Done:
 @pytest.mark.parametrize(
     ("what", "name", "mode", "said"),
     [
-        ("shardformer.layers.block.start_all_reduce", "beit", "plain", "output differs"),
-        ("shardformer.sharding.sharder.average_gradients", "vit with all between", "plain", "attn.q_norm.weight"),
-        ("shardformer.sharding.sharder.average_gradients", "beit", "sequence", "blocks.0.gamma_1 differs"),
-        ("shardformer.sharding.sharder.average_gradients", "swin v2", "plain", "attn.cpb_mlp.0.weight differs"),
+        ("shardformer.layers.tensor.block.start_all_reduce", "beit", "plain", "output differs"),
+        ("shardformer.sharding.apply.average_gradients", "vit with all between", "plain", "attn.q_norm.weight"),
+        ("shardformer.sharding.apply.average_gradients", "beit", "sequence", "blocks.0.gamma_1 differs"),
+        ("shardformer.sharding.apply.average_gradients", "swin v2", "plain", "attn.cpb_mlp.0.weight differs"),
     ],
 )
 def test_what_is_not_summed_is_noticed(timm_worker: WorkerPool, what: str, name: str, mode: str, said: str) -> None:
@@ -276,7 +276,7 @@ def test_another_class_of_timm_is_named(timm_pools: Pools) -> None:
 
 def shard_mixer() -> None:
     mixer = timm("models.mlp_mixer").MlpMixer(img_size=32, patch_size=8, embed_dim=24, num_blocks=1, num_classes=3)
-    Rehearsal(2).run(lambda context: shardformer.shard_model(mixer, context=context))
+    ThreadGroup(2).run(lambda context: shardformer.shard_model(mixer, context=context))
 
 
 def test_transformers_runs_beside_it(timm_worker: WorkerPool) -> None:
@@ -286,10 +286,10 @@ def test_transformers_runs_beside_it(timm_worker: WorkerPool) -> None:
 def bert_beside_timm() -> str | None:
     timm()
     from shardformer.policies.models.bert import BertPolicy
-    from shardformer.samples import Sample
+    from shardformer.testing.zoo import Sample
 
     ids = torch.arange(10).view(2, 5)
-    return fault(Truth.of(Sample("bert")().double(), lambda model: model(input_ids=ids)), BertPolicy, 2)
+    return mismatch(Reference.of(Sample("bert")().double(), lambda model: model(input_ids=ids)), BertPolicy, 2)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "timm.md"

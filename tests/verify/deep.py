@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shardformer.samples import HEADS, SMALL, Batches, Sample
-from shardformer.samples.depth import STACKS
+from shardformer.testing.zoo import HEADS, SMALL, Batches, Sample
+from shardformer.testing.zoo.depth import STACKS
 
 IGNORED = -100
 PIXEL_IGNORED = 255

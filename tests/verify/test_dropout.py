@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from shardformer.comm.collectives import gather_objects
 from shardformer.comm.params import gather_param, param_specs
-from shardformer.context import ParallelContext
-from shardformer.pool import WorkerPool
-from shardformer.samples import LANGUAGE_MODEL, Batches, Sample
+from shardformer.config import ShardConfig
+from shardformer.mesh.context import ParallelContext
 from shardformer.sharder import shard_model
-from shardformer.sharding.config import ShardConfig
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.zoo import LANGUAGE_MODEL, Batches, Sample
 
 DROPOUT = {
     "bert": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3},

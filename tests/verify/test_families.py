@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
 from shardformer.policies.registry import FAMILIES
-from shardformer.pool import Pools
-from shardformer.samples import HEADS, MAIN, SMALL, Batches, Sample, sample_loss
+from shardformer.testing.pool import Pools
+from shardformer.testing.zoo import HEADS, MAIN, SMALL, Batches, Sample, sample_loss
 from shardformer.verify import Report, verify
 from tests.verify.variants import VARIANTS
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from shardformer.comm import params
-from shardformer.pipeline import loss, passage, runtime
-from shardformer.pool import WorkerPool
-from shardformer.sharding import sharder, stages
+from shardformer.pipeline import loss, runtime, stage_forward
+from shardformer.sharding import apply as sharder
+from shardformer.sharding import stages
+from shardformer.testing.pool import WorkerPool
 from shardformer.verify import Pipelined, Report, report_here
 from shardformer.verify.run import Job
 from tests.verify.deep import Uneven, deep
@@ -53,7 +54,7 @@ def no_gradient_sent() -> Any:
 
 
 def no_states_received() -> Any:
-    return mock.patch.object(passage, "_with_hidden", lambda args, kwargs, hidden: (args, kwargs))
+    return mock.patch.object(stage_forward, "_with_hidden", lambda args, kwargs, hidden: (args, kwargs))
 
 
 def states_of_the_first_micro_batch() -> Any:
@@ -67,7 +68,7 @@ def states_of_the_first_micro_batch() -> Any:
 
         return with_hidden
 
-    return replaced(passage, "_with_hidden", make)
+    return replaced(stage_forward, "_with_hidden", make)
 
 
 def no_context_gradient() -> Any:
@@ -79,7 +80,7 @@ def no_context_gradient() -> Any:
 
         return payload
 
-    return replaced(passage.Passage, "_payload", make)
+    return replaced(stage_forward.StageForward, "_payload", make)
 
 
 def every_stage_counts_all() -> Any:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, ShardFormerError
-from shardformer.pool import WorkerPool
-from shardformer.samples import MAIN, SMALL, Sample, counts_by_sample, num_samples, sample_loss
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.zoo import MAIN, SMALL, Sample, counts_by_sample, num_samples, sample_loss
 from shardformer.verify import Pipelined, Report, verify
 from tests.verify.deep import EVERY_HEAD, Uneven, deep
 from tests.verify.variants import VARIANTS

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.pool import WorkerPool
-from shardformer.samples import Batches, Sample, sample_loss
-from shardformer.sharding.config import ShardConfig
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.zoo import Batches, Sample, sample_loss
 from shardformer.verify import verify
 from shardformer.verify.ahead import check_split
 from shardformer.verify.run import Replay
@@ -89,7 +89,7 @@ def test_a_config_that_names_a_group_is_refused(pool2: WorkerPool) -> None:
 def test_a_call_without_a_guard_is_one_sentence_that_says_where(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "from shardformer.samples import Batches, Sample\n"
+        "from shardformer.testing.zoo import Batches, Sample\n"
         "from shardformer.verify import verify\n"
         "verify(Sample('gpt2'), Batches('GPT2LMHeadModel'), steps=1)\n"
     )

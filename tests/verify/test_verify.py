@@ -16,17 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm import conjugates
-from shardformer.comm.collectives import Pending, take_stretch
-from shardformer.context import Axis
-from shardformer.layers import block, embedding, linear, loss
-from shardformer.layers.linear import Linear1D_Col, Linear1D_Row
-from shardformer.layout import ShardSpec, Split, even_bounds
+from shardformer.comm.collectives import Pending, local_chunk
+from shardformer.config import ShardConfig
+from shardformer.layers.tensor import block, embedding, linear
+from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
+from shardformer.layers.vocab import loss
+from shardformer.layout.spec import ShardSpec, Split, even_bounds
+from shardformer.mesh.axis import Axis
 from shardformer.optim import grad_norm
-from shardformer.pool import Pools, WorkerPool
-from shardformer.samples import LANGUAGE_MODEL, Batches, Sample
 from shardformer.sharder import ModelSharder
-from shardformer.sharding import regions, sharder
-from shardformer.sharding.config import ShardConfig
+from shardformer.sharding import apply as sharder
+from shardformer.sharding import regions
+from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.testing.zoo import LANGUAGE_MODEL, Batches, Sample
 from shardformer.verify import Report, report_here, verify
 from shardformer.verify.run import Job
 from tests.verify.tower import ForgetfulPolicy, Tower, TowerPolicy, distance, numbers
@@ -67,7 +69,7 @@ def own(x: Tensor, *_: Any) -> Tensor:
 
 
 def own_stretch(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    return take_stretch(x, axis, dim)
+    return local_chunk(x, axis, dim)
 
 
 def own_stretch_in_zeros(x: Tensor, axis: Axis, dim: int, full: int) -> Tensor:

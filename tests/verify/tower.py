@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.policies.roles import MLP, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, RolePolicy, Stack
 
 
 class Layer(nn.Module):

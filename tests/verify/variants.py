@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardformer.samples import SMALL, Sample
+from shardformer.testing.zoo import SMALL, Sample
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def head_counts(
     projections: Mapping[str, Any],
     features: Mapping[str, int],
     width: int,
-    behind: bool,
+    reads_inner: bool,
 ) -> Iterator[Count]:
     """The counts that fit the shapes, those that every config has first."""
     config: Any = getattr(model, "config", None)
@@ -66,7 +66,7 @@ def head_counts(
         kv = kv_heads or heads
         if heads < 1 or width % heads or heads % kv or (heads, kv) in found:
             continue
-        if not _fits(projections, features, heads, kv, width // heads, behind):
+        if not _fits(projections, features, heads, kv, width // heads, reads_inner):
             continue
         found.add((heads, kv))
         usual_kv = usual[HEADS[1]] if isinstance(usual[HEADS[1]], int) and usual[HEADS[1]] else usual[HEADS[0]]
@@ -100,7 +100,7 @@ def _fields(thing: Any) -> dict[str, Any]:
 
 
 def _fits(
-    projections: Mapping[str, Any], features: Mapping[str, int], heads: int, kv: int, head_dim: int, behind: bool
+    projections: Mapping[str, Any], features: Mapping[str, int], heads: int, kv: int, head_dim: int, reads_inner: bool
 ) -> bool:
     def has(part: str, *sizes: int) -> bool:
         return part not in projections or features[projections[part]] in sizes
@@ -110,11 +110,11 @@ def _fits(
         return False
     unit = features[q] // heads if q is not None else head_dim
     return (
-        (q is None or behind or unit == head_dim)
+        (q is None or reads_inner or unit == head_dim)
         and has("k", kv * unit)
         and has("v", kv * head_dim)
         and has("qkv", (heads + 2 * kv) * head_dim)
-        and (has("kv", 2 * kv * head_dim) or (behind and features[projections["kv"]] % kv == 0))
+        and (has("kv", 2 * kv * head_dim) or (reads_inner and features[projections["kv"]] % kv == 0))
         and all(features[gate] % heads == 0 for gate in projections.get("gates", ()))
     )
 

@@ -17,28 +17,28 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardformer.pipeline.chain import Chain, homes
-from shardformer.policies.blocks import Stack
 from shardformer.policies.infer.flow import given_by_layers
-from shardformer.policies.infer.prove import Truth
-from shardformer.policies.infer.prove_stages import ONE_LAYER, chain_of, described, fault_of_cuts
+from shardformer.policies.infer.prove import Reference
+from shardformer.policies.infer.prove_stages import ONE_LAYER, chain_of, described, stage_mismatch
 from shardformer.policies.paths import join, matching
-from shardformer.policies.roles import RolePolicy
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import Stack
 
 Stacks = Sequence[Stack]
 
 
-def found_stacks(truth: Truth) -> list[Stack]:
+def found_stacks(reference: Reference) -> list[Stack]:
     """The outermost lists of layers, each of which one forward calls in order; in the order of their calls."""
-    model = truth.model
+    model = reference.model
     layers = {
         path: [f"{path}.{name}" for name, _ in m.named_children()]
         for path, m in model.named_modules()
         if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1 and all(_is_layer(c) for c in m.children())
     }
     outer = [path for path in layers if not any(path.startswith(f"{other}.") for other in layers)]
-    calls = list(dict.fromkeys(_calls(truth, [layer for path in outer for layer in layers[path]])))
+    calls = list(dict.fromkeys(_calls(reference, [layer for path in outer for layer in layers[path]])))
     in_order = [path for path in outer if [call for call in calls if call in layers[path]] == layers[path]]
-    given = given_by_layers(model, truth.run, in_order)
+    given = given_by_layers(model, reference.run, in_order)
     return [Stack(path, [], returns=given[path]) for path in sorted(in_order, key=lambda p: calls.index(layers[p][0]))]
 
 
@@ -47,33 +47,33 @@ def _is_layer(module: nn.Module) -> bool:
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
-def along_depth(truth: Truth, policy: type[RolePolicy]) -> tuple[Stacks, str | None]:
+def along_depth(reference: Reference, policy: type[RolePolicy]) -> tuple[Stacks, str | None]:
     """The stacks of a policy with what a pipeline must know of them, and why the model cannot be cut, if so."""
     stacks = [policy.stack] if isinstance(policy.stack, Stack) else list(policy.stack)
-    return _Depth(truth, policy).of(stacks)
+    return _Depth(reference, policy).of(stacks)
 
 
 class _Depth:
     """What stages of a small model need: drafts of its stacks."""
 
-    def __init__(self, truth: Truth, policy: type[RolePolicy]) -> None:
-        self._truth, self._policy, self._model = truth, policy, truth.model
-        self._base = described(policy, truth.model).base
+    def __init__(self, reference: Reference, policy: type[RolePolicy]) -> None:
+        self._truth, self._policy, self._model = reference, policy, reference.model
+        self._base = described(policy, reference.model).base
 
     def of(self, stacks: Stacks) -> tuple[Stacks, str | None]:
         """The stacks as they are proven, and None; or as they came, and what is wrong."""
         if (missing := self._not_run(stacks)) is not None:
             return stacks, f"{missing} is not run for every batch"
-        against = self._fault(stacks)
+        against = self._mismatch(stacks)
         if against is None or against == ONE_LAYER:
             return stacks, against
         for draft in self._drafts(stacks):
-            if self._fault(draft) is None:
+            if self._mismatch(draft) is None:
                 return self._only_needed(draft), None
         return stacks, against
 
-    def _fault(self, stacks: Stacks) -> str | None:
-        return fault_of_cuts(self._truth, self._policy, stacks)
+    def _mismatch(self, stacks: Stacks) -> str | None:
+        return stage_mismatch(self._truth, self._policy, stacks)
 
     def _chain(self, stacks: Stacks) -> Chain:
         return chain_of(self._model, self._policy, stacks)
@@ -91,8 +91,8 @@ class _Depth:
         """By the order of calls; with states that a later stack reads; with tables of the first layer; with what all
         stages have."""
         placed = self._with_sides(stacks)
-        lent = self._with_lent(placed)
-        ways = [placed, self._with_contexts(placed), lent, self._with_contexts(lent)]
+        from_first = self._with_lent(placed)
+        ways = [placed, self._with_contexts(placed), from_first, self._with_contexts(from_first)]
         ways = [way for i, way in enumerate(ways) if way not in ways[:i]]
         yield from ways
         for way in ways:
@@ -104,7 +104,7 @@ class _Depth:
         kept = stacks
         for path in stacks[0].everywhere:
             fewer = [replace(s, everywhere=tuple(p for p in s.everywhere if p != path)) for s in kept]
-            if self._fault(fewer) is None:
+            if self._mismatch(fewer) is None:
                 kept = fewer
         return kept
 
@@ -135,13 +135,13 @@ class _Depth:
             at, own = calls.index(path), self._own(path)
             unit = next(min(units) for name, units in home.items() if name.rpartition(".")[0] == path)
             if at < bounds[0][0] and unit == end:
-                out[0] = replace(out[0], front=(*out[0].front, own))
+                out[0] = replace(out[0], before=(*out[0].before, own))
             if at > bounds[-1][1] and unit != end:
-                out[-1] = replace(out[-1], behind=(*out[-1].behind, own))
+                out[-1] = replace(out[-1], after=(*out[-1].after, own))
             for i, (before, after) in enumerate(pairwise(bounds) if len(bounds) == len(out) else []):
                 # what a stack hands to the next directly is made before it is handed on
                 if before[1] < at < after[0] and out[i + 1].context is None and unit != chain.starts[i + 1] - 1:
-                    out[i] = replace(out[i], behind=(*out[i].behind, own))
+                    out[i] = replace(out[i], after=(*out[i].after, own))
         return out
 
     def _with_lent(self, stacks: Stacks) -> Stacks:
@@ -151,7 +151,7 @@ class _Depth:
         for stack in stacks:
             path = matching(join(self._base, stack.layers), names)[0]  # of a list of layers for each stage the first
             layers = list(self._model.get_submodule(path).children())
-            out.append(replace(stack, lent=tuple(_only_in_first(*layers[:2]))) if len(layers) > 1 else stack)
+            out.append(replace(stack, from_first=tuple(_only_in_first(*layers[:2]))) if len(layers) > 1 else stack)
         return out
 
     def _with_contexts(self, stacks: Stacks) -> Stacks:
@@ -166,14 +166,14 @@ class _Depth:
         return out
 
 
-def _calls(truth: Truth, paths: Iterable[str]) -> list[str]:
+def _calls(reference: Reference, paths: Iterable[str]) -> list[str]:
     """Those of the modules at ``paths`` that one forward calls, in its order."""
     calls: list[str] = []
     with ExitStack() as stack, torch.no_grad():
         for path in paths:
-            module = truth.model.get_submodule(path)
+            module = reference.model.get_submodule(path)
             stack.callback(module.register_forward_pre_hook(lambda *_, path=path: calls.append(path)).remove)
-        truth.run(truth.model)
+        reference.run(reference.model)
     return calls
 
 
@@ -189,11 +189,11 @@ def _only_in_first(first: nn.Module, second: nn.Module) -> Iterator[str]:
         yield from (join(path, name) for name in (*more, *flags) if more)
 
 
-def _entry(truth: Truth, before: str, layers: str) -> tuple[str, str] | None:
+def _entry(reference: Reference, before: str, layers: str) -> tuple[str, str] | None:
     """The outermost module around ``layers`` that is given what the last layer at ``before`` made, and how."""
     made: list[Tensor] = []
     found: list[tuple[str, str]] = []
-    model = truth.model
+    model = reference.model
     last = list(model.get_submodule(before).children())[-1]
     around = [".".join(layers.split(".")[:i]) for i in range(1, layers.count(".") + 1)]
 
@@ -215,7 +215,7 @@ def _entry(truth: Truth, before: str, layers: str) -> tuple[str, str] | None:
             if not f"{before}.".startswith(f"{path}."):
                 module = model.get_submodule(path)
                 stack.callback(module.register_forward_pre_hook(note(path), with_kwargs=True).remove)
-        truth.run(model)
+        reference.run(model)
     return found[0] if found else None
 
 

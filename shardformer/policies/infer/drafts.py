@@ -11,20 +11,20 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.policies.blocks import MLP, Attention, Experts, Role
 from shardformer.policies.infer.counts import Count, counted, head_counts, projections_of
 from shardformer.policies.infer.flow import Flow, Group
 from shardformer.policies.paths import features_of, join, matching, relative
+from shardformer.policies.roles import MLP, Attention, Experts, Role
 
 UNKNOWN = "no role describes it"
 LOW_RANK = "it only gives to a projection of an attention"
 LEAVES = "what it gives leaves its layer"
-BANKS = 4
+PARTITIONS = 4
 """The cores that a model was first trained on, in whose order its heads still lie (CodeGen)."""
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockDraft:
     """Linears in a stack of layers that belong together, and the roles that could describe them, likely ones first.
 
     Args:
@@ -44,7 +44,7 @@ class Block:
     context: tuple[str, str] | None = None
 
 
-def draft(model: nn.Module, flow: Flow) -> list[Block]:
+def draft(model: nn.Module, flow: Flow) -> list[BlockDraft]:
     """All blocks, in the order in which the forward comes to them; the first layer with a block speaks for all."""
     blocks, seen = [], set()
     for group in flow.groups:
@@ -54,11 +54,11 @@ def draft(model: nn.Module, flow: Flow) -> list[Block]:
             seen.add(key)
             blocks.append(_block(model, flow, group, *place))
         elif place is None and not (group.attends and key in seen):  # where it does, the role of the first cuts both
-            blocks.append(Block("", [], [path for c in group.columns for path in _everywhere(model, c)], LEAVES))
+            blocks.append(BlockDraft("", [], [path for c in group.columns for path in _everywhere(model, c)], LEAVES))
     return blocks + _experts(model, flow)
 
 
-def _block(model: nn.Module, flow: Flow, group: Group, layers: str, layer: str) -> Block:
+def _block(model: nn.Module, flow: Flow, group: Group, layers: str, layer: str) -> BlockDraft:
     row = _block_path(model, group.row[len(layer) + 1 :], layer, group.attends)
     optional = len(_having(model, layers, row)) < len(_all_layers(model, layers))
     inside = [met for met in flow.projections if all(f"{path}.".startswith(f"{layer}.") for path in met)]
@@ -73,7 +73,7 @@ def _block(model: nn.Module, flow: Flow, group: Group, layers: str, layer: str) 
     if any(isinstance(role, Attention) and role.reads_context for role in roles):
         context = _context(model, flow, group, layers)
     why = LOW_RANK if low_rank else UNKNOWN if not roles else ""
-    return Block(layers, roles, columns, why, _final_norm(model, flow, layers), context)
+    return BlockDraft(layers, roles, columns, why, _final_norm(model, flow, layers), context)
 
 
 def _misfits(model: nn.Module, group: Group) -> list[str]:
@@ -184,14 +184,14 @@ def _attentions(model: nn.Module, flow: Flow, group: Group, layer: str) -> Itera
     apart = [names[c] for c in group.apart]
     reads_context = bool(apart) and _context(model, flow, group, layer) is not None
     inputs = [] if reads_context else _inputs(model, flow, group)
-    behind = [] if reads_context or inputs else apart
+    reads_inner = [] if reads_context or inputs else apart
     layers = len(_everywhere(model, group.row))
     lacking = {name for c, name in names.items() if len(_everywhere(model, c)) < layers}
     for projections in projections_of(names):
         said: dict[str, Any] = {
             part: f"{name}?" if part in "kv" and name in lacking else name for part, name in projections.items()
         }
-        for count in head_counts(model, group.entry, projections, features, width, bool(behind)):
+        for count in head_counts(model, group.entry, projections, features, width, bool(reads_inner)):
             numbers = counted(_numbers(model, flow, group.entry, count), count, width)
             ways = [numbers, {n: kind for n, kind in numbers.items() if kind != "width"}, {}]
             if hasattr(module, "config"):
@@ -200,15 +200,19 @@ def _attentions(model: nn.Module, flow: Flow, group: Group, layer: str) -> Itera
             own = any(model.get_submodule(like)._parameters for like in _everywhere(model, group.entry))
             late = own or len(group.columns) > len(group.apart) + 1
             first = [name for name in names.values() if name not in apart][:1]
-            entries = [None] * (group.enters or bool(behind)) + first * late
+            entries = [None] * (group.enters or bool(reads_inner)) + first * late
             norms = _attention_norms(model, flow, group, layer, count, width)
-            orders = [(False, 1), *[(True, 1)] * fused, *[(False, BANKS)] * (fused and count.kv_heads % BANKS == 0)]
-            for width_of_input, entry, (interleaved, banks), attributes, parameters in product(
+            orders = [
+                (False, 1),
+                *[(True, 1)] * fused,
+                *[(False, PARTITIONS)] * (fused and count.kv_heads % PARTITIONS == 0),
+            ]
+            for width_of_input, entry, (interleaved, partitions), attributes, parameters in product(
                 (False, True), entries, orders, _distinct(ways), _parameters(module, count, width)
             ):
                 yield Attention(
-                    at, _inside(group, group.row, layer), **said, behind=behind, interleaved=interleaved,
-                    banks=banks, attributes=attributes, parameters=parameters, inputs=inputs, tables=tables,
+                    at, _inside(group, group.row, layer), **said, reads_inner=reads_inner, interleaved=interleaved,
+                    partitions=partitions, attributes=attributes, parameters=parameters, inputs=inputs, tables=tables,
                     entry=entry, norms=norms, width_of_input=width_of_input, reads_context=reads_context,
                     arguments=_arguments(flow, group, count), **count.said,
                 )  # fmt: skip
@@ -305,9 +309,9 @@ def _distinct(ways: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [way for i, way in enumerate(ways) if way not in ways[:i]]
 
 
-def _experts(model: nn.Module, flow: Flow) -> list[Block]:
+def _experts(model: nn.Module, flow: Flow) -> list[BlockDraft]:
     """Modules that hold weights with three dims, one for each expert."""
-    found: dict[tuple[str, str], Block] = {}
+    found: dict[tuple[str, str], BlockDraft] = {}
     for path, module in model.named_modules():
         stacked = [name for name, p in module.named_parameters(recurse=False) if p.dim() == 3 and p.shape[0] > 1]
         place = _layer_of(model, path, [path]) if len(stacked) > 1 and path in flow.inputs else None
@@ -325,7 +329,7 @@ def _experts(model: nn.Module, flow: Flow) -> list[Block]:
             Experts(at, ups if len(ups) > 1 else ups[0], down, summands, fused, interleaved, optional)
             for fused, interleaved in ((2, False), (1, False), (2, True))
         ]
-        found.setdefault((layers, at), Block(layers, roles, _everywhere(model, path)))
+        found.setdefault((layers, at), BlockDraft(layers, roles, _everywhere(model, path)))
     return list(found.values())
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardformer.layers.linear import is_linear
+from shardformer.layers.tensor.linear import is_linear
 from shardformer.policies.paths import matching
 
 MEETINGS = ("bmm", "baddbmm", "scaled_dot_product")

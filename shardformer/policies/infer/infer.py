@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import PolicyError
-from shardformer.layers.linear import is_linear
-from shardformer.policies.blocks import Stack
+from shardformer.layers.tensor.linear import is_linear
 from shardformer.policies.infer.depth import along_depth, found_stacks
-from shardformer.policies.infer.drafts import Block, draft
+from shardformer.policies.infer.drafts import BlockDraft, draft
 from shardformer.policies.infer.flow import given_by_layers, observe
-from shardformer.policies.infer.prove import Run, Truth, fault
+from shardformer.policies.infer.prove import Forward, Reference, mismatch
 from shardformer.policies.infer.twin import Kind, kind_of, model_of, twin_of
 from shardformer.policies.paths import matching
-from shardformer.policies.roles import RolePolicy
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import Stack
 from shardformer.sharding.plan import make_plan
 
 RANKS = (2, 4)
@@ -84,22 +84,22 @@ def infer_stacks(model: nn.Module) -> RolePolicy:
         return _uncut([], None, f"No stack of layers was looked for: {error.what}.")()
     note = "Each rank has its layers whole, since no role was found that describes them."
     with torch.random.fork_rng(devices=[]):
-        truth = Truth.of(twin.model, twin.run)
-        found = found_stacks(truth)
+        reference = Reference.of(twin.model, twin.run)
+        found = found_stacks(reference)
         largest = sorted(found, key=lambda stack: -_numel(twin.model, stack.layers))
-        first = _uncut(found, truth, note)
+        first = _uncut(found, reference, note)
         alone = largest if len(found) > 1 and first.against_pipeline else []
-        others = (_uncut([stack], truth, note) for stack in alone)
+        others = (_uncut([stack], reference, note) for stack in alone)
         return next((policy for policy in others if policy.against_pipeline is None), first)()
 
 
-def _uncut(stacks: Sequence[Stack], truth: Truth | None, note: str) -> type[InferredPolicy]:
+def _uncut(stacks: Sequence[Stack], reference: Reference | None, note: str) -> type[InferredPolicy]:
     """The policy that cuts nothing of these stacks, with what a pipeline must know of them."""
-    kinds = {stack.layers: _kinds_of_layers(truth.model, stack.layers) for stack in stacks if truth is not None}
+    kinds = {stack.layers: _kinds_of_layers(reference.model, stack.layers) for stack in stacks if reference is not None}
     fields = {"base": "", "stack": stacks, "layers": kinds, "notes": [note]}
     policy: type[InferredPolicy] = type("InferredPolicy", (InferredPolicy,), fields)
-    if stacks and truth is not None:
-        policy.stack, policy.against_pipeline = along_depth(truth, policy)
+    if stacks and reference is not None:
+        policy.stack, policy.against_pipeline = along_depth(reference, policy)
     return policy
 
 
@@ -107,9 +107,9 @@ def _numel(model: nn.Module, path: str) -> int:
     return sum(p.numel() for p in model.get_submodule(path).parameters())
 
 
-def infer_on(model: nn.Module, run: Run) -> type[InferredPolicy]:
+def infer_on(model: nn.Module, run: Forward) -> type[InferredPolicy]:
     """The proven policy of a small model that ``run`` calls with a batch. Raises PolicyError when there is none."""
-    proof = _Proof(Truth.of(model, run))
+    proof = _Proof(Reference.of(model, run))
     # each block over two ranks and all of them over more; only where that fails, each block over more
     for ranks in (RANKS[:1], RANKS):
         blocks, whole = _blocks(proof, ranks)
@@ -130,17 +130,17 @@ def infer_on(model: nn.Module, run: Run) -> type[InferredPolicy]:
             remedy="Write the roles down (docs/policies.md)",
         )
     policy.stack = _with_returns(policy, given_by_layers(model, run, policy.layers))
-    stacks, policy.against_pipeline = along_depth(proof.truth, policy)
+    stacks, policy.against_pipeline = along_depth(proof.reference, policy)
     policy.stack = stacks[0] if isinstance(policy.stack, Stack) else stacks
-    policy.against_sequence = fault(proof.truth, policy, RANKS[0], enable_sequence_parallelism=True)
+    policy.against_sequence = mismatch(proof.reference, policy, RANKS[0], enable_sequence_parallelism=True)
     policy.notes = _notes(whole, policy.against_pipeline)
     policy.whole = _left(model, policy())
     return policy
 
 
-def _blocks(proof: _Proof, ranks: Sequence[int]) -> tuple[list[Block], dict[str, str]]:
+def _blocks(proof: _Proof, ranks: Sequence[int]) -> tuple[list[BlockDraft], dict[str, str]]:
     """The blocks that hold, each by itself, and what stays whole and why."""
-    model, run = proof.truth.model, proof.truth.run
+    model, run = proof.reference.model, proof.reference.run
     whole = {path: OUTSIDE for path, m in model.named_modules() if is_linear(m) and not _in_layers(model, path)}
     while True:
         blocks, again = _proven(proof, draft(model, observe(model, run, whole)), whole, ranks)
@@ -159,8 +159,8 @@ def _with_returns(policy: type[InferredPolicy], given: Mapping[str, int]) -> Sta
 class _Proof:
     """What was wrong with the policies that were tried: another look brings up most of them again."""
 
-    def __init__(self, truth: Truth) -> None:
-        self.truth = truth
+    def __init__(self, reference: Reference) -> None:
+        self.reference = reference
         self._tried: dict[tuple[str, int], str | None] = {}
 
     def of(self, policy: type[RolePolicy], ranks: Sequence[int]) -> str | None:
@@ -168,7 +168,7 @@ class _Proof:
         said = str([getattr(policy, name) for name in ("stack", "embeddings", "head")])
         for size in ranks:
             if (said, size) not in self._tried:
-                self._tried[said, size] = fault(self.truth, policy, size)
+                self._tried[said, size] = mismatch(self.reference, policy, size)
             if (problem := self._tried[said, size]) is not None:
                 return problem
         return None
@@ -210,18 +210,18 @@ def _in_layers(model: nn.Module, path: str) -> bool:
 
 
 def _proven(
-    proof: _Proof, blocks: Sequence[Block], whole: Mapping[str, str], ranks: Sequence[int]
-) -> tuple[list[Block], dict[str, str]]:
+    proof: _Proof, blocks: Sequence[BlockDraft], whole: Mapping[str, str], ranks: Sequence[int]
+) -> tuple[list[BlockDraft], dict[str, str]]:
     """The blocks with the role that holds; or the columns of the first one that no role describes, and why.
 
     It ends there, since linears that stay whole pass marks on: what comes behind them looks otherwise then.
     """
-    proven: list[Block] = []
+    proven: list[BlockDraft] = []
     for block in blocks:
         why = block.why
         for role in block.roles[:MOST]:
             alone = replace(block, roles=[role])
-            if (problem := proof.of(_policy(proof.truth.model, [alone], {}), ranks)) is None:
+            if (problem := proof.of(_policy(proof.reference.model, [alone], {}), ranks)) is None:
                 proven.append(alone)
                 break
             why = why or f"no way of cutting it that was tried is right: {problem}"
@@ -232,7 +232,9 @@ def _proven(
     return proven, {}
 
 
-def _policy(model: nn.Module, blocks: Sequence[Block], outside: Mapping[str, tuple[str, ...]]) -> type[InferredPolicy]:
+def _policy(
+    model: nn.Module, blocks: Sequence[BlockDraft], outside: Mapping[str, tuple[str, ...]]
+) -> type[InferredPolicy]:
     """The table as a class. Paths are relative to the base model where all of them stand in it."""
     prefix = getattr(model, "base_model_prefix", "")
     stacks = {block.layers: [b for b in blocks if b.layers == block.layers] for block in blocks}

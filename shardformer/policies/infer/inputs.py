@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import PolicyError
-from shardformer.policies.infer.prove import Run
+from shardformer.policies.infer.prove import Forward
 
 BATCH, LENGTH, TARGET_LENGTH = 2, 9, 7
 SIDE = 64
@@ -85,7 +85,7 @@ def _field(config: Any, name: str, *parts: str) -> Any:
     return next((value for value in found if isinstance(value, int | list | tuple)), None)
 
 
-def runner(model: nn.Module, batch: Mapping[str, Tensor]) -> Run:
+def runner(model: nn.Module, batch: Mapping[str, Tensor]) -> Forward:
     """What calls a model with the batch, in the precision of ``model``, without a cache."""
     dtype = next(model.parameters()).dtype
     cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}

@@ -13,27 +13,27 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardformer.comm.params import param_specs
-from shardformer.comm.rehearsal import Rehearsal
-from shardformer.context import ParallelContext
+from shardformer.comm.threads import ThreadGroup
+from shardformer.config import ShardConfig
 from shardformer.errors import ShardFormerError
-from shardformer.sharding.config import ShardConfig
-from shardformer.sharding.policy import Policy
-from shardformer.sharding.sharder import Sharding
+from shardformer.mesh.context import ParallelContext
+from shardformer.policies.policy import Policy
+from shardformer.sharding.apply import Sharding
 
 RELATIVE = 1e-4
 """Of the largest number of a gradient. Some models cast to fp32 inside; what is wrong is larger by far."""
 ROUNDING = 64
 """Times the precision and the largest gradient of all: what is zero but for rounding, as a key's bias."""
 
-Run = Callable[[nn.Module], Any]
+Forward = Callable[[nn.Module], Any]
 
 
 @dataclass(frozen=True)
-class Truth:
+class Reference:
     """The plain model, what it gives, and the gradients of the mean square of that."""
 
     model: nn.Module
-    run: Run
+    run: Forward
     loss: float
     gradients: dict[str, Tensor | None]
 
@@ -43,14 +43,14 @@ class Truth:
         return allowed(self.gradients)
 
     @staticmethod
-    def of(model: nn.Module, run: Run) -> Truth:
+    def of(model: nn.Module, run: Forward) -> Reference:
         """Runs ``model`` forward and backward."""
         model.zero_grad()
         loss = loss_of(run(model))
         loss.backward()
         gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
         model.zero_grad()
-        return Truth(model, run, loss.item(), gradients)
+        return Reference(model, run, loss.item(), gradients)
 
     def check_finite(self) -> None:
         """Raises ValueError where nothing could be told from it: in fp64 some mask with what fp32 cannot hold."""
@@ -68,20 +68,20 @@ def allowed(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
     return {name: max(RELATIVE * x, floor) for name, x in largest.items()}
 
 
-def fault(truth: Truth, policy: type[Policy], ranks: int, **options: bool) -> str | None:
+def mismatch(reference: Reference, policy: type[Policy], ranks: int, **options: bool) -> str | None:
     """What is wrong with ``policy`` over ``ranks`` tensor ranks; None when nobody could tell."""
 
     def train(context: ParallelContext) -> None:
-        model = copied(truth.model)
+        model = copied(reference.model)
         Sharding(model, _config(context, options), lambda *_: (policy(), "to be proven"), fresh=True).shard()
-        loss = loss_of(truth.run(model))
-        if not abs(loss.item() - truth.loss) <= RELATIVE * abs(truth.loss):
-            raise Differs(f"the output differs: {loss.item():.6g} instead of {truth.loss:.6g}")
+        loss = loss_of(reference.run(model))
+        if not abs(loss.item() - reference.loss) <= RELATIVE * abs(reference.loss):
+            raise Differs(f"the output differs: {loss.item():.6g} instead of {reference.loss:.6g}")
         loss.backward()
-        _compare_gradients(truth, model, context.tensor.rank)
+        _compare_gradients(reference, model, context.tensor.rank)
 
     try:
-        Rehearsal(ranks).run(train)
+        ThreadGroup(ranks).run(train)
         return None
     except Differs as difference:
         return str(difference)
@@ -126,14 +126,14 @@ def fields_of(output: Any) -> Any:
     return dict(output) if hasattr(output, "keys") else output
 
 
-def _compare_gradients(truth: Truth, model: nn.Module, rank: int) -> None:
+def _compare_gradients(reference: Reference, model: nn.Module, rank: int) -> None:
     specs = param_specs(model)
     for name, param in model.named_parameters():
-        expected = truth.gradients[name]
+        expected = reference.gradients[name]
         if (expected is None) != (param.grad is None):
             raise Differs(f"{name} has {'a' if expected is None else 'no'} gradient")
         if expected is None or param.grad is None or not expected.numel():
             continue
         own = specs[name].slice(expected, rank)
-        if own.shape != param.grad.shape or not (own - param.grad).abs().max().item() <= truth.allowed[name]:
+        if own.shape != param.grad.shape or not (own - param.grad).abs().max().item() <= reference.allowed[name]:
             raise Differs(f"the gradient of {name} differs")

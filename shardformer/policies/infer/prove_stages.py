@@ -9,16 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardformer.context import Axis, ParallelContext
+from shardformer.config import ShardConfig
 from shardformer.errors import ShardFormerError
-from shardformer.pipeline.absent import Ghosts, is_ghost
-from shardformer.pipeline.chain import Chain, Span, holders, homes
-from shardformer.pipeline.passage import Passage, Run
-from shardformer.policies.blocks import Stack
-from shardformer.policies.infer.prove import RELATIVE, Differs, Truth, allowed, copied, fields_of, weighted
-from shardformer.policies.roles import RolePolicy
-from shardformer.sharding.config import ShardConfig
-from shardformer.sharding.stages import lend
+from shardformer.mesh.axis import Axis
+from shardformer.mesh.context import ParallelContext
+from shardformer.pipeline.chain import Chain, UnitRange, holders, homes
+from shardformer.pipeline.placeholders import Placeholders, is_placeholder
+from shardformer.pipeline.stage_forward import StageForward, StagePass
+from shardformer.policies.infer.prove import RELATIVE, Differs, Reference, allowed, copied, fields_of, weighted
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import Stack
+from shardformer.sharding.stages import share_from_first
 
 ONE_LAYER = "no two layers of it run one behind the other"
 
@@ -37,17 +38,17 @@ def chain_of(model: nn.Module, policy: type[RolePolicy], stacks: Sequence[Stack]
     return Chain(tuple(s for s in described(with_stacks, model).segments() if s.units))
 
 
-def fault_of_cuts(truth: Truth, policy: type[RolePolicy], stacks: Sequence[Stack]) -> str | None:
+def stage_mismatch(reference: Reference, policy: type[RolePolicy], stacks: Sequence[Stack]) -> str | None:
     """What is wrong with two stages, with the cut behind the first layer, before the last, halfway, and where
     two stacks meet; None when nobody could tell."""
     try:
-        chain = chain_of(truth.model, policy, stacks)
+        chain = chain_of(reference.model, policy, stacks)
         count = len(chain.units)
         if count < 2:
             return ONE_LAYER
         ends = {1, count // 2, count - 1, *(at for start in chain.starts for at in (start - 1, start))}
         for bound in sorted(ends & set(range(1, count))):
-            _compare(truth, chain, chain.spans([0, bound, count]))
+            _compare(reference, chain, chain.spans([0, bound, count]))
     except Differs as difference:
         return str(difference)
     except ShardFormerError as error:
@@ -57,41 +58,41 @@ def fault_of_cuts(truth: Truth, policy: type[RolePolicy], stacks: Sequence[Stack
     return None
 
 
-def _compare(truth: Truth, chain: Chain, spans: Sequence[Span]) -> None:
-    home = homes(truth.model, chain)
+def _compare(reference: Reference, chain: Chain, spans: Sequence[UnitRange]) -> None:
+    home = homes(reference.model, chain)
     held = holders(home, spans)
-    stages: list[tuple[nn.Module, Passage]] = []
+    stages: list[tuple[nn.Module, StageForward]] = []
     for stage in range(len(spans)):
-        model, ghosts = copied(truth.model), Ghosts()
-        ghosts.remove(model, {name: stage in stages_of for name, stages_of in held.items()})
-        lend(model, chain, [spans[stage]])
-        stages.append((model, Passage(model, chain, ghosts, home)))
+        model, placeholders = copied(reference.model), Placeholders()
+        placeholders.remove(model, {name: stage in stages_of for name, stages_of in held.items()})
+        share_from_first(model, chain, [spans[stage]])
+        stages.append((model, StageForward(model, chain, placeholders, home)))
     (first, first_passage), (second, second_passage) = stages
-    _, payload = first_passage.run(first, Run(spans[0], {}), lambda: truth.run(first))
+    _, payload = first_passage.run(first, StagePass(spans[0], {}), lambda: reference.run(first))
     if payload is None:
         raise Differs("its layers are not all run")
     received = {name: x.detach().requires_grad_(x.requires_grad) for name, x in payload.items()}
-    output, _ = second_passage.run(second, Run(spans[1], received), lambda: truth.run(second))
-    _compare_outputs(truth, output)
+    output, _ = second_passage.run(second, StagePass(spans[1], received), lambda: reference.run(second))
+    _compare_outputs(reference, output)
     trains = [name for name, x in payload.items() if x.requires_grad]
     if any(received[name].grad is None for name in trains):
         raise Differs("nothing is learned through the states that one stage hands to the next")
     if trains:
         torch.autograd.backward([payload[name] for name in trains], [received[name].grad for name in trains])
-    _compare_gradients(truth.model, _sums(truth.model, [first, second]))
+    _compare_gradients(reference.model, _sums(reference.model, [first, second]))
 
 
-def _compare_outputs(truth: Truth, output: Any) -> None:
+def _compare_outputs(reference: Reference, output: Any) -> None:
     """Compares what the last stage has of the output, and leaves the gradients of that in all models."""
-    whole, given = _floats(truth.run(truth.model)), _floats(output)
-    here = [at for at, x in enumerate(given) if not is_ghost(x)]
+    whole, given = _floats(reference.run(reference.model)), _floats(output)
+    here = [at for at, x in enumerate(given) if not is_placeholder(x)]
     if len(whole) != len(given) or 0 not in here:
         raise Differs("what it gives reads what an earlier stage holds")
     for at in here:
         a, b = whole[at], given[at]
         if a.shape != b.shape or not (a - b).abs().max() <= RELATIVE * a.abs().max():
             raise Differs("what it gives differs")
-    truth.model.zero_grad()
+    reference.model.zero_grad()
     for outputs in (whole, given):
         torch.stack([weighted(outputs[at], outputs[at].shape).double() for at in here]).sum().backward()
 

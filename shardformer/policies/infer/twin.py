@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardformer.errors import PolicyError
 from shardformer.policies.infer.inputs import batches_for, runner
-from shardformer.policies.infer.prove import Run, Truth
+from shardformer.policies.infer.prove import Forward, Reference
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, LAYERS, VOCAB, POSITIONS = 6, 2, 8, 70, 2, 127, 64
 MOST_LAYERS = 8
@@ -71,7 +71,7 @@ KV_SHARED = "num_kv_shared_layers"
 """How many of the last layers have no keys and values of their own."""
 EVEN = {HEADS: 16, HEAD_DIM: 32, HEADS * HEAD_DIM: 512, WIDTH: 128, 16: 64, 20: 64}
 """For configs that ask for powers of two, or turn only a quarter of a head: so many heads that four ranks have some of
-each of four banks."""
+each of four partitions."""
 MANY_WORDS = 2**14
 """For classes that name a token by a number of their own."""
 STAGES: Mapping[str, int] = {"image_size": 64, "window_size": 2}
@@ -92,7 +92,7 @@ class Twin:
     """A small model, what calls it with a batch, and that batch."""
 
     model: nn.Module
-    run: Run
+    run: Forward
     batch: Mapping[str, Tensor]
 
 
@@ -164,13 +164,13 @@ def _layers_needed(model: nn.Module) -> int:
     return needed if LAYERS < needed <= MOST_LAYERS else 0
 
 
-def _runs(twin: nn.Module, batch: Mapping[str, Tensor] | None) -> tuple[Run, Mapping[str, Tensor]]:
+def _runs(twin: nn.Module, batch: Mapping[str, Tensor] | None) -> tuple[Forward, Mapping[str, Tensor]]:
     """What calls the twin with the first of the batches that it takes, and that batch."""
     problem: Exception | None = None
     for candidate in [batch] if batch is not None else batches_for(twin):
         run = runner(twin, candidate)
         try:
-            Truth.of(copy.deepcopy(twin), run).check_finite()  # some modules keep what a forward made
+            Reference.of(copy.deepcopy(twin), run).check_finite()  # some modules keep what a forward made
             return run, candidate
         except Exception as error:
             problem = problem or error

@@ -6,9 +6,9 @@ import json
 from dataclasses import fields
 from typing import Any
 
-from shardformer.policies.roles import RolePolicy, Stack
+from shardformer.policies.role_policy import RolePolicy, Stack
 
-STACK_FIELDS = ("final_norm", "context", "returns", "front", "behind", "lent", "everywhere")
+STACK_FIELDS = ("final_norm", "context", "returns", "before", "after", "from_first", "everywhere")
 
 
 def source_of(policy: RolePolicy, name: str = "MyPolicy") -> str:

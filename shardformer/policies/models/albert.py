@@ -1,7 +1,7 @@
 """ALBERT: an encoder that runs the same layer many times; the attention adds its residual itself."""
 
 from shardformer.pipeline.chain import Segment
-from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 
 
 class AlbertPolicy(RolePolicy):

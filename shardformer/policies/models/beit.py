@@ -1,6 +1,6 @@
 """BEiT: pre-norm encoder of patches, no bias of k, a bias a head of the relative position: of each layer, or shared."""
 
-from shardformer.policies.roles import BETWEEN_LAYERS, BETWEEN_STAGES, MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import BETWEEN_LAYERS, BETWEEN_STAGES, MLP, Attention, RolePolicy, Stack
 
 
 class BeitPolicy(RolePolicy):

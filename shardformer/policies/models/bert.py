@@ -1,6 +1,6 @@
 """BERT, RoBERTa, ERNIE: post-norm encoder (a decoder on request), the output projections beside what they close."""
 
-from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 
 
 class BertPolicy(RolePolicy):

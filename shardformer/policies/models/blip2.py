@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardformer.pipeline.chain import Segment
-from shardformer.policies.roles import MLP, Attention, Role, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, Role, RolePolicy, Stack
 
 VISION: list[Role] = [
     Attention(
@@ -54,7 +54,7 @@ class Blip2QFormerPolicy(RolePolicy):
 class Blip2Policy(RolePolicy):
     stack = (
         Stack("vision_model.encoder.layers", VISION, optional=True),
-        Stack("qformer.encoder.layer", QFORMER, whole_sequence=WHOLE, optional=True, front=["query_tokens"]),
+        Stack("qformer.encoder.layer", QFORMER, whole_sequence=WHOLE, optional=True, before=["query_tokens"]),
     )
     parts = ("language_model?",)
     embeddings = "embeddings.word_embeddings?"

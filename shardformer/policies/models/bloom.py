@@ -1,7 +1,7 @@
 """BLOOM: pre-norm decoder, alibi slopes, q, k and v of each head beside each other."""
 
 from shardformer.errors import ConfigError
-from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 
 
 class BloomPolicy(RolePolicy):

@@ -1,6 +1,6 @@
 """ChatGLM2 and 3: pre-norm decoder, rotary positions, groups of k and v, a gate and what it gates in one linear."""
 
-from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 
 
 class ChatGLMPolicy(RolePolicy):

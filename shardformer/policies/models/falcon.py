@@ -1,6 +1,6 @@
 """Falcon: rotary positions or alibi; q, k and v by KV head, of which there may be as many as heads, a few, or one."""
 
-from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 
 
 class FalconPolicy(RolePolicy):

@@ -1,6 +1,6 @@
 """GPT-2: pre-norm decoder, learned positions, q, k and v behind each other in one Conv1D, perhaps cross-attention."""
 
-from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 
 
 class GPT2Policy(RolePolicy):

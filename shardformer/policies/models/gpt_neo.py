@@ -1,6 +1,6 @@
 """GPT-Neo: pre-norm decoder, learned positions, every other attention local."""
 
-from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 
 
 class GPTNeoPolicy(RolePolicy):

@@ -1,6 +1,6 @@
 """GPT-J: decoder with rotary positions whose attention and MLP read the same norm, side by side."""
 
-from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 
 
 class GPTJPolicy(RolePolicy):

@@ -1,6 +1,6 @@
 """LLaMA, Mistral, Qwen 2 and 3: pre-norm decoder, rotary positions, grouped KV heads, gated MLP."""
 
-from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 
 
 class LlamaPolicy(RolePolicy):

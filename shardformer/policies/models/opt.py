@@ -1,6 +1,6 @@
 """OPT: decoder with learned positions, pre-norm or post-norm; the MLP's linears stand in the layer itself."""
 
-from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 
 
 class OPTPolicy(RolePolicy):
@@ -13,7 +13,7 @@ class OPTPolicy(RolePolicy):
             MLP("fc1", up="", down=".fc2"),
         ],
         final_norm="decoder.final_layer_norm?",
-        behind=["decoder.project_out?"],
+        after=["decoder.project_out?"],
     )
     embeddings = "decoder.embed_tokens"
     head = "lm_head"

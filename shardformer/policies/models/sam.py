@@ -3,7 +3,7 @@
 from typing import Any
 
 from shardformer.pipeline.chain import Segment
-from shardformer.policies.roles import MLP, Attention, Role, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, Role, RolePolicy, Stack
 
 
 def _attention(at: str, **kwargs: Any) -> Attention:
@@ -40,7 +40,7 @@ class SamVisionPolicy(RolePolicy):
 
 class SamPolicy(RolePolicy):
     stack = (
-        Stack("vision_encoder.layers", LAYERS, behind=["shared_image_embedding"]),
+        Stack("vision_encoder.layers", LAYERS, after=["shared_image_embedding"]),
         Stack(
             "mask_decoder.transformer.layers",
             [

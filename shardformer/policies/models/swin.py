@@ -1,6 +1,6 @@
 """Swin: windows of an image in stages, each with twice the heads, a bias a head of the relative position."""
 
-from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 
 AGAINST_SEQUENCE = "its windows cut the image anew in every layer, so no sequence stays cut between them"
 
@@ -39,7 +39,7 @@ class Swinv2Policy(RolePolicy):
                 v="value",
                 out=".attention.output.dense",
                 gates=["continuous_position_bias_mlp.2"],
-                behind=["continuous_position_bias_mlp.2"],
+                reads_inner=["continuous_position_bias_mlp.2"],
                 attributes={"num_attention_heads": "heads", "all_head_size": "width"},
                 parameters={"logit_scale": "heads"},
             ),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 
 TABLE = ("layer.0.SelfAttention.relative_attention_bias", "layer.0.SelfAttention.has_relative_attention_bias")
 """Only the first layer makes the biases, and hands them on: with a pipeline the first layer of each stage does."""
@@ -22,7 +22,7 @@ class T5Policy(RolePolicy):
             ],
             final_norm="encoder.final_layer_norm",
             returns=3,
-            lent=TABLE,
+            from_first=TABLE,
         ),
         Stack(
             "decoder.block",
@@ -34,7 +34,7 @@ class T5Policy(RolePolicy):
             final_norm="decoder.final_layer_norm",
             context=("decoder", "encoder_hidden_states"),
             returns=3,
-            lent=TABLE,
+            from_first=TABLE,
             optional=True,
         ),
     )

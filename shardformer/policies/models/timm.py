@@ -8,10 +8,11 @@ from typing import Any, NoReturn
 from torch import nn
 
 from shardformer.errors import ConfigError
-from shardformer.policies.parts import Said, parameter_splits, without_lacking
+from shardformer.policies.describe import ModuleKey, ModulePolicyDescription
+from shardformer.policies.parts import parameter_splits, without_lacking
 from shardformer.policies.paths import module_at
-from shardformer.policies.roles import MLP, Attention, RolePolicy
-from shardformer.sharding.policy import ModuleKey, ModulePolicyDescription
+from shardformer.policies.role_policy import MLP, Attention, RolePolicy
+from shardformer.policies.roles import CountedDim
 
 REBUILD = ("set_input_size", "reset_classifier", "prune_intermediate_layers")
 LOOK_BETWEEN = ("forward_intermediates", "get_intermediate_layers")
@@ -27,7 +28,7 @@ class TimmPolicy(RolePolicy):
     """
 
     num_heads = ".num_heads"
-    per_head: Mapping[str, Said] = {}
+    per_head: Mapping[str, CountedDim] = {}
 
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
         said = dict(super().module_policy())

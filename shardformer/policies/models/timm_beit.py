@@ -4,7 +4,7 @@ The width of the heads is taken from the input. EVA-02 has rotary positions and,
 """
 
 from shardformer.policies.models.timm import TIMM_MLP, TimmPolicy
-from shardformer.policies.roles import Attention, Stack
+from shardformer.policies.role_policy import Attention, Stack
 
 BIASES = {"q_bias?": "width", "k_bias?": "width", "v_bias?": "width"}
 OUTSIDE = ("patch_embed", "pos_embed?", "cls_token?", "reg_token?", "attn_pool?", "head?")

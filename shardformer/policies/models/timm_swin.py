@@ -3,7 +3,7 @@
 from shardformer.policies.models.swin import AGAINST_SEQUENCE
 from shardformer.policies.models.timm import TIMM_MLP, TimmPolicy
 from shardformer.policies.models.timm_beit import BIASES
-from shardformer.policies.roles import Attention, Stack
+from shardformer.policies.role_policy import Attention, Stack
 
 
 class TimmSwinPolicy(TimmPolicy):

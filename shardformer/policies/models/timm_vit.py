@@ -1,7 +1,7 @@
 """timm's ViT and DeiT: pre-norm encoder, q, k and v behind each other, perhaps with norms and scales between."""
 
 from shardformer.policies.models.timm import TIMM_MLP, TimmPolicy
-from shardformer.policies.roles import Attention, Stack
+from shardformer.policies.role_policy import Attention, Stack
 
 
 class TimmViTPolicy(TimmPolicy):

@@ -1,6 +1,6 @@
 """ViT: pre-norm encoder of patches, learned positions."""
 
-from shardformer.policies.roles import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 
 
 class ViTPolicy(RolePolicy):

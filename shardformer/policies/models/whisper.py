@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardformer.policies.roles import BETWEEN_LAYERS, BETWEEN_STAGES, MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import BETWEEN_LAYERS, BETWEEN_STAGES, MLP, Attention, RolePolicy, Stack
 
 FEED_FORWARD = MLP("fc1", up="", down=".fc2")
 

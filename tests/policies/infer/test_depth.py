@@ -13,22 +13,22 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.policies.blocks import Stack
 from shardformer.policies.infer.depth import along_depth
 from shardformer.policies.infer.infer import InferredPolicy, infer_stacks
-from shardformer.policies.infer.prove import Truth
-from shardformer.policies.infer.prove_stages import fault_of_cuts
+from shardformer.policies.infer.prove import Reference
+from shardformer.policies.infer.prove_stages import stage_mismatch
 from shardformer.policies.infer.twin import shrunk, twin_of
-from shardformer.policies.registry import resolve_policy
-from shardformer.pool import WorkerPool
-from shardformer.samples import num_samples
+from shardformer.policies.roles import Stack
+from shardformer.sharder import resolve_policy
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.zoo import num_samples
 from shardformer.verify import Pipelined, verify
 from tests.policies.toy import ToyLM
 
 FOUND: Mapping[str, tuple[str, dict[str, Any]]] = {
     "bart": ("BartForCausalLM", {"front": ("model.decoder.layernorm_embedding",)}),
     "fsmt": ("FSMTForConditionalGeneration", {"context": ("model.decoder", "encoder_hidden_states")}),
-    "mt5": ("MT5ForConditionalGeneration", {"lent": ("layer.0.SelfAttention.relative_attention_bias",)}),
+    "mt5": ("MT5ForConditionalGeneration", {"from_first": ("layer.0.SelfAttention.relative_attention_bias",)}),
     "cpmant": ("CpmAntForCausalLM", {"everywhere": ("cpmant.position_bias",)}),
     "voxtral_realtime": (
         "VoxtralRealtimeForConditionalGeneration",
@@ -43,10 +43,10 @@ REFUSED = {
 """Attentions and MLPs that stand in lists of their own, in turn; layers that return more than their states."""
 
 
-def truth_of(family: str, name: str) -> Truth:
+def truth_of(family: str, name: str) -> Reference:
     torch.manual_seed(0)
     twin = twin_of(getattr(transformers, name)(shrunk(transformers.AutoConfig.for_model(family))))
-    return Truth.of(twin.model, twin.run)
+    return Reference.of(twin.model, twin.run)
 
 
 def stacks_of(policy: Any) -> list[Stack]:
@@ -56,15 +56,15 @@ def stacks_of(policy: Any) -> list[Stack]:
 @pytest.mark.parametrize("family", FOUND)
 def test_what_stages_need_is_found_and_without_it_they_differ(family: str) -> None:
     name, needs = FOUND[family]
-    truth = truth_of(family, name)
-    policy = type(infer_stacks(truth.model))
+    reference = truth_of(family, name)
+    policy = type(infer_stacks(reference.model))
     stacks = stacks_of(policy)
     assert policy.against_pipeline is None
-    assert fault_of_cuts(truth, policy, stacks) is None
+    assert stage_mismatch(reference, policy, stacks) is None
     ((field, paths),) = needs.items()
     assert any(set(paths) <= set(getattr(stack, field) or ()) for stack in stacks), stacks
     without = [replace(stack, **{field: None if field == "context" else ()}) for stack in stacks]
-    assert fault_of_cuts(truth, policy, without) is not None
+    assert stage_mismatch(reference, policy, without) is not None
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -76,11 +76,14 @@ def test_what_cannot_be_cut_is_refused_before_training(family: str) -> None:
 
 
 def test_one_layer_proves_nothing() -> None:
-    truth = truth_of("opt", "OPTForCausalLM")
-    layers: Any = truth.model.get_submodule("model.decoder.layers")
+    reference = truth_of("opt", "OPTForCausalLM")
+    layers: Any = reference.model.get_submodule("model.decoder.layers")
     del layers[1:]
     policy = type("Table", (InferredPolicy,), {"base": "", "stack": Stack("model.decoder.layers", [])})
-    assert along_depth(Truth.of(truth.model, truth.run), policy)[1] == "no two layers of it run one behind the other"
+    assert (
+        along_depth(Reference.of(reference.model, reference.run), policy)[1]
+        == "no two layers of it run one behind the other"
+    )
 
 
 # ------------------------------------------------------------------------------------------- models without a policy

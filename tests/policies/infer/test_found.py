@@ -9,13 +9,13 @@ import torch
 import transformers
 from torch import nn
 
-from shardformer.comm.rehearsal import Rehearsal
+from shardformer.comm.threads import ThreadGroup
+from shardformer.config import ShardConfig
 from shardformer.policies.infer.infer import infer_on
 from shardformer.policies.infer.inputs import batches_for, runner
-from shardformer.policies.infer.prove import Truth, fault
+from shardformer.policies.infer.prove import Reference, mismatch
 from shardformer.policies.infer.twin import shrunk
 from shardformer.policies.registry import FAMILIES
-from shardformer.sharding.config import ShardConfig
 from shardformer.sharding.plan import make_plan
 
 FOUND = {
@@ -50,10 +50,10 @@ def test_it_is_found_and_its_weights_are_cut(family: str) -> None:
     model = drawn(family)
     run = runner(model, batches_for(model)[0])
     policy = infer_on(model, run)
-    assert fault(Truth.of(model, run), policy, 3) is None
+    assert mismatch(Reference.of(model, run), policy, 3) is None
     described = policy()
     described.set_model(model)
-    described.set_shard_config(ShardConfig(context=Rehearsal(2).context(0)))
+    described.set_shard_config(ShardConfig(context=ThreadGroup(2).context(0)))
     cut = make_plan(model, described).cut()
     for end in FOUND[family][1]:
         weights = [p for name, p in model.named_parameters() if name.removesuffix(".weight").endswith(end)]

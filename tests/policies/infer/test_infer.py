@@ -12,22 +12,22 @@ import transformers
 from torch import nn
 
 import shardformer
-from shardformer.comm.rehearsal import Rehearsal
-from shardformer.context import ParallelContext
+from shardformer.comm.threads import ThreadGroup
+from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError
+from shardformer.mesh.context import ParallelContext
 from shardformer.policies.infer.infer import InferredPolicy, infer, infer_on
 from shardformer.policies.infer.inputs import batches_for, runner
-from shardformer.policies.infer.prove import Truth, fault
+from shardformer.policies.infer.prove import Reference, mismatch
 from shardformer.policies.infer.twin import kinds_of_layers, shrunk, twin_of
 from shardformer.policies.infer.write import source_of
 from shardformer.policies.models.gpt2 import GPT2Policy
+from shardformer.policies.policy import Policy
 from shardformer.policies.registry import FAMILIES
-from shardformer.policies.roles import MLP, Attention, Stack
-from shardformer.samples import SMALL, Sample
+from shardformer.policies.role_policy import MLP, Attention, Stack
 from shardformer.sharder import shard_model
-from shardformer.sharding.config import ShardConfig
 from shardformer.sharding.plan import make_plan
-from shardformer.sharding.policy import Policy
+from shardformer.testing.zoo import SMALL, Sample
 from tests.policies.toy import ToyLM
 
 # family -> its class, and what share of the linear weights of its layers the policy cuts
@@ -71,7 +71,7 @@ def small(family: str) -> nn.Module:
 def cut_lines(model: nn.Module, policy: Policy) -> list[str]:
     """What the policy replaces by what, and the stacks."""
     policy.set_model(model)
-    policy.set_shard_config(ShardConfig(context=Rehearsal(2).context(1)))
+    policy.set_shard_config(ShardConfig(context=ThreadGroup(2).context(1)))
     plan = make_plan(model, policy)
     replaced = [line for line in plan.lines() if " -> " in line]
     blocks = sorted(str(block) for target in plan.targets for block in target.description.blocks or [])
@@ -93,10 +93,10 @@ def _without_hints(lines: list[str]) -> list[str]:
 def test_a_family_that_nobody_described(family: str) -> None:
     model = small(family)
     policy = infer(model)
-    truth = Truth.of(model.double().eval(), runner(model, batches_for(model)[0]))
+    reference = Reference.of(model.double().eval(), runner(model, batches_for(model)[0]))
     for ranks in (2, 3):
-        assert fault(truth, type(policy), ranks) is None
-    sequence = fault(truth, type(policy), 2, enable_sequence_parallelism=True, enable_sequence_overlap=True)
+        assert mismatch(reference, type(policy), ranks) is None
+    sequence = mismatch(reference, type(policy), 2, enable_sequence_parallelism=True, enable_sequence_overlap=True)
     # ALBERT's attention views what it is given, ConvBERT's and the rest of DeepSeek's stay whole
     assert (sequence is not None) == (policy.against_sequence is not None) == (family in NO_SEQUENCE)
     policy.set_model(model)
@@ -111,7 +111,7 @@ def test_it_is_the_last_link_of_the_chain_and_said_so() -> None:
     def shard(context: ParallelContext) -> str:
         return str(shardformer.describe(shard_model(small("convbert"), context=context)))
 
-    said = Rehearsal(2).run(shard)[0]
+    said = ThreadGroup(2).run(shard)[0]
     assert "by a policy that was inferred and proven" in said
     assert "proven on a small twin over 2 and 4 tensor ranks" in said
     assert "Whole, since" in said and "encoder.layer.*.attention.self.query" in said
@@ -131,9 +131,9 @@ def test_what_is_printed_explains_what_stays_whole(family: str) -> None:
     model = small(family)
     names: dict[str, Any] = {}
     exec(source_of(infer(model), "Written"), names)
-    Rehearsal(2).run(lambda context: shard_model(copy.deepcopy(model), names["Written"], context=context))
+    ThreadGroup(2).run(lambda context: shard_model(copy.deepcopy(model), names["Written"], context=context))
     with pytest.raises(ConfigError, match="it is known that"):
-        Rehearsal(2).run(
+        ThreadGroup(2).run(
             lambda context: shard_model(
                 copy.deepcopy(model), names["Written"], context=context, enable_sequence_parallelism=True
             )
@@ -167,14 +167,14 @@ class NoAttribute(WholeMLP):
 @pytest.mark.parametrize("policy", [Interleaved, RowTwice, NoAttribute])
 def test_a_wrong_table_is_not_proven(policy: type[GPT2Policy]) -> None:
     model = Sample("gpt2")().double().eval()
-    truth = Truth.of(model, runner(model, batches_for(model)[0]))
-    assert fault(truth, WholeMLP, 2) is None
-    assert "does not run" in (said := str(fault(truth, policy, 2))) or "differs" in said
+    reference = Reference.of(model, runner(model, batches_for(model)[0]))
+    assert mismatch(reference, WholeMLP, 2) is None
+    assert "does not run" in (said := str(mismatch(reference, policy, 2))) or "differs" in said
 
 
 def test_a_cut_that_does_not_run_is_said_in_words_before_the_raw_error() -> None:
     model = Sample("gpt2")().double().eval()
-    said = fault(Truth.of(model, runner(model, batches_for(model)[0])), NoAttribute, 2)
+    said = mismatch(Reference.of(model, runner(model, batches_for(model)[0])), NoAttribute, 2)
     assert said is not None and re.fullmatch(r"cut so, it does not run \(ValueError: .{,100}\)", said)
 
 
@@ -189,9 +189,9 @@ def test_blocks_that_hold_over_two_ranks_but_not_over_four_stay_whole() -> None:
 
 def test_a_proof_leaves_the_model_without_gradients_and_its_numbers_alone() -> None:
     model = Sample("gpt2")().double().eval()
-    truth = Truth.of(model, runner(model, batches_for(model)[0]))
+    reference = Reference.of(model, runner(model, batches_for(model)[0]))
     before = {name: p.clone() for name, p in model.named_parameters()}
-    assert fault(truth, GPT2Policy, 2) is None
+    assert mismatch(reference, GPT2Policy, 2) is None
     assert all(p.grad is None and p.equal(before[name]) for name, p in model.named_parameters())
 
 
@@ -217,7 +217,7 @@ def test_a_layer_that_the_twin_does_not_have_is_refused() -> None:
     policy = infer(transformers.Olmo2ForCausalLM(shrunk(transformers.Olmo2Config())))
     policy.set_model(odd_one(3))
     with pytest.raises(PolicyError, match=r"model.layers.2 is made of other modules"):
-        policy.set_shard_config(ShardConfig(context=Rehearsal(2).context(0)))
+        policy.set_shard_config(ShardConfig(context=ThreadGroup(2).context(0)))
 
 
 def test_a_small_model_whose_twin_lacks_a_layer_is_its_own_twin() -> None:
@@ -284,4 +284,4 @@ def test_sequence_parallelism_that_was_not_proven_is_refused() -> None:
     policy.set_model(ToyLM())
     policy.against_sequence = "the output differs"
     with pytest.raises(ConfigError, match="of this ToyLM it is known that the output differs"):
-        policy.set_shard_config(ShardConfig(enable_sequence_parallelism=True, context=Rehearsal(2).context(0)))
+        policy.set_shard_config(ShardConfig(enable_sequence_parallelism=True, context=ThreadGroup(2).context(0)))

@@ -16,8 +16,8 @@ from shardformer.policies.infer.infer import infer
 from shardformer.policies.infer.twin import shrunk
 from shardformer.policies.infer.write import source_of
 from shardformer.policies.registry import FAMILIES
-from shardformer.policies.roles import Stack
-from shardformer.pool import WorkerPool
+from shardformer.policies.role_policy import Stack
+from shardformer.testing.pool import WorkerPool
 from shardformer.verify import Pipelined, Report, verify
 
 CLASSES = {

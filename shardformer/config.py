@@ -1,0 +1,139 @@
+"""ShardConfig: what is asked of the sharder. Every combination is either done or refused before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from shardformer.errors import ConfigError, nearest
+from shardformer.mesh.context import ParallelContext
+from shardformer.pipeline.stage_manager import PipelineStageManager
+
+TENSOR_PARALLEL_MODES = ("1d",)
+EXTRA_KWARGS = ("check_inputs", "bucket_bytes")
+
+
+@dataclass
+class ShardConfig:
+    """How a model is sharded.
+
+    Args:
+        tensor_parallel_process_group: the group of the tensor axis. None means all processes.
+        pipeline_stage_manager: how the layers are cut into the stages of a pipeline, and its schedule. None: where the
+            context has a pipe axis, the usual ones.
+        enable_tensor_parallelism: whether weights are cut over the tensor axis.
+        enable_fused_normalization: torch's fused layer and RMS norm in place of the model's own classes.
+        enable_flash_attention: torch's flash or memory-efficient attention, or the flash-attn package where it fits.
+        enable_jit_fused: element-wise chains (bias and activation; bias, dropout, residual; gate) in one kernel.
+        enable_sequence_parallelism: between blocks each tensor rank holds a stretch of the sequence.
+        enable_sequence_overlap: the gathers and scatters of sequence parallelism run under the matmuls beside them.
+        enable_all_optimization: all five of the above.
+        tensor_parallel_mode: "1d".
+        extra_kwargs: ``check_inputs`` (default True: at the first forward, the tensor ranks compare what they were
+            fed), ``bucket_bytes`` (size of a bucket of gradients, default 25 MB).
+        context: the grid from ``launch_from_torch``; it brings the data axis too.
+    """
+
+    tensor_parallel_process_group: dist.ProcessGroup | None = None
+    pipeline_stage_manager: PipelineStageManager | None = None
+    enable_tensor_parallelism: bool = True
+    enable_fused_normalization: bool = False
+    enable_flash_attention: bool = False
+    enable_jit_fused: bool = False
+    enable_sequence_parallelism: bool = False
+    enable_sequence_overlap: bool = False
+    enable_all_optimization: bool = False
+    tensor_parallel_mode: str = "1d"
+    extra_kwargs: dict[str, Any] = field(default_factory=dict)
+    context: ParallelContext | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.extra_kwargs, Mapping):
+            raise ConfigError(
+                f"extra_kwargs={self.extra_kwargs!r:.80}",
+                rule=f"It is a dict of {', '.join(EXTRA_KWARGS)}",
+                remedy="Write extra_kwargs={'check_inputs': False}, or leave it out",
+            )
+        self.extra_kwargs = dict(self.extra_kwargs)
+        self._check_kinds()
+        if self.enable_all_optimization:
+            self.enable_fused_normalization = self.enable_flash_attention = self.enable_jit_fused = True
+            if self.enable_tensor_parallelism:
+                self.enable_sequence_parallelism = self.enable_sequence_overlap = True
+        if self.enable_sequence_overlap and not self.enable_sequence_parallelism:
+            raise ConfigError(
+                "enable_sequence_overlap=True with enable_sequence_parallelism=False",
+                rule="The overlap hides the communication of sequence parallelism, which is off",
+                remedy="Set enable_sequence_parallelism=True too, or leave both off",
+            )
+        if self.enable_sequence_parallelism and not self.enable_tensor_parallelism:
+            raise ConfigError(
+                "enable_sequence_parallelism=True with enable_tensor_parallelism=False",
+                rule="The sequence is cut over the tensor axis, between tensor-parallel blocks",
+                remedy="Set enable_tensor_parallelism=True, or leave sequence parallelism off",
+            )
+        if self.tensor_parallel_mode not in TENSOR_PARALLEL_MODES:
+            raise ConfigError(
+                f"tensor_parallel_mode={self.tensor_parallel_mode!r}",
+                rule=f"The modes are {', '.join(TENSOR_PARALLEL_MODES)}",
+                remedy="Use tensor_parallel_mode='1d'",
+            )
+        for name in self.extra_kwargs:
+            if name not in EXTRA_KWARGS:
+                raise ConfigError(
+                    f"extra_kwargs holds {name!r}",
+                    rule=f"It takes {', '.join(EXTRA_KWARGS)}",
+                    remedy=nearest(name, EXTRA_KWARGS),
+                )
+
+    def _check_kinds(self) -> None:
+        manager: Any = self.pipeline_stage_manager
+        if manager is not None and not isinstance(manager, PipelineStageManager):
+            raise ConfigError(
+                f"pipeline_stage_manager={manager!r:.60}",
+                rule="It is a PipelineStageManager, which says how layers are cut into stages, and the schedule",
+                remedy="Write PipelineStageManager(context, schedule='1f1b'), or leave it out",
+            )
+        switches = {n: getattr(self, n) for n in self.__dataclass_fields__ if n.startswith("enable_")}
+        switches["check_inputs"] = self.extra_kwargs.get("check_inputs", True)
+        wrong = next((n for n, value in switches.items() if not isinstance(value, bool)), None)
+        if wrong is not None:
+            raise ConfigError(
+                f"{wrong}={switches[wrong]!r}", rule="It is on or off", remedy=f"Write {wrong}=True or False"
+            )
+        size = self.extra_kwargs.get("bucket_bytes", 1)
+        if type(size) is not int or size < 1:
+            raise ConfigError(
+                f"bucket_bytes={size!r}",
+                rule="It is a number of bytes, one or more",
+                remedy="Write 25 * 2**20 for 25 MB, or leave it out",
+            )
+
+    def resolve_context(self) -> ParallelContext:
+        """The grid to shard over: the one given, one around the group given, or all processes as the tensor axis."""
+        manager = self.pipeline_stage_manager
+        if manager is not None and self.context is None and self.tensor_parallel_process_group is None:
+            return manager.context
+        if manager is not None and self.context is not manager.context:
+            raise ConfigError(
+                "The config's grid is not that of its pipeline_stage_manager",
+                rule="One grid has the stages and all other axes",
+                remedy="Leave context and tensor_parallel_process_group out: the stage manager brings its context",
+            )
+        if self.context is None:
+            return ParallelContext.from_group(self.tensor_parallel_process_group)
+        if self.tensor_parallel_process_group is not None:
+            raise ConfigError(
+                "Both context and tensor_parallel_process_group were given",
+                rule="A context names its tensor group itself",
+                remedy="Give one of the two",
+            )
+        return self.context
+
+    def options(self) -> dict[str, bool | str]:
+        """The options by name, for the plan's hash and for ``describe``."""
+        names = [n for n in self.__dataclass_fields__ if n.startswith("enable_")]
+        return {**{n: bool(getattr(self, n)) for n in names}, "tensor_parallel_mode": self.tensor_parallel_mode}

@@ -1,0 +1,153 @@
+"""ParallelModule: a module some of whose parameters are this rank's part of a full one."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardformer.errors import ConfigError, PolicyError
+from shardformer.layout.spec import ShardSpec
+from shardformer.mesh.axis import Axis
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+GroupLike = Axis | dist.ProcessGroup | None
+
+
+class ParallelModule(nn.Module, ABC):
+    """Base of the layers that replace a module by its part on this rank.
+
+    Beside each sharded parameter stands its layout, in ``shard_specs`` under the parameter's local name. Parameters
+    keep their names, so a sharded model's state dict has the keys of the plain one.
+    """
+
+    def __init__(self, axis: Axis | None = None) -> None:
+        super().__init__()
+        self.axis = axis or Axis("tensor")
+        self.shard_specs: dict[str, ShardSpec] = {}
+
+    @classmethod
+    @abstractmethod
+    def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
+        """The parallel module that stands for ``module``, whose parameters hold the full values."""
+        raise PolicyError(
+            f"{cls.__name__} has no from_native_module of its own",
+            rule="A target module makes itself of the native one: from_native_module(module, process_group, **kwargs)",
+            remedy="Write that classmethod",
+        )
+
+    def register_shard(
+        self, name: str, full: Tensor | None, spec: ShardSpec, shared: dict[int, nn.Parameter] | None = None
+    ) -> None:
+        """Registers this rank's part of ``full`` as parameter ``name`` with its layout.
+
+        ``shared`` remembers parts already cut, by the identity of the full parameter, so tied weights stay tied.
+        """
+        if full is None:
+            self.register_parameter(name, None)
+            return
+        part = None if shared is None else shared.get(id(full))
+        if part is None:
+            part = nn.Parameter(spec.slice(full, self.axis.rank), requires_grad=full.requires_grad)
+            if shared is not None:
+                shared[id(full)] = part
+        self.register_parameter(name, part)
+        self.shard_specs[name] = spec
+
+
+def check_native(module: nn.Module, *kinds: type[nn.Module]) -> None:
+    """Refuses a module that does something else than the class that a parallel layer stands for.
+
+    Raises ConfigError for a forward of its own, a weight that is computed (weight norm), and hooks.
+    """
+    what = None
+    if module._parameters.get("weight") is None:
+        what = "a weight that is computed of others"
+    elif type(module).forward not in {kind.forward for kind in kinds} or "forward" in vars(module):
+        what = None if _is_plain(module) else "a forward of its own"
+    elif isinstance(module, nn.Linear) and any(getattr(module, table) for table in HOOKS):
+        what = "hooks"
+    if what is not None:
+        raise ConfigError(
+            f"The {type(module).__module__}.{type(module).__name__} has {what}",
+            rule=f"A parallel layer stands for a plain {' or '.join(kind.__name__ for kind in kinds)} and does no more",
+            remedy="Register hooks after sharding"
+            if what == "hooks"
+            else "Leave this module whole, or name a class of your own whose from_native_module does what it does",
+        )
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a forward of its own gives what the plain class does (FalconLinear, Conv1D), tried on a few numbers.
+
+    Its weights may have no values yet, so a copy with others of the same shapes is tried.
+    """
+    if isinstance(module, nn.Embedding):
+        return factor_of(module) == 1
+    twin = copy.copy(module)
+    twin._parameters = {name: None if p is None else nn.Parameter(_waves(p)) for name, p in module._parameters.items()}
+    weight: Any = twin.weight
+    turned = weight.t() if type(twin).__name__ == "Conv1D" else weight
+    x = torch.linspace(-1, 1, 2 * turned.shape[1], dtype=weight.dtype).view(2, -1)
+    expected = F.linear(x, turned, getattr(twin, "bias", None))
+    try:
+        with torch.no_grad():
+            out = twin(x)
+    except Exception:  # it takes something else
+        return False
+    if not isinstance(out, Tensor) or out.shape != expected.shape:
+        return False
+    allowed = max(1e-5, 2 * torch.finfo(weight.dtype).eps)  # a bias is added before the product is rounded, or after
+    return bool((out - expected).abs().max() <= allowed * expected.abs().max())
+
+
+def factor_of(embedding: nn.Embedding) -> float | None:
+    """What the embedding multiplies its vectors by (Gemma's and BART's own classes do); None where it does more.
+
+    It is read off copies, one with weights of one and one with others, since there may be no values yet, for every
+    token but of two features. A factor may be rounded to the precision of the weights first (Gemma's), or not (BART's):
+    that of the two which gives the very numbers, but for the last bit.
+    """
+    if type(embedding).forward is nn.Embedding.forward and "forward" not in vars(embedding):
+        return 1.0
+    twin, weight = copy.copy(embedding), embedding.weight[:, :2]
+    ids = torch.arange(len(weight))
+
+    def output(of: Tensor, ids: Tensor) -> Tensor:
+        twin._parameters = {"weight": nn.Parameter(of)}
+        out: Tensor = twin(ids)
+        return out
+
+    try:
+        with torch.no_grad():
+            waves = _waves(weight)
+            out, found = output(waves, ids), F.embedding(ids, waves)
+            dtypes = (weight.dtype, torch.float64)
+            factors = [output(torch.ones(weight.shape, dtype=dtype), ids[:1]).flatten()[0].item() for dtype in dtypes]
+            off = {factor: ((out - found * factor).abs() / (found * factor).abs()).max() for factor in factors}
+            best = min(factors, key=lambda factor: off[factor])
+            return best if out.shape == found.shape and off[best] <= torch.finfo(weight.dtype).eps else None
+    except Exception:  # what it reads has no values, or it takes something else
+        return None
+
+
+def _waves(like: Tensor) -> Tensor:
+    """Numbers in (-1, 1) that take next to no memory: each is that of its indices, the i-th of them i + 1 times."""
+    strides = [dim + 1 for dim in range(like.dim())]
+    num = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, strides, strict=True))
+    return torch.sin(torch.arange(1, num + 1) * 0.7).to(like.dtype).as_strided(like.shape, strides)
+
+
+def check_divides(what: str, size: int, axis: Axis) -> None:
+    """Refuses a cut that leaves a rank with nothing."""
+    if size < axis.size:
+        raise ConfigError(
+            f"{what}={size} cannot be cut into {axis.size} parts",
+            rule="Every tensor rank holds at least one of them",
+            remedy=f"Use a tensor size of {size} or less" if size > 1 else "Leave this layer whole",
+        )

@@ -1,0 +1,1 @@
+"""Logits and losses over a vocabulary that is cut over ranks."""

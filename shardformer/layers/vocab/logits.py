@@ -1,0 +1,351 @@
+"""Logits whose vocabulary is cut over the ranks of an axis, and that behave as the full ones.
+
+A head that hands out ``shard_logits(local, axis, bounds)`` needs no other loss and no other forward:
+
+    logits = model.lm_head(hidden)                      # VocabParallelLogits (B, S, V); this rank holds (B, S, v)
+    logits.float().view(-1, V)                          # still: views and casts touch the local part alone
+    F.cross_entropy(logits.view(-1, V), labels)         # the vocabulary-parallel loss sends three numbers a token
+    logits[:, -1].argmax(-1)                            # a plain tensor: one all-gather of (B, V)
+
+What functions of torch do with them is the table ``RULES`` at the end of this file; one that is not in it gathers the
+full logits and goes on with a plain tensor.
+"""
+
+# B batch, S sequence, V vocabulary; lower case: this rank's part (v columns of V)
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from numbers import Number
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardformer.layers.vocab import views
+from shardformer.layers.vocab.loss import vocab_parallel_cross_entropy
+from shardformer.layers.vocab.sharded_tensor import (
+    VocabSharded,
+    like,
+    own_part,
+    part_of,
+    place,
+    refuse,
+    slice_of,
+    view_of,
+    write,
+)
+from shardformer.mesh.axis import Axis
+
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+Torch = Callable[..., Any]
+Rule = Callable[[Torch, Args, Kwargs], Any]
+
+
+def shard_logits(local: Tensor, axis: Axis, bounds: Sequence[int]) -> Tensor:
+    """This rank's columns (..., v) as the full logits (..., V). Communicates nothing; ``local`` itself on an axis of 1.
+
+    Args:
+        bounds: R + 1 numbers; rank r holds columns ``bounds[r]`` to ``bounds[r + 1]``, and ``bounds[R]`` is V.
+    """
+    if axis.size == 1:
+        return local
+    assert local.shape[-1] == bounds[axis.rank + 1] - bounds[axis.rank], (tuple(local.shape), bounds, axis.rank)
+    return place(VocabParallelLogits, local, axis, tuple(bounds), local.dim() - 1, local.dtype)
+
+
+class VocabParallelLogits(VocabSharded):
+    """The full logits, of which this rank holds a slice of the vocabulary. Made by ``shard_logits``.
+
+    Shape, dtype, device and ``requires_grad`` are those of the full logits. All ranks of the axis do the same with
+    them, as with every tensor that they hold alike, so that a gather finds all ranks.
+
+    Communicates nothing: views, slices and transposes that leave the vocabulary whole; casts; arithmetic with numbers
+    and with tensors that need no gradient; elementwise functions such as tanh; printing. A cast from 16 bit to fp32
+    waits until values are needed, so that the loss computes in fp32 without an fp32 copy.
+    Communicates three numbers a token: ``F.cross_entropy`` with class indices.
+    Communicates one all-gather of the full logits, once: everything else, which then gives plain tensors. Backward
+    takes the own slice. Writing into the logits, or into a view of them, does so too, and keeps the own slice.
+
+    Gradients are those of the local part: ``retain_grad()`` keeps it, ``grad`` shows it as VocabParallelLogits, and a
+    hook is called with one. To copy, pickle or hand them to code that is not torch's, use ``full_tensor()``.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        return RULES.get(func, _gathered)(func, args, kwargs or {})
+
+
+def _gathered(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    """Anything without a rule: the full logits, gathered once, as a plain tensor."""
+    name = getattr(func, "__name__", "")
+    if name in _WRITES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace"):
+        return _written(func, args, kwargs)
+    if name in ("__set__", "__delete__") or isinstance(kwargs.get("out"), VocabSharded):
+        refuse("Vocabulary-parallel logits were to be written to by an attribute or as out=")
+    return func(*_plain(args), **{key: _plain(value) for key, value in kwargs.items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, VocabSharded):
+        return value.full_tensor()
+    return type(value)(map(_plain, value)) if type(value) in (tuple, list) else value
+
+
+def _written(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    """Writes into the full logits, and goes on with the own slice of them."""
+    x = args[0]
+    if not isinstance(x, VocabSharded):
+        return func(*_plain(args), **kwargs)
+    full, result = write(x, lambda full: func(full, *_plain(args[1:]), **kwargs))
+    return x if result is full else result
+
+
+def _from_shape(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    """Shape, dtype, device and the like, which the wrapper knows."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _from_blank(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    """new_zeros, zeros_like and the like: they read no values, so a tensor without any stands in."""
+    x = args[0]
+    if not isinstance(x, VocabSharded):
+        return _gathered(func, args, kwargs)
+    return func(_blank(x), *args[1:], **kwargs)
+
+
+def _blank(x: VocabSharded) -> Tensor:
+    return x._local.new_empty((), dtype=x.full_dtype).expand(x.full_shape)
+
+
+def _view(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    x = args[0]
+    if not isinstance(x, VocabSharded):
+        return _gathered(func, args, kwargs)
+    local = own_part(x)
+    placed = views.RULES[func.__name__](x.full_shape, x.vocab_dim, args[1:], kwargs, local=local.shape[x.vocab_dim])
+    if placed is None:
+        return _gathered(func, args, kwargs)
+    dim, local_args = placed
+    try:
+        result = func(local, *local_args, **kwargs)
+    except (RuntimeError, IndexError):
+        return _gathered(func, args, kwargs)  # which raises with the sizes that the caller knows
+    if isinstance(result, Tensor):
+        return view_of(x, result, dim % result.dim(), lambda full: func(full, *args[1:], **kwargs))
+
+    def replay(full: Tensor, number: int) -> Tensor:
+        part: Tensor = func(full, *args[1:], **kwargs)[number]
+        return part
+
+    return type(result)(view_of(x, part, dim, partial(replay, number=i)) for i, part in enumerate(result))
+
+
+def _copied(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    """clone and contiguous."""
+    before = own_part(args[0])
+    local = func(before, *args[1:], **kwargs)
+    return args[0] if local is before else like(args[0], local)
+
+
+def _detached(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    """detach and data."""
+    x = args[0]
+    return view_of(x, own_part(x).detach(), x.vocab_dim, func)
+
+
+def _cast(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    """Casts and moves. One from 16 bit to fp32 waits; one that changes nothing gives the logits themselves."""
+    x = args[0]
+    others = [_blank(a) if isinstance(a, VocabSharded) else a for a in args[1:]]
+    if not isinstance(x, VocabSharded):  # another tensor is cast to what the logits are
+        return func(x, *others, **kwargs)
+    local = own_part(x)
+    target = func(local.new_empty(0, dtype=x.full_dtype), *others, **kwargs)  # torch reads the arguments
+    if not isinstance(target, Tensor):
+        return target  # type() gives a name
+    flags = [a for a in others if isinstance(a, bool)]
+    if target.device == local.device and not kwargs.get("copy", len(flags) > 1 and flags[1]):
+        if target.dtype == x.full_dtype:
+            return x
+        was_written = x._writes[0] > 0  # then the part is a view of what may be written into again
+        if target.dtype in (local.dtype, torch.float32) and local.element_size() == 2 and not was_written:
+            return like(x, local, dtype=target.dtype)
+    return like(x, func(local, *others, **kwargs), dtype=target.dtype)
+
+
+def _elementwise(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    """Functions of each number by itself, of the logits and of operands that need no gradient."""
+    x = next((a for a in args if isinstance(a, VocabSharded)), None)
+    if x is None or kwargs.get("inplace") or "out" in kwargs:
+        return _gathered(func, args, kwargs)
+    operands = [_operand(a, x) for a in (*args, *kwargs.values())]
+    if any(a is NotImplemented for a in operands):
+        return _gathered(func, args, kwargs)
+    named = dict(zip(kwargs, operands[len(args) :], strict=True))
+    local = func(*operands[: len(args)], **named)
+    return like(x, local, x.vocab_dim - x._local.dim() + local.dim(), local.dtype)
+
+
+def _operand(value: Any, x: VocabSharded) -> Any:
+    """This rank's part of an operand; NotImplemented where the full logits are needed."""
+    if not isinstance(value, Tensor):
+        return value if value is None or isinstance(value, Number | str) else NotImplemented
+    if isinstance(value, VocabSharded):
+        is_alike = (value.axis, value.bounds, value.vocab_dim) == (x.axis, x.bounds, x.vocab_dim)
+        return value.to_local() if is_alike and value.full_shape == x.full_shape else NotImplemented
+    if value.requires_grad and torch.is_grad_enabled():
+        return NotImplemented  # each rank would add its own part of the gradient
+    back = x.vocab_dim - x._local.dim()
+    if value.dim() < -back or value.shape[back] == 1:
+        return value
+    return slice_of(value, x.axis, x.bounds, back) if value.shape[back] == x.bounds[-1] else NotImplemented
+
+
+def _cross_entropy(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    """F.cross_entropy with class indices, over dim 1 as torch has it, or dim 0 of a single token's logits."""
+    x, target = args[0], args[1] if len(args) == 2 else None
+    if (
+        not isinstance(x, VocabSharded)
+        or not isinstance(target, Tensor)
+        or isinstance(target, VocabSharded)
+        or x.vocab_dim != min(x._local.dim() - 1, 1)
+        or target.is_floating_point()
+        or target.shape != (*x.full_shape[: x.vocab_dim], *x.full_shape[x.vocab_dim + 1 :])
+        or any(kwargs.get(name) is not None for name in ("weight", "size_average", "reduce"))
+    ):
+        return _gathered(func, args, kwargs)
+    local = own_part(x)
+    if local.dim() != 2:
+        local = local.movedim(x.vocab_dim, -1)
+        local = local.reshape(-1, local.shape[-1])
+    loss = vocab_parallel_cross_entropy(
+        local,
+        target.reshape(-1),
+        x.axis,
+        x.bounds,
+        ignore_index=kwargs.get("ignore_index", -100),
+        reduction=kwargs.get("reduction", "mean"),
+        label_smoothing=kwargs.get("label_smoothing", 0.0),
+        upcast=x.full_dtype == torch.float32 or torch.is_autocast_enabled(local.device.type),
+    )
+    return loss.view(target.shape) if loss.dim() else loss
+
+
+def _hooked(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    """register_hook: the hook sees, and may replace, the gradient of the logits."""
+    x, hook = (*args, *kwargs.values())
+
+    def on_local(grad: Tensor) -> Tensor | None:
+        replaced = hook(like(x, grad, dtype=grad.dtype))
+        return None if replaced is None else part_of(replaced, x)
+
+    return own_part(x).register_hook(on_local)
+
+
+def _of_part(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    """What is asked of, or told to, the local part: requires_grad, retain_grad, is_contiguous and the like."""
+    result = func(own_part(args[0]), *args[1:], **kwargs)
+    return args[0] if isinstance(result, Tensor) else result
+
+
+def _get_grad(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    grad = own_part(args[0]).grad
+    return None if grad is None else like(args[0], grad, dtype=grad.dtype)
+
+
+def _set_grad(func: Torch, args: Args, kwargs: Kwargs) -> None:
+    x, grad = args
+    own_part(x).grad = None if grad is None else part_of(grad, x)
+
+
+def _backward(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    """Tensor.backward, from a given gradient of the logits."""
+    x, gradient = args[0], args[1] if len(args) > 1 else kwargs.get("gradient")
+    if gradient is None or not isinstance(x, VocabSharded):
+        return _gathered(func, args, kwargs)
+    named = {key: value for key, value in kwargs.items() if key != "gradient"}
+    return func(*_start(x, gradient), *args[2:], **named)
+
+
+def _autograd_backward(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    """torch.autograd.backward, from several tensors and perhaps to some."""
+    tensors, given, inputs = args[0], kwargs.get("grad_tensors"), kwargs.get("inputs")
+    gradients = [given] if isinstance(given, Tensor) else given or [None] * len(tensors)
+    starts, gradients = zip(*map(_start, tensors, gradients), strict=True)
+    ends = inputs and [own_part(x) if isinstance(x, VocabSharded) else x for x in inputs]
+    return func(starts, **{**kwargs, "grad_tensors": gradients, "inputs": ends})
+
+
+def _start(x: Tensor, gradient: Any) -> tuple[Tensor, Any]:
+    """The tensor and the gradient that backward starts from."""
+    if not isinstance(x, VocabSharded) or gradient is None:
+        return _plain(x), _plain(gradient)
+    with torch.enable_grad():  # torch.autograd.backward may be called by a backward
+        local = own_part(x)
+    return local, part_of(gradient, x).to(local.dtype)
+
+
+def _autograd_grad(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    outputs, inputs = args[:2]
+    locals_ = [own_part(x) if isinstance(x, VocabSharded) else x for x in inputs]
+    grads = func(_plain(outputs), locals_, *_plain(args[2:]), **{key: _plain(value) for key, value in kwargs.items()})
+    return tuple(
+        like(x, grad, dtype=grad.dtype) if isinstance(x, VocabSharded) and grad is not None else grad
+        for x, grad in zip(inputs, grads, strict=True)
+    )
+
+
+_WRITES = {
+    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__ipow__"),
+    *("all_reduce", "broadcast", "reduce", "recv", "irecv"),  # of torch.distributed
+}
+"""Functions that write into their first argument, beside those whose name ends in an underscore."""
+
+# Methods and attributes of a tensor, and functions of torch and torch.nn.functional, by name.
+_NAMES: Mapping[Rule, str] = {
+    _view: " ".join(views.RULES),
+    _copied: "clone contiguous",
+    _detached: "detach data",
+    _cast: "to type type_as cpu cuda float double half bfloat16",
+    _elementwise: """
+        add sub subtract rsub mul multiply div divide true_divide pow neg negative abs clamp clamp_min clamp_max exp
+        tanh sigmoid relu softplus masked_fill where __pow__ __rpow__ __rsub__ __rdiv__
+        """,
+    _cross_entropy: "cross_entropy",
+    _from_shape: """
+        shape size dim ndim ndimension numel nelement __len__ dtype element_size itemsize nbytes is_floating_point
+        is_complex is_signed device get_device is_cuda is_cpu is_meta layout is_sparse is_leaf grad_fn
+        """,
+    _from_blank: """
+        new_empty new_zeros new_ones new_full new_tensor empty_like zeros_like ones_like full_like rand_like randn_like
+        """,
+    _of_part: "requires_grad requires_grad_ retain_grad retains_grad is_contiguous is_inference",
+    _hooked: "register_hook",
+    _backward: "backward",
+}
+
+
+def _rules() -> Iterator[tuple[Any, Rule]]:
+    tensor: Any = Tensor
+    for rule, names in _NAMES.items():
+        for name in names.split():
+            for home in (tensor, torch, F):
+                function: Any = getattr(home, name, None)
+                if hasattr(function, "__set__"):  # an attribute of a tensor, which torch names by its getter
+                    yield function.__get__, rule
+                elif callable(function) and not isinstance(function, type):
+                    yield function, rule
+    yield tensor.requires_grad.__set__, _of_part
+    yield tensor.grad.__get__, _get_grad
+    yield tensor.grad.__set__, _set_grad
+    yield torch.autograd.grad, _autograd_grad
+    yield torch.autograd.backward, _autograd_backward
+
+
+RULES: Mapping[Any, Rule] = dict(_rules())
+"""What is called, for each function of torch that does not simply gather."""

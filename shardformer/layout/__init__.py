@@ -1,0 +1,1 @@
+"""Plain values that say where numbers are: parameters, activations, gradients."""

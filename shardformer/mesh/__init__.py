@@ -1,0 +1,1 @@
+"""The grid of processes: axes, contexts, launching."""

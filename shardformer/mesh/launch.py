@@ -1,0 +1,137 @@
+"""Joining the processes that a launcher started, and laying the grid over them."""
+
+from __future__ import annotations
+
+import os
+import runpy
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardformer.errors import ConfigError, nearest
+from shardformer.mesh.context import AXES, ParallelContext, local_device
+from shardformer.mesh.process_group import join_process_group
+
+
+def launch_from_torch(
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    tensor: int | None = None,
+    pipe: int | None = None,
+    data: int | None = None,
+    backend: str | None = None,
+    seed: int | None = None,
+    timeout_s: float = 600.0,
+) -> ParallelContext:
+    """Joins the processes that a launcher started, and lays the grid over them.
+
+    Works under ``shardformer run``, torchrun and SLURM (srun). With no size given all processes form the tensor axis.
+
+    Args:
+        config: a dict, or a Python file whose names are its keys, with ``parallel = dict(tensor=2, data=2)`` or
+            ``parallel = dict(tensor=dict(size=2, mode="1d"))``; keyword arguments win over it.
+        tensor, pipe, data: sizes of these axes. One of tensor and data that is left open takes what remains of the
+            processes; pipe is 1 unless given.
+        backend: a torch.distributed backend; by default gloo, and with CUDA nccl beside it.
+        seed: seeds torch on every process, the same everywhere.
+        timeout_s: after this many seconds a collective that not all processes joined is an error.
+
+    Raises LaunchError without a launcher's environment, ConfigError when the sizes do not fit the processes.
+    """
+    settings = _read_config(config)
+    sizes = {"tensor": tensor, "pipe": pipe, "data": data}
+    for name, size in _parallel_sizes(settings).items():
+        if sizes.get(name) is None:
+            sizes[name] = size
+    if not dist.is_initialized():
+        join_process_group(local_device(), backend, timeout_s)
+    if seed is None:
+        seed = settings.get("seed")
+    if seed is not None:
+        torch.manual_seed(seed)
+    return ParallelContext.from_world(sizes)
+
+
+def launch(
+    config: Mapping[str, Any] | str | None = None,
+    *,
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    local_rank: int | None = None,
+    **kwargs: Any,
+) -> ParallelContext:
+    """``launch_from_torch`` for a program that knows its rank, the number of processes and rank 0's address itself."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=host, MASTER_PORT=str(port))
+    os.environ["LOCAL_RANK"] = str(rank if local_rank is None else local_rank)
+    return launch_from_torch(config, **kwargs)
+
+
+def launch_from_slurm(config: Mapping[str, Any] | str | None = None, **kwargs: Any) -> ParallelContext:
+    """The same as ``launch_from_torch``, which reads SLURM's environment too."""
+    return launch_from_torch(config, **kwargs)
+
+
+def _read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not os.path.isfile(config):
+        raise ConfigError(
+            f"The config file {os.fspath(config)!r} does not exist",
+            rule="config is a dict or the path of a Python file whose names are the settings",
+            remedy="Give the path relative to where the command runs, for example --config config.py",
+        )
+    return {k: v for k, v in runpy.run_path(os.fspath(config)).items() if not k.startswith("_")}
+
+
+def _parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
+    sizes: dict[str, Any] = {}
+    for name, value in settings.items():  # most names are the user's own, but these were meant for us
+        if get_close_matches(name.lower(), ["parallel"], cutoff=0.85) and name != "parallel":
+            misplaced = f"{name} = {value!r:.60}"
+        elif name in (*AXES, "pipeline") and isinstance(value, int):
+            misplaced = f"{name} = {value} outside of parallel"
+        else:
+            continue
+        raise ConfigError(
+            f"The config says {misplaced}",
+            rule="The sizes of the axes stand in a dict called parallel",
+            remedy="Write parallel = dict(tensor=2)",
+        )
+    asked = settings.get("parallel") or {}
+    if not isinstance(asked, Mapping):
+        raise ConfigError(
+            f"The config says parallel = {asked!r:.80}",
+            rule="It is a dict: the name of an axis -> its size",
+            remedy="Write parallel = dict(tensor=2)",
+        )
+    for name, value in asked.items():
+        axis = {"pipeline": "pipe"}.get(str(name), name)
+        if axis not in AXES:
+            raise ConfigError(
+                f"The config asks for parallel axis {name!r}",
+                rule=f"The axes are {', '.join(AXES)}",
+                remedy=nearest(name, AXES),
+            )
+        size = value.get("size", 1) if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping) and (unknown := set(value) - {"size", "mode"}):
+            raise ConfigError(
+                f"The config says {sorted(map(str, unknown))[0]!r} of the parallel axis {name!r}",
+                rule="Of an axis it says the size, and of the tensor axis the mode",
+                remedy=nearest(sorted(map(str, unknown))[0], ("size", "mode")),
+            )
+        mode = value.get("mode") if isinstance(value, Mapping) else None
+        if axis == "tensor" and mode not in (None, "1d"):
+            raise ConfigError(
+                f"The config asks for tensor parallel mode {mode!r}",
+                rule="This version has the mode '1d'",
+                remedy="Write parallel = dict(tensor=dict(size=2, mode='1d'))",
+            )
+        sizes[axis] = size
+    return sizes

@@ -1,0 +1,271 @@
+"""What virtual stages hand to each other: activations forward, their gradients backward.
+
+A parcel is a few tensors of known shape. The shapes go ahead of it in a header the first time that a micro-batch of its
+shapes passes a boundary; both sides remember them, so from the second time on nothing but the numbers is sent. Where
+the tensors are the same on all tensor ranks each sends an equal part of them, and the receiving ranks put the parts
+together: over the link goes one copy, not one a tensor rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardformer.comm.collectives import all_gather
+from shardformer.comm.point_to_point import PointToPoint
+from shardformer.errors import InputError
+from shardformer.layout.spec import even_bounds
+from shardformer.mesh.axis import Axis
+from shardformer.pipeline.actions import Action, Kind
+from shardformer.pipeline.schedule import Schedule, messages
+
+HEADER_NUMBERS = 128
+AHEAD = 4
+"""How many messages of a rank are received ahead of their use. gloo lets one leave when its receiver asks for it, so in
+a schedule where a rank computes longer than the other sends, the second would only then set out."""
+DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is known of one tensor of a parcel before it comes.
+
+    Args:
+        trains: whether a gradient of it is wanted.
+        is_cut: whether each tensor rank sends a part of it.
+    """
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    trains: bool
+    is_cut: bool
+
+    @property
+    def numel(self) -> int:
+        return int(torch.Size(self.sizes).numel())
+
+
+Shapes = tuple[Shape, ...]
+
+
+@dataclass
+class _Posted:
+    """A message that is on its way: first its header, where its shapes are not known."""
+
+    action: Action
+    header: tuple[Tensor, Any] | None = None
+    parts: list[Tensor] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class _Incoming:
+    """Messages from one rank, in the order in which it sends them."""
+
+    source: int
+    expected: deque[Action]
+    posted: deque[_Posted] = field(default_factory=deque)
+
+
+class StageExchange:
+    """The parcels of one step, to and from all other ranks of the pipe axis.
+
+    Args:
+        point_to_point: along the pipe axis.
+        tensor: the tensor axis, over which what is replicated is cut and gathered.
+
+    ``waiting_for`` is the rank of the pipe axis whose parcel is waited for just now.
+    """
+
+    def __init__(self, point_to_point: PointToPoint, tensor: Axis, device: torch.device) -> None:
+        self._point_to_point, self._tensor, self._device = point_to_point, tensor, device
+        self._known: dict[Hashable, Shapes] = {}  # by boundary and key of the micro-batch; from step to step
+        self._kept: dict[tuple[Kind, int, int], list[Tensor]] = {}
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._incoming: dict[int, _Incoming] = {}
+        self.waiting_for: int | None = None
+
+    def begin(self, schedule: Schedule, keys: Sequence[Hashable]) -> None:
+        """Makes ready for a step whose micro-batches have these keys."""
+        self._schedule, self._keys = schedule, keys
+        self._kept.clear()
+        self._incoming = {}
+        me = self._point_to_point.axis.rank
+        for source in range(self._point_to_point.axis.size):
+            order = messages(schedule, source, me)
+            if source != me and order:
+                self._incoming[source] = _Incoming(source, deque(order))
+
+    # --- out
+
+    def send(self, action: Action, tensors: list[Tensor | None], is_cut: Sequence[bool]) -> None:
+        """Hands over what ``action`` gave: the activations behind a forward, the gradients behind a backward.
+
+        Gradients are given for what trains; one that is None is zero.
+        """
+        to_stage = action.stage + (1 if action.kind is Kind.FORWARD else -1)
+        receiver = self._schedule.placement[to_stage]
+        boundary = max(action.stage, to_stage)
+        key = (boundary, self._keys[action.micro_batch])
+        if action.kind is Kind.FORWARD:
+            given = [t for t in tensors if t is not None]
+            shapes = tuple(
+                Shape(tuple(t.shape), t.dtype, t.requires_grad, c and self._tensor.size > 1)
+                for t, c in zip(given, is_cut, strict=True)
+            )
+            is_new = key not in self._known
+            if self._known.setdefault(key, shapes) != shapes:
+                raise _changed(self._known[key], shapes)
+            parts = [t.detach() for t in given]
+            if receiver != self._point_to_point.axis.rank and is_new:
+                self._start(_header(shapes, self._device), receiver, "header")
+        else:
+            wanted = [s for s in self._known[key] if s.trains]
+            parts = [self._gradient(t, s) for t, s in zip(tensors, wanted, strict=True)]
+            shapes = tuple(wanted)
+        if receiver == self._point_to_point.axis.rank:
+            self._kept[self._inbox(action.kind, to_stage, action.micro_batch)] = parts
+            return
+        for part, shape in zip(parts, shapes, strict=True):
+            purpose = "activation" if action.kind is Kind.FORWARD else "gradient"
+            self._start(self._part_of(part, shape), receiver, purpose)
+
+    def _gradient(self, grad: Tensor | None, shape: Shape) -> Tensor:
+        return torch.zeros(shape.sizes, dtype=shape.dtype, device=self._device) if grad is None else grad
+
+    def _part_of(self, x: Tensor, shape: Shape) -> Tensor:
+        if not shape.is_cut:
+            return x.contiguous()
+        bounds = even_bounds(shape.numel, self._tensor.size)
+        return x.reshape(-1)[bounds[self._tensor.rank] : bounds[self._tensor.rank + 1]]
+
+    def _start(self, x: Tensor, receiver: int, purpose: str) -> None:
+        if x.numel():
+            self._sent.append((self._point_to_point.send(x, receiver, purpose), x))
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+
+    # --- in
+
+    def prefetch(self) -> None:
+        """Starts to receive what every rank sends next, so that it comes while something else is computed."""
+        for incoming in self._incoming.values():
+            self._begin_next(incoming)
+
+    def activations(self, stage: int, micro_batch: int) -> tuple[list[Tensor], Shapes]:
+        """What the virtual stage before ``stage`` handed over, and what is known of it."""
+        parts = self._take(Kind.FORWARD, stage, micro_batch, Action(Kind.FORWARD, stage - 1, micro_batch))
+        return parts, self._known[stage, self._keys[micro_batch]]
+
+    def gradients(self, stage: int, micro_batch: int, kind: Kind) -> list[Tensor]:
+        """The gradients of what ``stage`` handed on, of the tensors that train."""
+        return self._take(Kind.BACKWARD, stage, micro_batch, Action(kind, stage + 1, micro_batch))
+
+    def _take(self, kind: Kind, stage: int, micro_batch: int, awaited: Action) -> list[Tensor]:
+        place = (kind, stage, micro_batch)
+        source = self._schedule.placement[awaited.stage]
+        while place not in self._kept:
+            incoming = self._incoming[source]
+            self._begin_next(incoming)
+            posted = incoming.posted.popleft()
+            self._kept[self._arrived(posted.action)] = self._finish(incoming, posted)
+            self._begin_next(incoming)
+        return self._kept.pop(place)
+
+    def _arrived(self, action: Action) -> tuple[Kind, int, int]:
+        to_stage = action.stage + (1 if action.kind is Kind.FORWARD else -1)
+        return self._inbox(action.kind, to_stage, action.micro_batch)
+
+    def _inbox(self, kind: Kind, stage: int, micro_batch: int) -> tuple[Kind, int, int]:
+        return (Kind.FORWARD if kind is Kind.FORWARD else Kind.BACKWARD, stage, micro_batch)
+
+    def _begin_next(self, incoming: _Incoming) -> None:
+        posted = incoming.posted
+        while incoming.expected and len(posted) < AHEAD and not (posted and posted[-1].header):
+            action = incoming.expected[0]
+            shapes = self._shapes_of(action)
+            if shapes is None and action.kind is not Kind.FORWARD:
+                return  # its own activation has not left yet, whose shapes it has
+            posted.append(_Posted(incoming.expected.popleft()))
+            if shapes is None:
+                header = torch.empty(HEADER_NUMBERS, dtype=torch.int64, device=self._device)
+                posted[-1].header = header, self._point_to_point.receive(header, incoming.source)
+            else:
+                self._post(incoming.source, posted[-1], shapes)
+
+    def _post(self, source: int, posted: _Posted, shapes: Shapes) -> None:
+        tensor = self._tensor
+        for shape in shapes:
+            bounds = even_bounds(shape.numel, tensor.size) if shape.is_cut else []
+            sizes = (bounds[tensor.rank + 1] - bounds[tensor.rank],) if shape.is_cut else shape.sizes
+            part = torch.empty(sizes, dtype=shape.dtype, device=self._device)
+            posted.parts.append(part)
+            if part.numel():
+                posted.works.append(self._point_to_point.receive(part, source))
+
+    def _shapes_of(self, action: Action) -> Shapes | None:
+        if action.kind is Kind.FORWARD:
+            return self._known.get((action.stage + 1, self._keys[action.micro_batch]))
+        shapes = self._known.get((action.stage, self._keys[action.micro_batch]))
+        return None if shapes is None else tuple(s for s in shapes if s.trains)
+
+    def _finish(self, incoming: _Incoming, posted: _Posted) -> list[Tensor]:
+        action, self.waiting_for = posted.action, incoming.source
+        if posted.header is not None:
+            header, work = posted.header
+            work.wait()
+            shapes = self._known[action.stage + 1, self._keys[action.micro_batch]] = _read(header)
+            self._post(incoming.source, posted, shapes)
+        for work in posted.works:
+            work.wait()
+        self.waiting_for = None
+        known = self._shapes_of(action)
+        assert known is not None
+        return [self._whole(part, shape) for part, shape in zip(posted.parts, known, strict=True)]
+
+    def _whole(self, part: Tensor, shape: Shape) -> Tensor:
+        if not shape.is_cut:
+            return part
+        bounds = even_bounds(shape.numel, self._tensor.size)
+        lengths = [b - a for a, b in pairwise(bounds)]
+        return all_gather(part, self._tensor, 0, lengths=lengths, purpose="arrival").view(shape.sizes)
+
+    def finish(self) -> None:
+        """Waits until everything has left."""
+        while self._sent:
+            work, _ = self._sent.popleft()
+            work.wait()
+
+
+def _header(shapes: Shapes, device: torch.device) -> Tensor:
+    numbers = [len(shapes)]
+    for s in shapes:
+        numbers += [DTYPES.index(s.dtype), s.trains, s.is_cut, len(s.sizes), *s.sizes]
+    assert len(numbers) <= HEADER_NUMBERS
+    return torch.tensor(numbers + [0] * (HEADER_NUMBERS - len(numbers)), dtype=torch.int64, device=device)
+
+
+def _read(header: Tensor) -> Shapes:
+    numbers = iter(header.tolist())
+    out = []
+    for _ in range(next(numbers)):
+        dtype, trains, is_cut, dims = (next(numbers) for _ in range(4))
+        out.append(Shape(tuple(next(numbers) for _ in range(dims)), DTYPES[dtype], bool(trains), bool(is_cut)))
+    return tuple(out)
+
+
+def _changed(before: Shapes, now: Shapes) -> InputError:
+    return InputError(
+        f"A stage hands on {[s.sizes for s in now]}, before for micro-batches of these shapes "
+        f"{[s.sizes for s in before]}",
+        rule="What a stage hands on has one shape for one shape of micro-batches, which the next stage remembers",
+        remedy="Pad the batch, so that its shapes tell the shapes of everything that the model makes of it",
+    )

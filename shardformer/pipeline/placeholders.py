@@ -1,0 +1,101 @@
+"""What stands for the parameters of other stages, so that the model's own forward runs where they are not.
+
+A parameter that another stage holds is taken out of its module, and a tensor of one NaN, stretched to the parameter's
+shape, is left as an attribute in its place: code that looks at its shape, dtype or device goes on, it needs no memory,
+and whatever is computed of it by mistake is NaN, which shows, and not a number that passes for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Placeholders:
+    """The stand-ins in a model, by module and name; they follow when the model moves."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[nn.Module, str]] = []
+        self._at: tuple[torch.device, torch.dtype] | None = None
+        self._held: tuple[nn.Module, str] | None = None
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def remove(self, model: nn.Module, held: Mapping[str, bool]) -> None:
+        """Takes the parameters out that are not held here, by name. A module with several names is held by any."""
+        wanted: dict[tuple[int, str], bool] = {}
+        modules = list(model.named_modules(remove_duplicate=False))
+        for path, module in modules:
+            for name in module._parameters:
+                key = (id(module), name)
+                wanted[key] = wanted.get(key, False) or held.get(f"{path}.{name}" if path else name, True)
+        for _, module in modules:
+            for name, param in list(module._parameters.items()):
+                if param is not None and not wanted[id(module), name]:
+                    del module._parameters[name]
+                    module.__dict__[name] = _stand_in(param)
+                    self._places.append((module, name))
+
+    def has_any(self, module: nn.Module) -> bool:
+        """Whether a parameter of the module's own, or of one inside of it, is elsewhere."""
+        inside = {id(m) for m in module.modules()}
+        return any(id(m) in inside for m, _ in self._places)
+
+    def follow(self, model: nn.Module) -> None:
+        """After the model was moved to another device or dtype, which stand-ins are not: they are no parameters."""
+        like = self._parameter_of(model)
+        if like is None or (like.device, like.dtype) == self._at:
+            return
+        before, self._at = self._at, (like.device, like.dtype)
+        for module, name in self._places:
+            value = module.__dict__[name]
+            of_model = before is not None and value.dtype == before[1]
+            module.__dict__[name] = _one(value).to(like.device, like.dtype if of_model else None).expand(value.shape)
+
+    def _parameter_of(self, model: nn.Module) -> Tensor | None:
+        """A parameter that is here. Where it stands is remembered: a stage may have many modules before its first."""
+        if self._held is not None:
+            found = self._held[0]._parameters.get(self._held[1])
+            if found is not None:
+                return found
+        for module in model.modules():
+            for name, param in module._parameters.items():
+                if param is not None and param.is_floating_point():
+                    self._held = module, name
+                    return param
+        return None
+
+
+def placeholder(*shape: int, like: Tensor) -> Tensor:
+    """A tensor of one NaN that looks like ``shape``."""
+    return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(shape)
+
+
+def _stand_in(param: Tensor) -> Tensor:
+    """What is left of a parameter. Of one that waits for its value, which is nowhere yet, it is on the CPU."""
+    device = torch.device("cpu") if param.is_meta else param.device
+    number = float("nan") if param.is_floating_point() else 0
+    return torch.full((), number, dtype=param.dtype, device=device).expand(tuple(param.shape))
+
+
+def _one(value: Tensor) -> Tensor:
+    return value.as_strided((), ())
+
+
+def output_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """What a table or a linear would give, without computing it: NaNs, to which a model may add in place."""
+    x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+    weight: Any = module.weight
+    if isinstance(module, nn.Linear):
+        return placeholder(*x.shape[:-1], module.out_features, like=weight).contiguous()
+    width: Any = module.embedding_dim
+    return placeholder(*x.shape, width, like=weight).contiguous()
+
+
+def is_placeholder(x: Any) -> bool:
+    """Whether nothing but NaN is in it, as in what is computed of what another stage holds."""
+    return isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 0 and bool(x.isnan().all())

@@ -1,0 +1,296 @@
+"""One pass of a micro-batch through one stretch of a model: its own forward, in which the layers of others hand on."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from shardformer.errors import ConfigError
+from shardformer.pipeline.chain import Chain, Segment, UnitRange
+from shardformer.pipeline.placeholders import Placeholders, is_placeholder, output_of
+
+Payload = dict[str, Tensor]
+"""What one stage hands to the next: the hidden states, and states of an earlier stack that this one reads."""
+
+SEED_STEP = 0x9E3779B97F4A7C15
+
+
+@dataclass
+class StagePass:
+    """A pass that is under way, or whose backward is.
+
+    Args:
+        span: the units that are run for real.
+        received: what the stage before handed over.
+        seed: of this micro-batch's random numbers; None where the model draws none.
+        at_end: called when the last unit of the chain has run, before what stands behind it.
+    """
+
+    span: UnitRange
+    received: Payload
+    seed: int | None = None
+    at_end: Callable[[], None] | None = None
+    context: Tensor | None = None
+    calls: list[int] = field(default_factory=list)
+    is_computed: bool = True  # the unit before, or the stage before
+
+
+class _Left(BaseException):  # nothing that looks for a failure of the model takes it for one
+    """Ends a forward behind the last unit that is run."""
+
+    def __init__(self, payload: Payload) -> None:
+        self.payload = payload
+
+
+class StageForward:
+    """Runs stretches of a model's chain. Made once; it stands in the forwards of the layers.
+
+    Args:
+        model: the model, sharded.
+        chain: its layers in order.
+        placeholders: what stands for the parameters of other stages.
+        home: the units that each parameter goes with, by name.
+        tables: classes of embeddings whose output can be told without computing it.
+        checkpointed: the units whose activations are computed again in the backward instead of kept.
+        rank: this tensor rank, so that stretches of a sequence draw random numbers of their own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chain: Chain,
+        placeholders: Placeholders,
+        home: Mapping[str, frozenset[int]],
+        tables: Sequence[type[nn.Module]] = (nn.Embedding,),
+        checkpointed: Iterable[int] = (),
+        rank: int = 0,
+    ) -> None:
+        self._chain, self._placeholders, self._tables = chain, placeholders, tuple(tables)
+        self._checkpointed, self._rank = set(checkpointed), rank
+        self._num_units = len(chain.units)
+        self._checked: set[int] = set()
+        self.ended_well: bool | None = None  # whether the last layer gave numbers when it first ran, once it has
+        self.now: StagePass | None = None
+        for index, (segment, start) in enumerate(zip(chain.segments, chain.starts, strict=True)):
+            for path in dict.fromkeys(segment.units):
+                self._stand_in_layer(model.get_submodule(path), index, start + segment.units.index(path))
+            if index > 0 and segment.entry is not None:
+                self._stand_at_entry(model.get_submodule(segment.entry[0]), segment, start)
+        inside = {id(m) for path in chain.units for m in model.get_submodule(path).modules()}
+        outside: dict[nn.Module, frozenset[int]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            if id(module) not in inside and type(module) in (*self._tables, nn.Linear):
+                outside[module] = outside.get(module, frozenset()) | home.get(f"{path}.weight", frozenset())
+        for module, units in outside.items():
+            self._stand_outside(module, units)
+
+    def checkpoint_layer(self, path: str) -> None:
+        """From now on the layer at ``path`` computes its activations again in the backward."""
+        self._checkpointed |= {at for at, unit in enumerate(self._chain.units) if unit == path}
+
+    def run(self, model: nn.Module, run: StagePass, forward: Callable[[], Any]) -> tuple[Any, Payload | None]:
+        """Lets ``forward`` call the model, as far as the stage goes.
+
+        Returns (the output, None) from the last stage, (None, what is handed on) from any other.
+        """
+        self._placeholders.follow(model)
+        self.now = run
+        if run.seed is not None:
+            _seed(run.seed, 0)
+        if not self._num_units and run.at_end is not None:
+            run.at_end()
+        try:
+            return forward(), None
+        except _Left as left:
+            return None, left.payload
+        finally:
+            self.now = None
+
+    def _stand_in_layer(self, module: nn.Module, index: int, unit: int) -> None:
+        segment, original = self._chain.segments[index], module.forward
+        first = self._chain.starts[index]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            run = self.now
+            if run is None:
+                return original(*args, **kwargs)
+            at = unit
+            if segment.calls_again:
+                at = first + sum(first <= u < first + len(segment.units) for u in run.calls)
+            if at in run.calls:
+                raise _called_twice(segment)
+            run.calls.append(at)
+            if at < run.span.start:
+                return _handed_on(segment, args, kwargs)
+            if at >= run.span.end:
+                raise _Left(self._payload(run, at, args, kwargs))
+            if at == run.span.start and "hidden" in run.received:
+                args, kwargs = _with_hidden(args, kwargs, run.received["hidden"])
+            return self._run_unit(run, at, segment, original, args, kwargs)
+
+        module.forward = _StandIn(forward, original)
+
+    def _run_unit(
+        self, run: StagePass, at: int, segment: Segment, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        if run.seed is not None:
+            _seed(run.seed, at + 1 + (self._num_units + 2) * (self._rank + 1 if segment.is_stretched else 0))
+        is_first = at not in self._checked
+        if is_first:
+            self._checked.add(at)
+            self._check_arguments(run, at, original, args, kwargs)
+        if at in self._checkpointed and torch.is_grad_enabled():
+            output = checkpoint(original, *args, use_reentrant=False, **kwargs)
+        else:
+            output = original(*args, **kwargs)
+        if is_first:
+            run.is_computed = not any(map(is_placeholder, tree_leaves(output)))
+        if at == self._num_units - 1:
+            if is_first:
+                self.ended_well = run.is_computed
+            if run.seed is not None:
+                _seed(run.seed, self._num_units + 1)
+            if run.at_end is not None:
+                run.at_end()
+        return output
+
+    def _check_arguments(
+        self, run: StagePass, at: int, original: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
+        """The first time that a layer runs here: what it reads was made on this stage, or handed to it."""
+        path = self._chain.units[at]
+        names = list(inspect.signature(original).parameters)
+        given = [*zip([*names, *(f"argument {i}" for i in range(len(names), len(args)))], args), *kwargs.items()]
+        hidden = _hidden_of(args, kwargs)
+        for name, value in given:
+            is_own = value is hidden and (not run.is_computed or at == run.span.start > 0 or not self._placeholders)
+            if not is_own and any(map(is_placeholder, tree_leaves(value))):
+                raise _of_another_stage(path, name)
+
+    def _payload(self, run: StagePass, at: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Payload:
+        payload = {}
+        carried = self._chain.carried(at)
+        if "hidden" in carried:
+            payload["hidden"] = _hidden_of(args, kwargs)
+        if "context" in carried:
+            assert run.context is not None
+            payload["context"] = run.context
+        return payload
+
+    def _stand_at_entry(self, module: nn.Module, segment: Segment, start: int) -> None:
+        assert segment.entry is not None
+        name = segment.entry[1]
+        parameters = list(inspect.signature(module.forward).parameters)
+        position = parameters.index(name) if name in parameters else len(parameters)
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            run = self.now
+            if run is None:
+                return None
+            value = kwargs.get(name) if name in kwargs else (args[position] if position < len(args) else None)
+            if run.span.start >= start and "context" in run.received:
+                if run.span.start in range(start, start + len(segment.units)):
+                    run.context = run.received["context"]
+                    if name in kwargs:
+                        return args, {**kwargs, name: run.context}
+                    return (*args[:position], run.context, *args[position + 1 :]), kwargs
+                return None
+            if not isinstance(value, Tensor):
+                raise _no_context(module, name, value)
+            if run.span.end <= start:
+                raise _Left({"context": value})
+            run.context = value
+            return None
+
+        module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+
+    def _stand_outside(self, module: nn.Module, home: frozenset[int]) -> None:
+        """A table or linear outside of the layers that is of another stage, on this rank or not, costs nothing."""
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            run = self.now
+            if run is not None and not any(unit in run.span for unit in home):
+                return output_of(module, args, kwargs)
+            return original(*args, **kwargs)
+
+        module.forward = _StandIn(forward, original)
+
+
+class _StandIn:
+    """A forward in the place of a module's own. It knows that module, so a copied model would run the first one's."""
+
+    def __init__(self, forward: Callable[..., Any], original: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ConfigError(
+            "A model that runs in a pipeline was copied",
+            rule="Its layers know their stage, and those of a copy would run the first model's weights",
+            remedy="Copy the plain model before it is sharded, or keep averages of model.parameters()",
+        )
+
+
+def _handed_on(segment: Segment, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    hidden = _hidden_of(args, kwargs)
+    return (hidden, *[None] * (segment.returns - 1)) if segment.returns else hidden
+
+
+def _hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    if args and isinstance(args[0], Tensor):
+        return args[0]
+    named = kwargs.get("hidden_states")
+    found = named if isinstance(named, Tensor) else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
+    assert found is not None, "a layer is called with its hidden states"
+    return found
+
+
+def _with_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: Tensor) -> tuple[Any, Any]:
+    if args and isinstance(args[0], Tensor):
+        return (hidden, *args[1:]), kwargs
+    before = _hidden_of(args, kwargs)
+    return args, {name: hidden if value is before else value for name, value in kwargs.items()}
+
+
+def _no_context(module: nn.Module, name: str, value: Any) -> ConfigError:
+    return ConfigError(
+        f"{type(module).__name__} was given {name}={value!r:.60} by its model",
+        rule="A pipeline hands the states of the stack before to the stage that begins with this module",
+        remedy="Call the model with what both of its stacks read, as in training it on one device",
+    )
+
+
+def _of_another_stage(path: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is given {name}, which is computed of parameters that another stage holds",
+        rule="A stage hands on the states between the layers; what a layer reads beside them is made on its own stage",
+        remedy="Name the module that makes it in a policy: everywhere=[...] of the Stack, from_first=[...] where it "
+        "stands in the first layer, before=[...] or after=[...] where one stage needs it",
+    )
+
+
+def _called_twice(segment: Segment) -> ConfigError:
+    return ConfigError(
+        f"The layers at {segment.layers} were run a second time in one forward",
+        rule="A pipeline runs the layers of a model once, one behind the other, from the first stage to the last",
+        remedy="StagePass this head without a pipeline, or compute its loss in two steps",
+    )
+
+
+def _seed(seed: int, part: int) -> None:
+    number = (seed + SEED_STEP * part) % 2**63
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(number)

@@ -1,0 +1,147 @@
+"""Descriptions of what becomes of a model's modules: what a policy says, and ``shardformer.sharding`` carries out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from shardformer.layers.tensor.arguments import Bounds
+from shardformer.layout.spec import Split
+
+ModuleKey = str | type[nn.Module]
+"""Which modules a description is about: their class, their class's name, or their path with ``*`` for indices."""
+
+
+@dataclass
+class SubModuleReplacementDescription:
+    """One submodule and the module that takes its place.
+
+    Args:
+        suffix: path of the submodule inside the described module.
+        target_module: a class whose ``from_native_module(module, process_group, **kwargs)`` makes the replacement.
+        kwargs: handed to ``from_native_module``.
+        ignore_if_not_exist: whether a submodule that is not there is passed over, instead of an error.
+    """
+
+    suffix: str
+    target_module: Any
+    kwargs: dict[str, Any] | None = None
+    ignore_if_not_exist: bool = False
+
+
+@dataclass
+class BlockDescription:
+    """A stretch of the described module that enters the tensor-parallel region once and leaves it once.
+
+    Args:
+        entry: path of the module whose first tensor argument enters.
+        columns: paths of the column-parallel linears that read what entered.
+        others: paths of column-parallel linears that read something else that has entered (cross-attention's states).
+        row: path of the row-parallel linear at the exit.
+        activated: whether an activation follows the columns at once, so that their bias can be fused with it.
+        width: the width of this rank's heads, for a forward that reads it as the last dim of what enters.
+        arguments: argument of the module at a path -> that path, which of its dims counts the heads, and (how many
+            heads there are, from which to which this rank has).
+        inputs: (path of a module, argument of its forward) that enters beside the first tensor of the entry.
+        joins: path of an earlier block's row-parallel linear, which leaves with this one's: the layer adds the two.
+        around: path of a module that needs the whole sequence, under sequence parallelism, outside of the block too.
+        encloses: whether the module at the entry is the block by itself: all that it is given enters, and what it gives
+            leaves. ``row`` names it too.
+        summands: parameters of a module that encloses its block, and modules in it, that stay whole and are added to
+            what it gives: each rank adds an equal part.
+    """
+
+    entry: str
+    columns: Sequence[str]
+    row: str
+    others: Sequence[str] = ()
+    activated: bool = False
+    width: int | None = field(default=None, repr=False)  # ranks may differ in it, and agree on the rest
+    arguments: Mapping[str, tuple[str, int, Bounds]] = field(default_factory=dict, repr=False)
+    inputs: Sequence[tuple[str, str]] = ()
+    joins: str | None = None
+    around: str | None = None
+    encloses: bool = False
+    summands: Sequence[str] = ()
+
+
+@dataclass
+class ModulePolicyDescription:
+    """What becomes of the modules of one kind.
+
+    Args:
+        attribute_replacement: attribute (a path may lead to it) -> its value after sharding.
+        param_replacement: functions that change the module's parameters in place.
+        sub_module_replacement: submodules and what takes their place.
+        method_replacement: method name -> function that takes its place.
+        blocks: which of the replaced linears share one entry and one exit.
+        parameters: parameter or buffer that a module holds itself (a path may lead to it) -> dim -> how it is cut.
+            Without any dim it stays whole, and is read by what this rank has of a block: its gradient is summed.
+    """
+
+    attribute_replacement: dict[str, Any] | None = None
+    param_replacement: list[Callable[[nn.Module], Any]] | None = None
+    sub_module_replacement: list[SubModuleReplacementDescription] | None = None
+    method_replacement: dict[str, Callable[..., Any]] | None = None
+    blocks: list[BlockDescription] | None = None
+    parameters: dict[str, dict[int, Split]] | None = None
+
+
+@dataclass
+class StackDescription:
+    """A stack of layers, which sequence parallelism runs through and a pipeline cuts.
+
+    Args:
+        layers: path of the ModuleList.
+        final_norm: path of the norm behind it, which still sees a part of the sequence.
+        context: (path of a module, name of its argument): states from another stack that all layers read.
+        whole_sequence: why sequence parallelism does not cut its sequence: its blocks enter and leave with all of it.
+    """
+
+    layers: str
+    final_norm: str | None = None
+    context: tuple[str, str] | None = None
+    whole_sequence: str | None = None
+
+
+@dataclass
+class Layer:
+    """First form: one layer to shard, by the paths of its weight and bias inside the described module.
+
+    Args:
+        weight: path of the weight, such as ``attention.self.query.weight``.
+        bias: path of the bias.
+        replace_layer: the class that takes the layer's place. None picks Linear1D_Col, Linear1D_Row or, for an
+            embedding, VocabParallelEmbedding1D.
+        ignore: whether a layer that is not there is passed over.
+        n_cast: how many blocks of one size lie behind each other in the weight (3 for a fused q, k, v).
+    """
+
+    weight: str | None = None
+    bias: str | None = None
+    replace_layer: Any = None
+    ignore: bool = False
+    n_cast: int | None = None
+
+
+@dataclass
+class Col_Layer(Layer):
+    """First form: a layer cut along its output features. ``gather_output`` gives every rank the full output."""
+
+    gather_output: bool = False
+
+
+@dataclass
+class Row_Layer(Layer):
+    """First form: a layer cut along its input features."""
+
+
+@dataclass
+class Argument:
+    """First form: new values of attributes, and functions that list the layers to shard, of one class of modules."""
+
+    attr_dict: dict[str, Any] = field(default_factory=dict)
+    param_funcs: list[Callable[[], list[Layer]]] = field(default_factory=list)

@@ -1,0 +1,91 @@
+"""What a policy is: how a model is sharded, as a description that ``ModelSharder`` carries out.
+
+Three ways to write one, of which each is turned into the next:
+
+- roles (``shardformer.policies.role_policy.RolePolicy``): what the model is made of, as a table;
+- the first form: ``argument_policy`` with lists of ``Col_Layer`` and ``Row_Layer``;
+- ``module_policy``: for each kind of module, what becomes of its attributes, parameters and submodules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from shardformer.config import ShardConfig
+from shardformer.mesh.axis import Axis
+from shardformer.pipeline.chain import Segment
+from shardformer.policies.describe import ModuleKey, ModulePolicyDescription, StackDescription
+from shardformer.policies.first_form import FirstForm, descriptions_of
+
+
+class Policy(FirstForm):
+    """How a model is sharded. Overwrite what your model needs; see the module's docstring for the three forms."""
+
+    name: str | None = None
+    notes: Sequence[str] = ()
+    """What ``describe`` says of it."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.shard_config: ShardConfig = ShardConfig()
+        self.axis: Axis = Axis("tensor")
+        self.find_part: Callable[[nn.Module], Policy] | None = None
+        """Finds the policy of a model inside this one; None: of a registered family only."""
+
+    def set_model(self, model: nn.Module) -> None:
+        """Makes the model known as ``self.model``."""
+        self.model = model
+
+    def set_shard_config(self, shard_config: ShardConfig) -> None:
+        """Makes the config known as ``self.shard_config``, and checks that the policy can do it."""
+        self.shard_config = shard_config
+        # with tensor parallelism off nothing is cut: the policy sees the model as one rank alone does
+        self.axis = shard_config.resolve_context().tensor if shard_config.enable_tensor_parallelism else Axis("tensor")
+        self.config_sanity_check()
+
+    def config_sanity_check(self) -> None:
+        """Raises ConfigError when the config asks for what this policy cannot do."""
+
+    def preprocess(self) -> nn.Module:
+        """Work on the plain model before it is sharded. Returns the model."""
+        model: nn.Module = self.model
+        return model
+
+    def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
+        """Which modules become what. By default what the first form says."""
+        return descriptions_of(self)
+
+    def postprocess(self) -> nn.Module:
+        """Work on the sharded model. Returns the model."""
+        model: nn.Module = self.model
+        return model
+
+    def stacks(self) -> list[StackDescription]:
+        """The model's stacks of layers; sequence parallelism needs them."""
+        return []
+
+    def segments(self) -> list[Segment]:
+        """The stacks as a pipeline cuts them, in the order in which they run."""
+        return [
+            Segment(
+                stack.layers,
+                tuple(f"{stack.layers}.{name}" for name, _ in self.model.get_submodule(stack.layers).named_children()),
+                entry=stack.context if at else None,
+                after=(stack.final_norm,) if stack.final_norm else (),
+                is_stretched=self.shard_config.enable_sequence_parallelism
+                and self.axis.size > 1
+                and not stack.whole_sequence,
+            )
+            for at, stack in enumerate(self.stacks())
+        ]
+
+    def refuses_pipeline(self) -> str | None:
+        """Why the layers of this model cannot be on several stages; None where they can."""
+        return None
+
+    def replicated(self) -> list[str] | None:
+        """Paths of what stays whole on purpose. None: whatever no rule names may."""
+        return None

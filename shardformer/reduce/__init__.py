@@ -1,0 +1,1 @@
+"""How gradients are agreed on between ranks."""

@@ -1,0 +1,100 @@
+"""What a model must be before it is sharded and after, and how it is put back where sharding fails half-way."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from shardformer.errors import ConfigError, PolicyError
+from shardformer.layers.tensor.parallel_module import ParallelModule
+from shardformer.layout.spec import ShardSpec
+from shardformer.lazy.materialize import check_recipes
+from shardformer.sharding.describe import ATTRIBUTE
+from shardformer.sharding.plan import Plan
+from shardformer.sharding.stages import Stages
+
+
+def check_plain(model: nn.Module) -> None:
+    """Raises ConfigError for a model that is sharded already, in whole or in part, or whose values cannot be had."""
+    if any(ATTRIBUTE in m.__dict__ or isinstance(m, ParallelModule) for m in model.modules()):
+        raise ConfigError(
+            f"This {type(model).__name__} is sharded already",
+            rule="A model is sharded once, and before anything is wrapped around it",
+            remedy="Build the model again, or go on with the one that the first call returned",
+        )
+    check_recipes(model)
+
+
+def check_unheld(model: nn.Module, plan: Plan, stages: Stages | None = None) -> None:
+    """Raises ConfigError when an optimizer holds a parameter that is to be cut: it would go on with the whole one."""
+    cut = plan.cut()
+    if stages is not None:
+        cut |= {id(p): name for name, p in model.named_parameters() if not stages.is_here(name)}
+    mine = [p for p in model.parameters() if id(p) in cut]
+    # not gc.get_objects(): it shows tuples to this thread that others are still making, which makes those fail
+    lists = [x for x in gc.get_referrers(*mine) if type(x) is list and x is not mine]
+    for group in gc.get_referrers(*lists):
+        if type(group) is dict and "lr" in group and isinstance(group.get("params"), list):
+            held = next((cut[id(p)] for p in group["params"] if id(p) in cut), None)
+            if held is not None:
+                raise ConfigError(
+                    f"An optimizer holds {held!r} of this {type(model).__name__}",
+                    rule="Sharding puts parts in the place of parameters, and an optimizer trains what it was given",
+                    remedy="Shard the model first, then make the optimizer of model.parameters()",
+                )
+
+
+def check_layouts(model: nn.Module, rank: int) -> None:
+    """Raises PolicyError where a part is not what the layout beside it says: tied weights that were cut in two ways."""
+    seen: dict[int, tuple[str, ShardSpec]] = {}
+    for path, module in model.named_modules():
+        specs: dict[str, ShardSpec] = module.__dict__.get("shard_specs", {})
+        for name, spec in specs.items():
+            param = module._parameters.get(name)
+            if param is None:
+                continue
+            other, first = seen.setdefault(id(param), (f"{path}.{name}", spec))
+            if first != spec or tuple(param.shape) != spec.local_shape(rank):
+                raise PolicyError(
+                    f"{path}.{name} holds {tuple(param.shape)} on this rank, its layout says {spec.local_shape(rank)}"
+                    + (f"; it is tied to {other}" if other != f"{path}.{name}" else ""),
+                    rule="Modules that share a weight are cut the same way",
+                    remedy="Replace both by layers that cut the vocabulary, or leave both whole",
+                )
+
+
+@contextmanager
+def unchanged_on_error(model: nn.Module) -> Iterator[None]:
+    """Puts modules, parameters, hooks, attributes and configs back as they were when the body raises.
+
+    The values of parameters are not copied: what a policy's own functions wrote into them stays.
+    """
+    modules = list(model.modules())
+    configs = {id(c): c for m in modules if hasattr(c := getattr(m, "config", None), "__dict__")}
+    before = [(m, type(m), dict(vars(m)), _tables(vars(m))) for m in modules]
+    settings = [(c, dict(vars(c))) for c in configs.values()]
+    try:
+        yield
+    except BaseException:
+        for m, kind, attributes, tables in before:
+            m.__class__ = kind
+            _set(vars(m), attributes)
+            for name, entries in tables.items():
+                _set(vars(m)[name], entries)
+        for c, attributes in settings:
+            _set(vars(c), attributes)
+        raise
+
+
+def _tables(attributes: dict[str, Any]) -> dict[str, Any]:
+    """nn.Module's own tables: of parameters, buffers, submodules and hooks."""
+    return {n: v.copy() for n, v in attributes.items() if n.startswith("_") and isinstance(v, dict | set)}
+
+
+def _set(table: Any, entries: Any) -> None:
+    table.clear()
+    table.update(entries)

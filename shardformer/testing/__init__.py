@@ -1,0 +1,1 @@
+"""Small models, worker processes and ranks as threads: what tests, verify and inference run on."""

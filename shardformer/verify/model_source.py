@@ -1,0 +1,396 @@
+"""What a user may write for MODEL: a family, a folder, a config.json, a name on the Hugging Face hub, or a function.
+
+bert                    a small random model of that family
+./my-bert               a folder that save_pretrained wrote: its weights
+./my-bert/config.json   a config: random weights
+bert-base-uncased       a name on the hub
+my_models:tiny          a function of a module, or of a file (./my_models.py:tiny)
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from inspect import Parameter, signature
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from torch import Tensor, nn
+
+from shardformer.errors import ConfigError, nearest
+from shardformer.policies.policy import Policy
+from shardformer.testing.zoo import FAMILY_OF, HEADS, MAIN, NEEDS, SMALL, Batches, Sample, sample_loss, sees_alone
+from shardformer.testing.zoo.depth import depth_of
+
+FORMS = "MODEL is a family, a folder, a config.json, a name on the Hugging Face hub, or module:function"
+HUB_TIMEOUT_S = 5.0
+_GIVEN = ("model_fn", "batch_fn", "loss_fn", "policy", "loss_weight")
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model from a folder, a config.json or the hub: call it to build the model. Picklable.
+
+    Args:
+        where: the folder, the file, or the name on the hub.
+        head: a class of transformers.
+        random: random weights of the config instead of those that were saved.
+        dropout: False sets every dropout of the config to zero.
+        local: nothing is asked of the hub; a name means what was fetched before.
+    """
+
+    where: str
+    head: str
+    random: bool = False
+    dropout: bool = True
+    local: bool = True
+
+    def config(self) -> Any:
+        config = read_config(self.where, self.local)
+        if not self.dropout:
+            for name, value in vars(config).items():
+                if "drop" in name and isinstance(value, float):
+                    setattr(config, name, 0.0)
+        if self.head.endswith("ForSequenceClassification") and config.pad_token_id is None:
+            config.pad_token_id = first_token(config.eos_token_id, 0)  # the head looks for the last token by it
+        if self.head.endswith("ForQuestionAnswering"):
+            config.num_labels = 2  # a start and an end
+        if NEEDS.get(self.head, {}).get("is_decoder"):
+            config.is_decoder = True
+        return config
+
+    def __call__(self) -> nn.Module:
+        import transformers
+
+        transformers.logging.set_verbosity_error()  # every worker would say it, and that a new head is random is meant
+        transformers.logging.disable_progress_bar()
+        kind = getattr(transformers, self.head)
+        config = self.config()
+        if self.random:
+            fresh: nn.Module = kind(config)
+            return fresh
+        try:
+            model: nn.Module = kind.from_pretrained(self.where, config=config, local_files_only=self.local)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.where!r} gives no weights for {self.head}: {_first_line(error)}",
+                rule="A folder that save_pretrained wrote holds a config.json and a model.safetensors",
+                remedy="Give the path of the config.json itself for random weights, or save the weights beside it",
+            ) from error
+        return model
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that was found, and how to build and feed it.
+
+    Args:
+        title: for people.
+        model_fn: builds the model; picklable.
+        head: its class.
+        config: its config; None where the model has none.
+        own: what a function gave beside the model: ``batch_fn``, ``loss_fn``, ``policy``, ``loss_weight``.
+    """
+
+    title: str
+    model_fn: Callable[[], nn.Module]
+    head: str
+    config: Any = None
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def model_type(self) -> str:
+        """What transformers calls the family, such as "bert"; empty without a config."""
+        return getattr(self.config, "model_type", None) or ""
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """All head classes of the model's family. Raises ConfigError where they are not known."""
+        if self.model_type not in HEADS or not isinstance(self.model_fn, Sample | Pretrained):
+            raise ConfigError(
+                f"The heads of {self.title} are not known",
+                rule=f"The families whose heads are listed are {', '.join(HEADS)}, by name, folder, config or hub",
+                remedy="Name one head with --head, or give one of these families",
+            )
+        return HEADS[self.model_type]
+
+    def with_head(self, head: str) -> ModelSource:
+        """The same model under another head. Raises ConfigError for a head that the family does not have."""
+        if not isinstance(self.model_fn, Sample | Pretrained):
+            raise ConfigError(
+                f"head={head!r} for {self.title}",
+                rule="A function gives the whole model, its head included",
+                remedy="Let the function build the head, and leave the option out",
+            )
+        if self.model_type in HEADS and head not in HEADS[self.model_type]:
+            raise ConfigError(
+                f"{self.model_type} has no head {head!r}",
+                rule=f"Its heads are {', '.join(HEADS[self.model_type])}",
+                remedy=nearest(head, HEADS[self.model_type]),
+            )
+        _check_class(head, self.title)
+        model_fn = replace(self.model_fn, head=head)
+        return replace(self, model_fn=model_fn, head=head, config=model_fn.config())
+
+    def deeper(self, layers: int) -> ModelSource:
+        """A family's small model with so many layers or more; any other model is as deep as it is."""
+        if not isinstance(self.model_fn, Sample):
+            return self
+        model_fn = self.model_fn.deeper(layers)
+        title = f"{self.title}, {depth_of(model_fn.family, self.head, layers)} layers"
+        return replace(self, title=title, model_fn=model_fn, config=model_fn.config())
+
+    def batches(self, batch: int = 4, sequence: int = 13) -> Callable[[int], Mapping[str, Any]]:
+        """step -> a global batch: the function's own, or random tokens of the model's vocabulary with labels.
+
+        For the families of ``shardformer.testing.zoo`` also images and sounds of the sizes that the config says.
+        Raises ConfigError for any other model that does not take tokens, or takes fewer in a row.
+        """
+        if "batch_fn" in self.own:
+            batch_fn: Callable[[int], Mapping[str, Any]] = self.own["batch_fn"]
+            return batch_fn
+        sizes = self.config.to_dict() if self.head in FAMILY_OF and hasattr(self.config, "to_dict") else {}
+        if sizes and sees_alone(self.head):
+            return Batches(self.head, batch=batch, num_labels=self.config.num_labels, changes=sizes)
+        vocab_size = _vocab_size(self.config)
+        if vocab_size is None:
+            raise ConfigError(
+                f"What {self.title} is fed cannot be guessed: its config has no vocab_size",
+                rule="Random batches are made for models that take tokens",
+                remedy="Give module:function, a function that returns (model_fn, batch_fn)",
+            )
+        longest = getattr(self.config, "max_position_embeddings", None)
+        if isinstance(longest, int) and sequence > longest:
+            raise ConfigError(
+                f"sequence={sequence} for {self.title}",
+                rule=f"Its config allows {longest} positions",
+                remedy=f"Use a sequence of {longest} or less",
+            )
+        eos = first_token(getattr(self.config, "eos_token_id", None), 2)
+        return Batches(self.head, vocab_size, batch, sequence, self.config.num_labels, eos, sizes)
+
+    @property
+    def loss_fn(self) -> Callable[[nn.Module, Mapping[str, Any]], Tensor] | None:
+        """How the model's loss is had: the function's own way; None for ``model(**batch).loss``."""
+        default = None if "batch_fn" in self.own else sample_loss
+        loss_fn: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = self.own.get("loss_fn", default)
+        return loss_fn
+
+
+def find_model(name: str, *, dropout: bool = True) -> ModelSource:
+    """The model that ``name`` means: see the top of this file.
+
+    Args:
+        name: what the user wrote.
+        dropout: False sets the dropout of what is loaded to zero.
+
+    Raises ConfigError, with what was tried, when there is no such model.
+    """
+    if name in SMALL:
+        sample = Sample(name)
+        return ModelSource(f"the small random {name}", sample, sample.head_class, sample.config())
+    path = Path(name).expanduser()
+    if path.exists():
+        return _from_pretrained(name, Pretrained(str(path), "", path.is_file(), dropout))
+    if ":" in name:
+        return _from_function(name)
+    if name.startswith((".", "/", "~")) or name.endswith(".json") or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise ConfigError(
+            f"There is no folder or file {name!r} in {str(Path.cwd())!r}", rule=FORMS, remedy="Correct the path"
+        )
+    return _from_pretrained(name, Pretrained(name, "", dropout=dropout, local=not _hub_answers()))
+
+
+def find_policy(name: str) -> type[Policy]:
+    """The policy that ``path/to/file.py``, ``path/to/file.py:Class`` or ``module:Class`` means. Raises ConfigError."""
+    where, _, class_name = (name, "", "") if name.endswith(".py") else name.rpartition(":")
+    module = _module_of(where or name)
+    kinds = {n: v for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Policy)}
+    own = [n for n, kind in kinds.items() if kind.__module__ == module.__name__]
+    if not class_name and len(own) == 1:
+        class_name = own[0]
+    if class_name not in kinds:
+        raise ConfigError(
+            f"{where or name!r} has no policy {class_name!r}"
+            if class_name
+            else f"{where or name!r} has {len(own) or 'no'} policies, and none is named",
+            rule="A policy is a subclass of shardformer.Policy, and FILE:CLASS names one of several",
+            remedy=nearest(class_name, own),
+        )
+    return kinds[class_name]
+
+
+def read_config(where: str, local: bool = True) -> Any:
+    """The transformers config of a folder, a config.json or a name on the hub. Raises ConfigError."""
+    import transformers
+
+    try:
+        return transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, local_files_only=local)
+    except (OSError, ValueError, KeyError) as error:
+        if Path(where).exists():
+            raise ConfigError(
+                f"{where!r} holds no config that transformers knows: {_first_line(error)}",
+                rule="A config.json names a model_type of transformers, and a model's folder holds a config.json",
+                remedy="Give what save_pretrained wrote, or module:function for a model of your own",
+            ) from error
+        said = _first_line(error)
+        raise ConfigError(
+            f"There is no model {where!r}: no family has that name, nor has a folder or file in {str(Path.cwd())!r}, "
+            + (f"it was not fetched before, and {_hub()} cannot be reached" if local else f"and {_hub()} says: {said}"),
+            rule=f"{FORMS}; the families are {', '.join(SMALL)}",
+            remedy=f"{_did_you_mean(where)}Correct the name. For a machine without network, fetch the model on another "
+            f"with `hf download {where} --local-dir DIR` and give DIR",
+        ) from error
+
+
+def first_token(tokens: int | list[int] | None, default: int) -> int:
+    """The first of what a config names as eos_token_id or the like."""
+    if isinstance(tokens, list):
+        return tokens[0] if tokens else default
+    return default if tokens is None else tokens
+
+
+def _from_pretrained(title: str, found: Pretrained) -> ModelSource:
+    config = read_config(found.where, found.local)
+    architectures = config.architectures or [MAIN.get(config.model_type, "")]
+    head = str(architectures[0])
+    _check_class(head, title)
+    return ModelSource(title, replace(found, head=head), head, config)
+
+
+def _vocab_size(config: Any) -> int | None:
+    """The smallest vocabulary of a model and its parts, None without any."""
+    parts = [config, getattr(config, "text_config", None), getattr(config, "qformer_config", None)]
+    sizes = [getattr(part, "vocab_size", None) for part in parts]
+    return min((size for size in sizes if isinstance(size, int)), default=None)
+
+
+def _hub() -> str:
+    from huggingface_hub import constants
+
+    return str(constants.ENDPOINT)
+
+
+def _hub_answers() -> bool:
+    """Whether the hub can be reached: asked once, where its own client would try each file for half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        with urlopen(Request(_hub(), method="HEAD"), timeout=HUB_TIMEOUT_S):
+            return True
+    except HTTPError:
+        return True  # an answer, if not a friendly one
+    except OSError:
+        return False
+
+
+def _check_class(head: str, title: str) -> None:
+    import transformers
+
+    if not head or not hasattr(transformers, head):
+        raise ConfigError(
+            f"{title} names the class {head!r}" if head else f"The config of {title} names no class",
+            rule="A model's class stands in its config under architectures, and transformers has it",
+            remedy=f"{_did_you_mean(head, dir(transformers))}Give module:function for a class of your own",
+        )
+
+
+def _did_you_mean(name: str, known: Any = SMALL) -> str:
+    hint = nearest(name, known)
+    return f"{hint} " if hint.startswith("Did") else ""
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+# ------------------------------------------------------------------------------------------------------------ functions
+
+
+def _from_function(name: str) -> ModelSource:
+    where, _, function_name = name.rpartition(":")
+    module = _module_of(where)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        raise ConfigError(
+            f"{where!r} has no function {function_name!r}",
+            rule="module:function names a function at the top of a module",
+            remedy=nearest(function_name, known),
+        )
+    if any(
+        p.default is Parameter.empty and p.kind <= Parameter.KEYWORD_ONLY and p.kind != Parameter.VAR_POSITIONAL
+        for p in signature(function).parameters.values()
+    ):
+        raise ConfigError(
+            f"{name} takes the arguments {signature(function)}",
+            rule="The function is called without arguments, in every process",
+            remedy="Give its parameters defaults, or write a function around it",
+        )  # fmt: skip
+    given = function()
+    if isinstance(given, nn.Module):
+        return ModelSource(name, function, type(given).__name__, getattr(given, "config", None))
+    own = dict(given) if isinstance(given, Mapping) else {}
+    if isinstance(given, tuple) and len(given) == 2:
+        own = dict(zip(_GIVEN, given))
+    if not callable(own.get("model_fn")) or not set(own) <= set(_GIVEN):
+        raise ConfigError(
+            f"{name} gave {_describe(given)}",
+            rule=f"The function gives a model, a tuple (model_fn, batch_fn), or a dict of {', '.join(_GIVEN)}",
+            remedy="Return one of these, with functions from the top of the module",
+        )
+    model_fn = own.pop("model_fn")
+    if "batch_fn" in own:
+        return ModelSource(name, model_fn, "", own=own)
+    model = model_fn()
+    return ModelSource(name, model_fn, type(model).__name__, getattr(model, "config", None), own)
+
+
+def _describe(given: Any) -> str:
+    if isinstance(given, tuple | Mapping):
+        return f"a {type(given).__name__} of {', '.join(map(str, given)) if isinstance(given, Mapping) else len(given)}"
+    return f"a {type(given).__name__}"
+
+
+def _module_of(where: str) -> ModuleType:
+    return _module_from_file(Path(where)) if where.endswith(".py") else _module(where)
+
+
+def _module(name: str) -> ModuleType:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and misses another one
+        raise ConfigError(
+            f"There is no module {name!r}: {error}",
+            rule=f"{FORMS}; modules are looked for in {str(Path.cwd())!r} and among what is installed",
+            remedy="Correct the name, or give the file: path/to/file.py:function",
+        ) from error
+
+
+def _module_from_file(path: Path) -> ModuleType:
+    spec = spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ConfigError(f"There is no file {str(path)!r}", rule=FORMS, remedy="Correct the path before the colon")
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and getattr(loaded, "__file__", None) != str(path):
+        spec = spec_from_file_location(f"{path.stem}_of_the_user", path)
+        assert spec is not None and spec.loader is not None
+    # what the file imports from beside it, here and in the workers
+    sys.path.insert(0, str(path.resolve().parent))
+    module = sys.modules[spec.name] = module_from_spec(spec)
+    assert spec.loader is not None
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,376 @@
+"""A block enters once and leaves once, whatever the forward between does; values and gradients are the plain ones'."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardformer.comm.params import gather_param, param_specs
+from shardformer.comm.recorder import Recorder
+from shardformer.errors import ConfigError
+from shardformer.layers.tensor.block import Block, register_entry
+from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
+from shardformer.layers.tensor.sequence import SequenceRegion
+from shardformer.mesh.axis import Axis
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.pool import Pools, WorkerPool
+
+B, S, H, F = 2, 7, 6, 9
+MODES = ("plain", "sequence", "overlap")
+in_each_mode = pytest.mark.parametrize("mode", MODES)
+over_two_and_four = pytest.mark.parametrize("ranks", [2, 4])
+
+Forward = Callable[["Gate", Tensor], Tensor]
+
+
+class Gate(nn.Module):
+    """Two columns and a row; what its forward does with them is given."""
+
+    def __init__(self, body: Forward) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(H, F), nn.Linear(H, F), nn.Linear(F, H)
+        self.body = body
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.body(self, hidden_states)
+
+
+# ---------------------------------------------------------------------------------------------- what a forward may do
+
+
+def straight(m: Gate, x: Tensor) -> Tensor:
+    out: Tensor = m.down(torch.tanh(m.gate(x)) * m.up(x))
+    return out
+
+
+def other_order(m: Gate, x: Tensor) -> Tensor:
+    up = m.up(x)
+    out: Tensor = m.down(torch.tanh(m.gate(x)) * up)
+    return out
+
+
+def one_unused(m: Gate, x: Tensor) -> Tensor:
+    out: Tensor = m.down(torch.tanh(m.gate(x)))
+    return out
+
+
+def one_called_twice(m: Gate, x: Tensor) -> Tensor:
+    out: Tensor = m.down(torch.tanh(m.gate(x)) * m.gate(x) + m.up(x))
+    return out
+
+
+def of_something_else(m: Gate, x: Tensor) -> Tensor:
+    """Columns that are called with a function of what entered."""
+    out: Tensor = m.down(torch.tanh(m.gate(2 * x)) * m.up(x.sin()))
+    return out
+
+
+def one_of_something_else(m: Gate, x: Tensor) -> Tensor:
+    out: Tensor = m.down(torch.tanh(m.gate(x)) * m.up(x - x.mean(-1, keepdim=True)))
+    return out
+
+
+def beside_the_columns(m: Gate, x: Tensor) -> Tensor:
+    """What entered is used by itself too."""
+    out: Tensor = m.down(torch.tanh(m.gate(x)) * m.up(x) * x.square().mean(-1, keepdim=True))
+    return out
+
+
+def detached(m: Gate, x: Tensor) -> Tensor:
+    out: Tensor = m.down(torch.tanh(m.gate(x.detach())) * m.up(x).detach())
+    return out
+
+
+BODIES = (
+    straight,
+    other_order,
+    one_unused,
+    one_called_twice,
+    of_something_else,
+    one_of_something_else,
+    beside_the_columns,
+    detached,
+)
+
+# ------------------------------------------------------------------------------------------ around it: how it is called
+
+
+def once(block: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = block(x)
+    return out
+
+
+def twice(block: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = block(x) + block(x.cos())
+    return out
+
+
+def nested(block: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = block(x + block(x))
+    return out
+
+
+def by_name(block: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = block(hidden_states=x)
+    return out
+
+
+def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = checkpoint(block, x, use_reentrant=False)
+    return out
+
+
+def checkpointed_reentrant(block: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = checkpoint(block, x, use_reentrant=True)
+    return out
+
+
+def after_a_failure(block: nn.Module, x: Tensor) -> Tensor:
+    """The forward before broke off in the middle of the block."""
+    down = block.get_submodule("down")
+    handle = down.register_forward_pre_hook(_fail)
+    with suppress(ArithmeticError):
+        block(x)
+    handle.remove()
+    out: Tensor = block(x)
+    return out
+
+
+def _fail(*_: Any) -> None:
+    raise ArithmeticError
+
+
+def without_gradient_before(block: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        block(x)
+    with torch.inference_mode():
+        block(x.detach())
+    out: Tensor = block(x)
+    return out
+
+
+def of_a_copy(block: nn.Module, x: Tensor) -> Tensor:
+    block(x)
+    twin = copy.deepcopy(block)
+    for p, q in zip(block.parameters(), twin.parameters(), strict=True):
+        q.register_hook(lambda grad, p=p: setattr(p, "grad", grad))
+    out: Tensor = twin(x)
+    return out
+
+
+CALLS = (
+    once,
+    twice,
+    nested,
+    by_name,
+    checkpointed,
+    checkpointed_reentrant,
+    after_a_failure,
+    without_gradient_before,
+    of_a_copy,
+)
+
+
+class Stack(nn.Module):
+    """One block and a residual; with sequence parallelism a region of its own."""
+
+    def __init__(self, body: Forward, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Gate(body)])
+        self.double()
+        self.call = call
+        self.region: SequenceRegion | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        region = self.region
+        if region is not None:
+            x = region.split(x, True)
+        x = x + self.call(self.layers[0], x)
+        return x if region is None else region.join(x)
+
+
+def cut(stack: Stack, axis: Axis, mode: str) -> Block:
+    """What the sharder does to a layer."""
+    if mode != "plain":
+        stack.region = SequenceRegion(axis, overlap=mode == "overlap")
+    block, gate = Block(axis, stack.region), stack.layers[0]
+    for name in ("up", "gate"):
+        column: Any = Linear1D_Col.from_native_module(getattr(gate, name), axis)
+        column.block = block
+        block.columns.append(column)
+        setattr(gate, name, column)
+    row: Any = Linear1D_Row.from_native_module(gate.down, axis)
+    row.block = block
+    gate.down = row
+    register_entry(gate, block)
+    return block
+
+
+def compared(
+    body: Forward,
+    call: Callable[[nn.Module, Tensor], Tensor],
+    mode: str,
+    frozen: tuple[str, ...] = (),
+    x_grad: bool = True,
+) -> dict[str, float]:
+    """Differences of the output and all gradients; 9 where only one of the two has one."""
+    axis = ParallelContext.from_world({}).tensor
+    plain, ours = Stack(body, call), Stack(body, call)
+    for stack in (plain, ours):
+        for name, p in stack.named_parameters():
+            p.requires_grad_(not any(f in name for f in frozen))
+    cut(ours, axis, mode)
+    torch.manual_seed(1)
+    x, w = torch.randn(B, S, H).double(), torch.randn(B, S, H).double()
+    xs = [x.clone().requires_grad_(x_grad) for _ in range(2)]
+    outs = [plain(xs[0]), ours(xs[1])]
+    for out in outs:
+        if out.requires_grad:
+            (out * w).sum().backward()
+    specs = param_specs(ours)
+    pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {
+        "output": (outs[0], outs[1]),
+        "x": (xs[0].grad, xs[1].grad),
+    }
+    for name, p in ours.named_parameters():
+        whole = None if p.grad is None else gather_param(p.grad, specs[name], axis)
+        if whole is not None and mode != "plain" and name.endswith("down.bias"):
+            whole = gather_sum(whole, axis)  # it sees a stretch of the sequence: the policy has it summed
+        pairs[name] = (plain.get_parameter(name).grad, whole)
+    return {name: difference(*pair) for name, pair in pairs.items()}
+
+
+def gather_sum(x: Tensor, axis: Axis) -> Tensor:
+    from shardformer.comm.collectives import all_reduce
+
+    return all_reduce(x.clone(), axis)
+
+
+def difference(a: Tensor | None, b: Tensor | None) -> float:
+    if a is None or b is None:
+        return 0.0 if a is b else 9.0
+    return float((a - b).detach().abs().max())
+
+
+@over_two_and_four
+@in_each_mode
+@pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
+def test_whatever_the_forward_does(pools: Pools, body: Forward, mode: str, ranks: int) -> None:
+    for found in pools(ranks).run(compared, body, once, mode):
+        assert max(found.values()) < 1e-12, found
+
+
+@in_each_mode
+@pytest.mark.parametrize("call", CALLS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("body", [straight, beside_the_columns], ids=lambda f: f.__name__)
+def test_however_it_is_called(pool2: WorkerPool, body: Forward, call: Any, mode: str) -> None:
+    for found in pool2.run(compared, body, call, mode):
+        assert max(found.values()) < 1e-12, found
+
+
+@in_each_mode
+@pytest.mark.parametrize("x_grad", [True, False], ids=["x needs a gradient", "x needs none"])
+@pytest.mark.parametrize(
+    "frozen",
+    [("weight",), ("bias",), ("up", "gate"), ("down",), ("up.weight", "gate.bias"), ("up", "gate", "down")],
+    ids="+".join,
+)
+def test_frozen_weights(pool2: WorkerPool, frozen: tuple[str, ...], x_grad: bool, mode: str) -> None:
+    for found in pool2.run(compared, straight, once, mode, frozen, x_grad):
+        assert max(found.values()) < 1e-12, found
+
+
+# --------------------------------------------------------------------------------------------------------- what is sent
+
+
+def sent(mode: str, body: Forward, length: int = S, frozen: bool = False) -> tuple[list[Any], list[Any]]:
+    axis = ParallelContext.from_world({}).tensor
+    stack = Stack(body, once)
+    cut(stack, axis, mode)
+    for p in stack.parameters():
+        p.requires_grad_(not frozen)
+    x = torch.randn(B, length, H).double().requires_grad_(not frozen)
+    with Recorder(axis) as forward:
+        y = stack(x)
+    with Recorder(axis) as backward:
+        if not frozen:
+            y.sum().backward()
+    return [(c.op, c.payload_bytes) for c in forward.calls], [(c.op, c.payload_bytes) for c in backward.calls]
+
+
+WHOLE = B * S * H * 8
+
+
+@over_two_and_four
+def test_a_block_sends_one_tensor_each_way(pools: Pools, ranks: int) -> None:
+    for forward, backward in pools(ranks).run(sent, "plain", straight):
+        assert forward == [("all_reduce", WHOLE)]
+        assert backward == [("all_reduce", WHOLE)]
+
+
+@over_two_and_four
+@pytest.mark.parametrize("mode", ["sequence", "overlap"])
+def test_with_sequence_parallelism_it_gathers_and_scatters_one(pools: Pools, mode: str, ranks: int) -> None:
+    for forward, backward in pools(ranks).run(sent, mode, straight):
+        # the block's gather and scatter, then the end of the stack; and the other way around
+        assert forward == [("all_gather", WHOLE), ("reduce_scatter", WHOLE), ("all_gather", WHOLE)]
+        assert backward == [("all_gather", WHOLE), ("reduce_scatter", WHOLE), ("all_gather", WHOLE)]
+
+
+def test_what_needs_no_gradient_sends_nothing_back(pool2: WorkerPool) -> None:
+    for mode in MODES:
+        assert all(backward == [] for _, backward in pool2.run(sent, mode, straight, S, True))
+
+
+def test_a_function_of_what_entered_is_summed_once_more(pool2: WorkerPool) -> None:
+    """A column that is given something else computes by itself; the entry's own gradient is one more collective."""
+    for _, backward in pool2.run(sent, "plain", one_of_something_else):
+        assert backward == [("all_reduce", WHOLE)] * 2
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+def with_a_shorter_input(mode: str) -> None:
+    stack = Stack(straight, lambda block, x: block(x[:, :1]))
+    cut(stack, ParallelContext.from_world({}).tensor, mode)
+    stack(torch.randn(B, S, H).double())
+
+
+def test_an_input_that_is_no_stretch_is_refused_on_all_ranks(pool2: WorkerPool) -> None:
+    for mode in ("sequence", "overlap"):
+        with pytest.raises(ConfigError, match="this rank's stretch of 7 positions"):
+            pool2.run(with_a_shorter_input, mode)
+
+
+# ------------------------------------------------------------------------------------------------------- what is left
+
+
+def left_behind(mode: str, call: Callable[[nn.Module, Tensor], Tensor]) -> list[bool]:
+    """Whether what entered the block is gone when the backward is over."""
+    axis = ParallelContext.from_world({}).tensor
+    stack = Stack(straight, call)
+    block = cut(stack, axis, mode)
+    seen: list[Any] = []
+    stack.layers[0].gate.register_forward_pre_hook(lambda _, args: seen.append(weakref.ref(args[0])))
+    loss = stack(torch.randn(B, S, H).double().requires_grad_()).sum()
+    loss.backward()
+    del loss
+    return [ref() is None for ref in seen] + [not block.is_open]
+
+
+@in_each_mode
+@pytest.mark.parametrize("call", [once, checkpointed, checkpointed_reentrant], ids=lambda f: f.__name__)
+def test_no_activation_outlives_the_backward(pool2: WorkerPool, call: Any, mode: str) -> None:
+    """Otherwise checkpoints save no memory."""
+    for found in pool2.run(left_behind, mode, call):
+        assert all(found), found

@@ -1,0 +1,391 @@
+"""Linear layers cut over the tensor axis are the plain ones: values, gradients, initialisation, and what they send."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from shardformer.comm.params import gather_param, param_specs
+from shardformer.comm.recorder import Recorder
+from shardformer.errors import ConfigError
+from shardformer.layers.tensor.linear import FusedLinear1D_Col, Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
+from shardformer.layers.vocab.logits import VocabParallelLogits
+from shardformer.layout.spec import Split
+from shardformer.mesh.axis import Axis
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.pool import Pools, WorkerPool
+
+B, S = 2, 3
+over_two_and_four = pytest.mark.parametrize("ranks", [1, 2, 4])
+KINDS = {
+    "col": Linear1D_Col,
+    "fused": FusedLinear1D_Col,
+    "row": Linear1D_Row,
+    "head": VocabParallelLMHead1D,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer: its kind, sizes and options.
+
+    Args:
+        native: "linear", "conv1d", or "" to construct the parallel layer directly.
+    """
+
+    kind: str
+    in_features: int
+    out_features: int
+    bias: bool = True
+    native: str = "linear"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+
+    def plain(self) -> nn.Module:
+        """The plain layer. The seed gives it the numbers that a direct construction gets."""
+        torch.manual_seed(3)
+        if self.native != "conv1d":
+            return nn.Linear(self.in_features, self.out_features, self.bias, dtype=self.dtype)
+        conv = transformers.pytorch_utils.Conv1D(self.out_features, self.in_features).to(self.dtype)
+        nn.init.normal_(conv.bias)
+        return conv
+
+    def parallel(self, axis: Axis) -> Any:
+        if self.native:
+            return KINDS[self.kind].from_native_module(self.plain(), axis, **self.options)
+        torch.manual_seed(3)
+        options = {"dtype": self.dtype, "process_group": axis, **self.options}
+        return KINDS[self.kind](self.in_features, self.out_features, self.bias, **options)
+
+
+@dataclass
+class Found:
+    """What one rank saw: the worst differences by name, and (kind, purpose, bytes) of what it sent."""
+
+    differences: dict[str, float]
+    forward: list[tuple[str, int]]
+    backward: list[tuple[str, int]]
+
+
+def compared(case: Case) -> Found:
+    axis = ParallelContext.from_world({}).tensor
+    plain, layer = case.plain(), case.parallel(axis)
+    torch.manual_seed(5)
+    x, w = torch.randn(B, S, case.in_features), torch.randn(B, S, case.out_features)
+    x, w = x.to(case.dtype), w.to(case.dtype)
+    want_x = x.clone().requires_grad_()
+    want = plain(want_x)
+    (want * w).sum().backward()
+    own = layer.split.indices(axis.rank)  # of the input of a row, of the output of a column
+    takes_part = case.kind == "row" and layer.parallel_input
+    x = (x[..., own] if takes_part else x).clone().requires_grad_()
+    with Recorder(axis) as forward:
+        y = layer(x)
+    if layer.skip_bias_add:
+        y, bias = y
+        y = y if bias is None else y + bias
+    if isinstance(y, VocabParallelLogits):
+        y = y.to_local()
+    gives_part = case.kind != "row" and not layer.gather_output
+    loss = (y * (w[..., own] if gives_part else w)).sum()
+    with Recorder(axis) as backward:
+        loss.backward()
+    specs = param_specs(layer)
+    wants = {
+        "output": (y, want[..., own] if gives_part else want),
+        "input's gradient": (x.grad, want_x.grad[..., own] if takes_part else want_x.grad),
+    }
+    for name, p in layer.named_parameters():
+        wants[name] = (gather_param(p, specs[name], axis), plain.get_parameter(name))
+        wants[f"{name}'s gradient"] = (gather_param(p.grad, specs[name], axis), plain.get_parameter(name).grad)
+    assert [n for n, _ in layer.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    return Found(
+        {name: float((a - b).detach().abs().max()) for name, (a, b) in wants.items()},
+        [(call.op, call.payload_bytes) for call in forward.calls],
+        [(call.op, call.payload_bytes) for call in backward.calls],
+    )
+
+
+GATHER = {"gather_output": True}
+CASES = [
+    *(
+        Case(kind, 6, 7, bias, native, options)
+        for kind in ("col", "row")
+        for bias in (True, False)
+        for native in ("linear", "conv1d", "")
+        for options in ({}, {"skip_bias_add": True})
+        if bias or native != "conv1d"
+    ),
+    *(Case("col", 6, 7, True, native, GATHER) for native in ("linear", "conv1d", "")),
+    Case("col", 6, 7, True, "linear", {**GATHER, "skip_bias_add": True}),
+    Case("col", 6, 8, False, "linear", GATHER),
+    *(Case("row", 7, 6, bias, "linear", {"parallel_input": False}) for bias in (True, False)),
+    Case("row", 8, 6, True, "conv1d", {"parallel_input": False, "skip_bias_add": True}),
+    *(Case("fused", 6, 21, True, native, {"n_fused": 3}) for native in ("linear", "conv1d", "")),
+    *(Case("fused", 6, 14, True, native, {**GATHER, "n_fused": 2}) for native in ("linear", "conv1d", "")),
+    Case("fused", 6, 12, True, "linear", {**GATHER, "n_fused": 3, "skip_bias_add": True}),
+    *(Case("head", 6, 127, bias, native) for bias in (True, False) for native in ("linear", "")),
+    Case("col", 6, 7, dtype=torch.float32),
+]
+
+
+def name_of(case: Case) -> str:
+    options = "+".join(name if value is True else f"{name}={value}" for name, value in case.options.items())
+    parts = [case.kind, f"{case.in_features}x{case.out_features}", case.native or "direct", options]
+    return " ".join([*filter(None, parts), "" if case.bias else "no bias"]).strip()
+
+
+@over_two_and_four
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_a_cut_layer_is_the_plain_one(pools: Pools, case: Case, ranks: int) -> None:
+    bound = 1e-12 if case.dtype == torch.float64 else 1e-5
+    for found in pools(ranks).run(compared, case):
+        assert max(found.differences.values()) < bound, found.differences
+
+
+SIZE = 8  # bytes of a number in fp64
+INPUT, OUTPUT = B * S * 8 * SIZE, B * S * 12 * SIZE
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("case", "forward", "backward"),
+    [
+        (Case("col", 8, 12), [], [("all_reduce", INPUT)]),
+        (Case("col", 8, 12, options=GATHER), [("all_gather", OUTPUT)], [("all_reduce", INPUT)]),
+        (Case("fused", 8, 12), [], [("all_reduce", INPUT)]),
+        (Case("head", 8, 12), [], [("all_reduce", INPUT)]),
+        (Case("row", 8, 12), [("all_reduce", OUTPUT)], []),
+        (Case("row", 8, 12, options={"parallel_input": False}), [("all_reduce", OUTPUT)], [("all_gather", INPUT)]),
+    ],
+    ids=lambda value: name_of(value) if isinstance(value, Case) else "",
+)
+def test_what_is_sent_is_what_the_docstring_says(
+    pools: Pools, case: Case, forward: list[Any], backward: list[Any], ranks: int
+) -> None:
+    for found in pools(ranks).run(compared, case):
+        assert (found.forward, found.backward) == (forward, backward)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_alone_nothing_is_sent(pools: Pools, case: Case) -> None:
+    found = pools(1).run(compared, case)[0]
+    assert (found.forward, found.backward) == ([], [])
+
+
+# ------------------------------------------------------------------------------------------------------- initialisation
+
+
+def constructed(kind: str) -> list[float]:
+    """Two layers after each other, as in a model: differences of what they hold and of the random state after them."""
+    axis = ParallelContext.from_world({}).tensor
+    torch.manual_seed(11)
+    plain = [nn.Linear(12, 24) for _ in range(2)]
+    state = torch.get_rng_state()
+    torch.manual_seed(11)
+    ours = [KINDS[kind](12, 24, process_group=axis) for _ in range(2)]
+    out = [float((state - torch.get_rng_state()).abs().max())]
+    for a, b in zip(plain, ours, strict=True):
+        for name, spec in b.shard_specs.items():
+            local = spec.slice(a.get_parameter(name).detach(), axis.rank)
+            out.append(float((local - b.get_parameter(name)).abs().max()))
+    return out
+
+
+@over_two_and_four
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_direct_construction_is_the_slice_of_the_plain_one(pools: Pools, kind: str, ranks: int) -> None:
+    for found in pools(ranks).run(constructed, kind):
+        assert found == [0.0] * 5
+
+
+def parts_kept() -> dict[str, Any]:
+    """What a rank holds of a layer, beside its values."""
+    axis = ParallelContext.from_world({}).tensor
+    native = nn.Linear(12, 24).eval()
+    native.weight.requires_grad_(False)
+    layer: Any = Linear1D_Col.from_native_module(native, axis)
+    before = layer.weight.clone()
+    native.weight.data.zero_()
+    owner = layer.weight.untyped_storage().nbytes()
+    return {
+        "training": layer.training,
+        "trainable": (layer.weight.requires_grad, layer.bias.requires_grad),
+        "shape": tuple(layer.weight.shape),
+        "bytes": owner,
+        "own memory": torch.equal(before, layer.weight),
+        "text": repr(layer),
+        "keys": list(layer.state_dict()),
+        "full": tuple(layer.shard_specs["weight"].shape),
+    }
+
+
+def test_a_rank_keeps_its_part_and_nothing_else(pool2: WorkerPool) -> None:
+    found = pool2.run(parts_kept)[1]
+    assert found.pop("text") == (
+        "Linear1D_Col(in_features=12, out_features=24, bias=True, local weight 12x12 (out x in), tensor 1/2)"
+    )
+    assert found == {
+        "training": False,
+        "trainable": (False, True),
+        "shape": (12, 12),
+        "bytes": 12 * 12 * 4,
+        "own memory": True,
+        "keys": ["weight", "bias"],
+        "full": (24, 12),
+    }
+
+
+def with_given_split(gather_output: bool) -> float:
+    """Rank 0 holds the ends, rank 1 the middle."""
+    axis = ParallelContext.from_world({}).tensor
+    split = Split((((0, 2), (6, 7)), ((2, 6),)))
+    torch.manual_seed(0)
+    plain = nn.Linear(5, 7).double()
+    layer = Linear1D_Col.from_native_module(plain, axis, split=split, gather_output=gather_output)
+    x = torch.randn(4, 5).double()
+    want = plain(x)
+    return float((layer(x) - (want if gather_output else want[:, split.indices(axis.rank)])).abs().max())
+
+
+@pytest.mark.parametrize("gather_output", [False, True])
+def test_a_split_of_ones_own(pool2: WorkerPool, gather_output: bool) -> None:
+    assert max(pool2.run(with_given_split, gather_output)) < 1e-12
+
+
+def row_with_given_split() -> float:
+    axis = ParallelContext.from_world({}).tensor
+    split = Split((((0, 2), (6, 7)), ((2, 6),)))
+    torch.manual_seed(0)
+    plain = nn.Linear(7, 5).double()
+    layer = Linear1D_Row.from_native_module(plain, axis, split=split, parallel_input=False)
+    x = torch.randn(4, 7).double()
+    want_x, our_x = x.clone().requires_grad_(), x.clone().requires_grad_()
+    want, ours = plain(want_x), layer(our_x)
+    want.square().sum().backward()
+    ours.square().sum().backward()
+    assert want_x.grad is not None and our_x.grad is not None
+    return max(float((want - ours).detach().abs().max()), float((want_x.grad - our_x.grad).abs().max()))
+
+
+def test_a_row_takes_its_part_by_its_own_split(pool2: WorkerPool) -> None:
+    assert max(pool2.run(row_with_given_split)) < 1e-12
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+def make(kind: str, *args: Any, **kwargs: Any) -> None:
+    KINDS[kind](*args, process_group=ParallelContext.from_world({}).tensor, **kwargs)
+
+
+def from_native(kind: str, module: nn.Module) -> None:
+    KINDS[kind].from_native_module(module, ParallelContext.from_world({}).tensor)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_only_linears_are_cut(pool2: WorkerPool, kind: str) -> None:
+    with pytest.raises(ConfigError, match="was given a LayerNorm"):
+        pool2.run(from_native, kind, nn.LayerNorm(4))
+
+
+def test_a_rank_without_a_part_is_refused(pool4: WorkerPool) -> None:
+    with pytest.raises(ConfigError, match=r"out_features=3 cannot be cut into 4 parts.*3 or less"):
+        pool4.run(make, "col", 8, 3)
+    with pytest.raises(ConfigError, match="in_features=3 cannot be cut into 4 parts"):
+        pool4.run(make, "row", 3, 8)
+    with pytest.raises(ConfigError, match=r"out_features=1 cannot be cut.*Leave this layer whole"):
+        pool4.run(make, "head", 8, 1)
+
+
+def test_fused_blocks_are_of_one_size(pool2: WorkerPool) -> None:
+    with pytest.raises(ConfigError, match="out_features=10 with n_fused=3"):
+        pool2.run(make, "fused", 4, 10)
+
+
+# ------------------------------------------------------------------------------------------------------------ the head
+
+
+def head_losses() -> dict[str, float]:
+    axis = ParallelContext.from_world({}).tensor
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 127).double()
+    head = VocabParallelLMHead1D.from_native_module(plain, axis)
+    x, labels = torch.randn(B, S, 6).double(), torch.randint(0, 127, (B * S,))
+    want = nn.functional.cross_entropy(plain(x).view(-1, 127), labels)
+    want.backward()
+    logits = head(x)
+    with Recorder(axis) as recorder:
+        loss = nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels)
+    loss.backward()
+    spec = param_specs(head)["weight"]
+    assert plain.weight.grad is not None
+    return {
+        "loss": float((loss - want).detach().abs()),
+        "gradient": float((gather_param(head.weight.grad, spec, axis) - plain.weight.grad).abs().max()),
+        "logits": float((logits.full_tensor() - plain(x)).detach().abs().max()),
+        "choice": float((logits.argmax(-1) != plain(x).argmax(-1)).sum()),
+        "collectives beside the loss's one": recorder.count() - 1,
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_head_gives_logits_that_behave_as_the_full_ones(pools: Pools, ranks: int) -> None:
+    for found in pools(ranks).run(head_losses):
+        assert max(found.values()) < 1e-12, found
+
+
+def expanded() -> list[int]:
+    """Three groups handed on of two that are held."""
+    layer = Linear1D_Col(1, 4, bias=False, process_group=Axis("tensor"), expand=(2, [0, 0, 1]))
+    layer.weight.data.copy_(torch.arange(4.0)[:, None])
+    out: list[int] = layer(torch.ones(1, 1, 1)).flatten().int().tolist()
+    return out
+
+
+def test_held_groups_are_handed_on_as_often_as_they_are_read() -> None:
+    assert expanded() == [0, 1, 0, 1, 2, 3]
+
+
+def in_autocast(kind: str) -> tuple[str, str, list[int]]:
+    axis = ParallelContext.from_world({}).tensor
+    layer = KINDS[kind](8, 12, process_group=axis)
+    x = torch.randn(B, S, layer.weight.shape[1], requires_grad=True)
+    with Recorder(axis) as recorder, torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    with recorder:
+        y.float().sum().backward()
+    assert x.grad is not None and layer.weight.grad is not None
+    return str(y.dtype), str(layer.weight.grad.dtype), [call.payload_bytes for call in recorder.calls]
+
+
+@pytest.mark.parametrize(("kind", "size"), [("col", []), ("row", [])])
+def test_autocast_computes_and_sends_in_16_bit(pool2: WorkerPool, kind: str, size: list[int]) -> None:
+    y, grad, sent = pool2.run(in_autocast, kind)[0]
+    assert (y, grad) == ("torch.bfloat16", "torch.float32")
+    assert all(n in (B * S * 8 * 2, B * S * 12 * 2) for n in sent)
+
+
+@pytest.mark.parametrize("shape", [(5, 6), (6,), (2, 2, 2, 6)])
+def test_any_number_of_dims(pool2: WorkerPool, shape: tuple[int, ...]) -> None:
+    assert max(pool2.run(on_shape, shape)) < 1e-12
+
+
+def on_shape(shape: tuple[int, ...]) -> float:
+    axis = ParallelContext.from_world({}).tensor
+    torch.manual_seed(0)
+    up, down, x = nn.Linear(6, 7).double(), nn.Linear(7, 6).double(), torch.randn(*shape).double()
+    want_x, our_x = x.clone().requires_grad_(), x.clone().requires_grad_()
+    want = down(torch.tanh(up(want_x)))
+    col, row = Linear1D_Col.from_native_module(up, axis), Linear1D_Row.from_native_module(down, axis)
+    ours: Tensor = row(torch.tanh(col(our_x)))
+    want.square().sum().backward()
+    ours.square().sum().backward()
+    assert want_x.grad is not None and our_x.grad is not None
+    return max(float((ours - want).detach().abs().max()), float((our_x.grad - want_x.grad).abs().max()))

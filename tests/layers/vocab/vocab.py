@@ -1,0 +1,40 @@
+"""Logits over a vocabulary, plain and in parts, and what compares them; for the tests of both."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardformer.comm.recorder import Recorder
+from shardformer.layers.vocab.logits import VocabParallelLogits, shard_logits
+from shardformer.layout.spec import even_bounds
+from shardformer.mesh.axis import Axis
+
+B, S, V = 2, 3, 127
+SHAPE = (B, S, V)
+
+
+def make(dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = SHAPE) -> tuple[Tensor, Tensor, Tensor, Recorder]:
+    """The plain logits, this rank's part of them, the part as the full logits, and a recorder of what is sent."""
+    axis = Axis.of(None)
+    bounds = even_bounds(shape[-1], axis.size)
+    plain = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+    local = plain[..., bounds[axis.rank] : bounds[axis.rank + 1]].clone().requires_grad_()
+    # A head's output is not a leaf.
+    return plain.requires_grad_(), local, shard_logits(local * 1, axis, bounds), Recorder(axis)
+
+
+def own(full: Tensor, axis_dim: int = -1) -> Tensor:
+    axis = Axis.of(None)
+    bounds = even_bounds(full.shape[axis_dim], axis.size)
+    return full.narrow(axis_dim, bounds[axis.rank], bounds[axis.rank + 1] - bounds[axis.rank])
+
+
+def plain_of(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, VocabParallelLogits) else x
+
+
+def same(ours: Tensor, theirs: Tensor) -> None:
+    """16-bit numbers are the same to a last bit, as a sum of gradients may be taken in another order."""
+    last_bit = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-6}.get(theirs.dtype, 1e-12)
+    torch.testing.assert_close(plain_of(ours), theirs, rtol=last_bit, atol=last_bit)

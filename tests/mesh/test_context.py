@@ -1,0 +1,277 @@
+"""The grid of processes: who stands where, who shares a group with whom, and the ways in which it is asked for."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardformer.comm.collectives import all_reduce
+from shardformer.errors import ConfigError, LaunchError
+from shardformer.mesh.axis import Axis
+from shardformer.mesh.context import AXES, ParallelContext
+from shardformer.mesh.launch import launch, launch_from_slurm, launch_from_torch
+from shardformer.mesh.process_group import first_slurm_host
+from shardformer.testing.pool import Pools, WorkerPool
+
+Place = dict[str, tuple[int, int, tuple[int, ...]]]
+
+
+def place(context: ParallelContext) -> Place:
+    """Axis -> (this process's rank on it, its size, the global ranks along it)."""
+    return {name: (axis.rank, axis.size, axis.ranks) for name, axis in context.axes.items() if axis.size > 1}
+
+
+def grid(sizes: Mapping[str, int | None]) -> Place:
+    return place(ParallelContext.from_world(sizes))
+
+
+# ------------------------------------------------------------------------------------------------------------- the grid
+
+
+def test_tensor_ranks_sit_next_to_each_other(pool4: WorkerPool) -> None:
+    assert pool4.run(grid, {"tensor": 2}) == [
+        {"data": (0, 2, (0, 2)), "tensor": (0, 2, (0, 1))},
+        {"data": (0, 2, (1, 3)), "tensor": (1, 2, (0, 1))},
+        {"data": (1, 2, (0, 2)), "tensor": (0, 2, (2, 3))},
+        {"data": (1, 2, (1, 3)), "tensor": (1, 2, (2, 3))},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ({}, {"tensor": 4}),
+        ({"tensor": None, "data": None}, {"tensor": 4}),
+        ({"tensor": 4}, {"tensor": 4}),
+        ({"tensor": 1}, {"data": 4}),
+        ({"data": 4}, {"data": 4}),
+        ({"data": 1}, {"tensor": 4}),
+        ({"data": 2}, {"data": 2, "tensor": 2}),
+        ({"tensor": 2, "data": 2}, {"data": 2, "tensor": 2}),
+        ({"tensor": 2, "pipe": 1, "sequence": 1}, {"data": 2, "tensor": 2}),
+    ],
+    ids=str,
+)
+def test_an_axis_left_open_takes_what_remains(
+    pool4: WorkerPool, sizes: dict[str, int | None], shape: dict[str, int]
+) -> None:
+    for found in pool4.run(grid, sizes):
+        assert {name: size for name, (_, size, _) in found.items()} == shape
+
+
+def sums() -> dict[str, float]:
+    """The sum of the global ranks over each axis, and over both together."""
+    context = ParallelContext.from_world({"tensor": 2, "data": 2})
+    axes = {
+        **context.axes,
+        "both": context.merged("data", "tensor"),
+        "pipe and tensor": context.merged("pipe", "tensor"),
+    }
+    return {name: float(all_reduce(torch.tensor(float(dist.get_rank())), axis)) for name, axis in axes.items()}
+
+
+def test_sums_run_along_the_axis(pool4: WorkerPool) -> None:
+    for rank, found in enumerate(pool4.run(sums)):
+        tensor = 1.0 if rank < 2 else 5.0
+        assert found == {
+            "data": 2.0 if rank % 2 == 0 else 4.0,
+            "pipe": float(rank),
+            "sequence": float(rank),
+            "tensor": tensor,
+            "both": 6.0,
+            "pipe and tensor": tensor,
+        }
+
+
+def words() -> tuple[list[str], bool, bool]:
+    context = ParallelContext.from_world({"tensor": 2})
+    twin = copy.deepcopy(context)
+    texts = [str(context), str(context.tensor), str(ParallelContext.from_group(context.data)), str(context.device)]
+    return texts, twin is context, copy.deepcopy(context.tensor) is context.tensor
+
+
+def test_a_context_says_what_it_is_and_is_copied_as_itself(pool4: WorkerPool) -> None:
+    texts, same_context, same_axis = pool4.run(words)[1]
+    assert texts[:2] == ["data=2, tensor=2", "tensor 1/2"]
+    assert same_context and same_axis
+
+
+def test_one_process_communicates_with_nobody(pools: Pools) -> None:
+    assert pools(1).run(grid, {}) == [{}]
+    context = ParallelContext.from_group(None)  # nobody launched anything here
+    assert str(context) == "one process"
+    assert all(axis.size == 1 and axis.group is None for axis in context.axes.values())
+    assert (context.data.name, context.tensor.name) == ("data", "tensor")
+    x = torch.ones(1)
+    assert all_reduce(x, context.tensor) is x
+
+
+def test_an_unknown_axis_is_named_with_the_nearest() -> None:
+    context = ParallelContext.from_group(None)
+    assert [context.axis(name).name for name in AXES] == list(AXES)
+    with pytest.raises(ConfigError, match=r"no axis 'tensro'.*data, pipe, sequence, tensor.*'tensor'"):
+        context.axis("tensro")
+
+
+# ------------------------------------------------------------------------------------------------------- around a group
+
+
+def around_groups() -> list[tuple[int, int, tuple[int, ...], bool]]:
+    """Axes around the world, a pair and a single process."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 3]), dist.new_group([1, 2])]
+    singles = [dist.new_group([r]) for r in range(4)]
+    mine = Axis.of(pairs[0 if rank in (0, 3) else 1])
+    axes = [Axis.of(None), Axis.of(dist.group.WORLD), mine, Axis.of(singles[rank]), Axis.of(mine)]
+    assert axes[4] is mine
+    return [(axis.rank, axis.size, axis.ranks, axis.group is None) for axis in axes]
+
+
+def test_an_axis_around_a_group(pool4: WorkerPool) -> None:
+    world = (0, 1, 2, 3)
+    found = pool4.run(around_groups)
+    assert found[3] == [(3, 4, world, False), (3, 4, world, False), (1, 2, (0, 3), False), (0, 1, (3,), True)] + [
+        (1, 2, (0, 3), False)
+    ]
+    assert found[1][2] == (0, 2, (1, 2), False)
+
+
+def test_a_group_that_lacks_this_process_is_refused(pool4: WorkerPool) -> None:
+    with pytest.raises(LaunchError) as caught:
+        pool4.run(lacking)
+    assert "lacks this process" in str(caught.value)
+
+
+def lacking() -> None:
+    """Each process is given the group of the others."""
+    groups = [dist.new_group([r for r in range(4) if r != left_out]) for left_out in range(4)]
+    Axis.of(groups[dist.get_rank()])
+
+
+# ------------------------------------------------------------------------------------------------------------ launching
+
+
+def launched(config: Any, options: dict[str, Any]) -> tuple[Place, float]:
+    return place(launch_from_torch(config, **options)), float(torch.rand(1))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"parallel": {"tensor": 2, "data": 2}},
+        {"parallel": {"tensor": 2}},
+        {"parallel": {"data": 2}},
+        {"parallel": {"tensor": {"size": 2, "mode": "1d"}}},
+        {"parallel": {"tensor": {"size": 2, "mode": None}, "pipeline": 1}},
+        {"parallel": {"tensor": {"size": 2}, "pipe": {"size": 1}}, "epochs": 3},
+    ],
+    ids=str,
+)
+def test_the_forms_of_a_config(pool4: WorkerPool, config: dict[str, Any]) -> None:
+    assert [found for found, _ in pool4.run(launched, config, {})] == pool4.run(grid, {"tensor": 2, "data": 2})
+
+
+def test_a_config_file(pool4: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "config.py"
+    path.write_text("import os\nparallel = dict(tensor=dict(size=4 // 2, mode='1d'))\nseed = 5\n")
+    want = pool4.run(grid, {"tensor": 2})
+    torch.manual_seed(5)
+    number = float(torch.rand(1))
+    for file in (str(path), path):
+        assert pool4.run(launched, file, {}) == [(here, number) for here in want]
+
+
+def test_arguments_win_over_the_config(pool4: WorkerPool) -> None:
+    config = {"parallel": {"tensor": 4}, "seed": 5}
+    torch.manual_seed(6)
+    number = float(torch.rand(1))
+    found = pool4.run(launched, config, {"tensor": 1, "seed": 6})
+    assert [(set(here), drawn) for here, drawn in found] == [({"data"}, number)] * 4
+
+
+def test_without_sizes_all_processes_form_the_tensor_axis(pool2: WorkerPool) -> None:
+    for config in (None, {}, {"parallel": None}, {"parallel": {}}):
+        assert [here for here, _ in pool2.run(launched, config, {})] == pool2.run(grid, {"tensor": 2})
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"parallel": {"tensr": 2}}, r"parallel axis 'tensr'.*'tensor'"),
+        ({"parallel": {"tensor": {"size": 2, "mode": "2d"}}}, r"mode '2d'.*'1d'"),
+        ({"parallel": {"tensor": {"size": 2, "mod": "1d"}}}, r"'mod'.*'mode'"),
+        ({"parallel": {"tensor": "2"}}, r"tensor='2'"),
+        ({"parallel": {"tensor": True}}, r"tensor=True"),
+        ({"parallel": {"sequence": 2}}, r"sequence=2"),
+        ({"parallel": 2}, r"parallel = 2"),
+        ({"paralel": {"tensor": 2}}, r"paralel = "),
+        ({"tensor": 2}, r"tensor = 2 outside of parallel"),
+        ("nowhere.py", r"'nowhere.py' does not exist"),
+    ],
+)
+def test_a_config_that_cannot_be(pool2: WorkerPool, config: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        pool2.run(launched, config, {})
+
+
+def launched_by(how: str) -> tuple[Place, dict[str, str | None]]:
+    """A process that no launcher of torch's started, with a rank that it knows itself or that SLURM gives it."""
+    rank, port = os.environ["RANK"], os.environ["MASTER_PORT"]
+    dist.destroy_process_group()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    for name in names:
+        del os.environ[name]
+    if how == "itself":
+        context = launch({"parallel": {"tensor": 2}}, rank=int(rank), world_size=2, host="127.0.0.1", port=int(port))
+    else:
+        node = {"SLURM_JOB_NODELIST": "127.0.0.1"} if how == "nodes" else {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
+        # what decides the port, such that it is one that is free here
+        os.environ.update(
+            SLURM_PROCID=rank, SLURM_NTASKS="2", SLURM_LOCALID=rank, SLURM_JOB_ID=str(int(port) - 20000 + 60000), **node
+        )
+        if not 20000 <= int(port) < 40000:
+            os.environ["MASTER_PORT"] = port
+        context = launch_from_slurm(seed=1)
+    x = all_reduce(torch.ones(1), context.tensor)
+    assert x.item() == 2.0
+    return place(context), {name: os.environ.get(name) for name in names if name != "MASTER_PORT"}
+
+
+@pytest.mark.parametrize("how", ["itself", "nodes", "address"])
+def test_launching_without_torchrun(pool2: WorkerPool, how: str) -> None:
+    for rank, (found, env) in enumerate(pool2.run(launched_by, how)):
+        assert found == {"tensor": (rank, 2, (0, 1))}
+        assert env == {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node7", "node7"),
+        ("node[03-05,9],gpu1", "node03"),
+        ("node[9,03-05]", "node9"),
+        ("gpu1,node[03-05]", "gpu1"),
+        ("rack-2-node[11-12]", "rack-2-node11"),
+        ("a,b,c", "a"),
+    ],
+)
+def test_the_first_host_of_a_slurm_job(nodes: str, first: str) -> None:
+    assert first_slurm_host(nodes) == first
+
+
+@pytest.mark.parametrize("missing", [["RANK"], ["MASTER_ADDR", "MASTER_PORT"], ["RANK", "WORLD_SIZE"]], ids="+".join)
+def test_a_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch, missing: list[str]) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    for name in missing:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    with pytest.raises(LaunchError, match=f"is missing: {', '.join(missing)}.*shardformer run"):
+        launch_from_torch()

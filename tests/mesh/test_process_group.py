@@ -1,0 +1,39 @@
+"""The end of a process that used gloo. What its beginning accepts is in test_context.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ENDINGS = """
+    import atexit, os, sys
+    import torch, torch.distributed as dist
+    from shardformer.mesh.process_group import leave_process_group
+
+    for store in sys.argv[1:]:
+        first = os.fork()
+        second = os.fork() if first else 0
+        if not first or not second:
+            sys.setswitchinterval(5)  # a thread that asks for the interpreter gets it when it is let go of, not before
+            dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=int(bool(first)), world_size=2)
+            held = dist.group.WORLD  # as by a model whose layers use it
+            atexit.register(leave_process_group)
+            for _ in range(30):
+                dist.all_reduce(torch.ones(4), async_op=True).wait()
+            sys.exit()
+        print(*(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in (first, second)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks processes that have torch's threads")
+def test_a_process_ends_without_an_abort_in_a_thread_of_gloo(tmp_path: Path) -> None:
+    stores = [str(tmp_path / str(i)) for i in range(10)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    script = [sys.executable, "-c", textwrap.dedent(ENDINGS), *stores]
+    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["0"] * 20, done.stderr

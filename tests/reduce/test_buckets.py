@@ -1,0 +1,211 @@
+"""GradientAverager: what stands in .grad after backward is the mean, however the backwards come."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardformer.layout.spec import Split
+from shardformer.mesh.axis import Axis
+from shardformer.reduce.buckets import Entry, GradientAverager
+from shardformer.testing.pool import WorkerPool
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, use_b: bool = True, reentrant: bool | None = None) -> Tensor:
+        h = self.a(x)
+        if use_b:
+            h = h + (self.b(h) if reentrant is None else checkpoint(self.b, h, use_reentrant=reentrant))
+        return self.c(torch.tanh(h)).sum()
+
+
+def _data(seed: int) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def _averager(model: nn.Module, axis: Axis, bucket_bytes: int = 64) -> GradientAverager:
+    return GradientAverager([Entry(p, axis, 1, axis.size) for p in model.parameters()], bucket_bytes)
+
+
+def _want(model: nn.Module, losses: list[Tensor]) -> dict[str, Tensor | None]:
+    model.zero_grad()
+    torch.stack(losses).sum().div(2).backward()
+    return {n: p.grad for n, p in model.named_parameters()}
+
+
+def _worst(model: nn.Module, want: dict[str, Tensor | None]) -> float:
+    worst = 0.0
+    for name, p in model.named_parameters():
+        theirs = want[name]
+        if p.grad is None or theirs is None:
+            worst = max(worst, 0.0 if p.grad is theirs else 9.0)
+        else:
+            worst = max(worst, float((p.grad - theirs).abs().max()))
+    return worst
+
+
+def _simple(case: str) -> float:
+    axis, model = Axis.of(None), _Net()
+    averager = _averager(model, axis)
+    plain = _Net()
+    mine, both = _data(axis.rank), [_data(0), _data(1)]
+    if case == "one backward":
+        model(mine).backward()
+        return _worst(model, _want(plain, [plain(x) for x in both]))
+    if case == "two backwards":
+        model(mine).backward()
+        model(mine * 2).backward()
+        return _worst(model, _want(plain, [plain(x) + plain(x * 2) for x in both]))
+    if case == "first paused":
+        with averager.paused():
+            model(mine).backward()
+        model(mine * 2).backward()
+        return _worst(model, _want(plain, [plain(x) + plain(x * 2) for x in both]))
+    if case == "unused on one rank":
+        model(mine, use_b=axis.rank == 0).backward()
+        return _worst(model, _want(plain, [plain(both[0]), plain(both[1], use_b=False)]))
+    if case == "unused on one rank later":
+        model(mine).backward()
+        model(mine * 2, use_b=axis.rank == 0).backward()
+        losses = [plain(x) + plain(x * 2, use_b=i == 0) for i, x in enumerate(both)]
+        return _worst(model, _want(plain, losses))
+    if case == "first paused, unused on one rank later":
+        with averager.paused():
+            model(mine, use_b=axis.rank == 1).backward()
+        model(mine * 2, use_b=axis.rank == 0).backward()
+        losses = [plain(x, use_b=i == 1) + plain(x * 2, use_b=i == 0) for i, x in enumerate(both)]
+        return _worst(model, _want(plain, losses))
+    if case == "paused, then thrown away":
+        with averager.paused():
+            model(mine).backward()
+        model.zero_grad()
+        model(mine, use_b=False).backward()
+        return _worst(model, _want(plain, [plain(x, use_b=False) for x in both]))
+    if case == "unused on all ranks":
+        model(mine, use_b=False).backward()
+        return _worst(model, _want(plain, [plain(x, use_b=False) for x in both]))
+    if case in ("reentrant", "not reentrant"):
+        model(mine, reentrant=case == "reentrant").backward()
+        return _worst(model, _want(plain, [plain(x) for x in both]))
+    raise AssertionError(case)
+
+
+CASES = [
+    "one backward", "two backwards", "first paused", "unused on one rank", "unused on one rank later",
+    "first paused, unused on one rank later", "paused, then thrown away", "unused on all ranks", "reentrant",
+    "not reentrant",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_gradient_is_the_mean_over_the_ranks(pool2: WorkerPool, case: str) -> None:
+    assert max(pool2.run(_simple, case)) < 1e-6
+
+
+def _unfrozen() -> tuple[float, float]:
+    axis, model, plain = Axis.of(None), _Net(), _Net()
+    for net in (model, plain):
+        net.b.requires_grad_(False)
+    averager = _averager(model, axis)
+    both = [_data(0), _data(1)]
+    model(both[axis.rank]).backward()
+    frozen = _worst(model, _want(plain, [plain(x) for x in both]))
+    for net in (model, plain):
+        net.b.requires_grad_(True)
+        net.zero_grad()
+    averager.refresh()
+    model(both[axis.rank]).backward()
+    return frozen, _worst(model, _want(plain, [plain(x) for x in both]))
+
+
+def test_frozen_parameters_and_those_unfrozen_later(pool2: WorkerPool) -> None:
+    for frozen, unfrozen in pool2.run(_unfrozen):
+        assert frozen < 1e-6 and unfrozen < 1e-6
+
+
+class _Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        raise RuntimeError("broken")
+
+
+def _goes_on(bucket_bytes: int, copied: bool) -> float:
+    axis, plain = Axis.of(None), _Net()
+    holder = _Holder(axis, bucket_bytes)
+    both = [_data(0), _data(1)]
+    with pytest.raises(RuntimeError, match="broken"):
+        holder.net.c(_Broken.apply(holder.net.a(both[axis.rank]))).sum().backward()
+    if copied:
+        holder = deepcopy(holder)
+    holder.net.zero_grad()
+    holder.averager.refresh()
+    holder.net(both[axis.rank]).backward()
+    return _worst(holder.net, _want(plain, [plain(x) for x in both]))
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["the model", "a copy"])
+@pytest.mark.parametrize("bucket_bytes", [20, 10**6], ids=["after a bucket left", "before"])
+def test_training_goes_on_after_a_backward_that_was_broken_off(
+    pool2: WorkerPool, bucket_bytes: int, copied: bool
+) -> None:
+    assert max(pool2.run(_goes_on, bucket_bytes, copied)) < 1e-6
+
+
+class _Holder(nn.Module):
+    def __init__(self, axis: Axis, bucket_bytes: int = 64) -> None:
+        super().__init__()
+        self.net = _Net()
+        self.averager = _averager(self.net, axis, bucket_bytes)
+
+
+def _copied() -> float:
+    axis, plain = Axis.of(None), _Net()
+    holder = deepcopy(_Holder(axis))
+    model = holder.net
+    both = [_data(0), _data(1)]
+    model(both[axis.rank]).backward()
+    return _worst(model, _want(plain, [plain(x) for x in both]))
+
+
+def test_a_copy_of_a_model_averages_its_own_gradients(pool2: WorkerPool) -> None:
+    assert max(pool2.run(_copied)) < 1e-6
+
+
+def _summands() -> tuple[Tensor | None, Tensor | None]:
+    """A parameter of which each rank has a summand, and rows 0-1 and 1-2 of three, of which row 1 is held twice."""
+    axis = Axis.of(None)
+    whole = nn.Parameter(torch.zeros(2))
+    split = Split((((0, 2),), ((1, 3),)))
+    rows = nn.Parameter(torch.zeros(2, 2))
+    held = torch.tensor(split.multiplicity, dtype=torch.float64)
+    shared = (0, split.indices(axis.rank), (3, 2))
+    entries = [
+        Entry(whole, axis, axis.size, axis.size),
+        Entry(rows, axis, held[split.indices(axis.rank)][:, None], held[:, None], shared),
+    ]
+    averager = GradientAverager(entries)
+    for _ in range(2):
+        ((axis.rank + 1) * whole.sum() + 10 * (axis.rank + 1) * rows.sum()).backward()
+    del averager  # held until here: the hooks do not hold it
+    return whole.grad, rows.grad
+
+
+def test_summands_and_shared_slices_are_summed_under_accumulation_too(pool2: WorkerPool) -> None:
+    (whole0, rows0), (whole1, rows1) = pool2.run(_summands)
+    assert whole0 is not None and rows0 is not None and whole1 is not None and rows1 is not None
+    assert whole0.tolist() == whole1.tolist() == [6.0, 6.0]  # (1 + 2), twice
+    assert rows0[:, 0].tolist() == [20.0, 60.0]  # row 0: 10 twice; row 1: (10 + 20) twice
+    assert rows1[:, 0].tolist() == [60.0, 40.0]

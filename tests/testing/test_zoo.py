@@ -1,0 +1,220 @@
+"""The small models: every head class of transformers, batches that fit it, and a loss that reaches its weights."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from shardformer.errors import ConfigError
+from shardformer.pipeline.loss import LossWeights
+from shardformer.pipeline.microbatches import split_batch
+from shardformer.sharder import resolve_policy
+from shardformer.testing.zoo import (
+    FAMILY_OF,
+    HEADS,
+    LANGUAGE_MODEL,
+    MAIN,
+    NEEDS,
+    SMALL,
+    Batches,
+    Sample,
+    counts_by_sample,
+    num_samples,
+    sample_loss,
+)  # fmt: skip
+from shardformer.testing.zoo.depth import depth_of
+from tests.verify.variants import VARIANTS, Changed
+
+EVERY_HEAD = {head: Changed(family, {}, head) for head, family in FAMILY_OF.items()}
+EVERYTHING = {**EVERY_HEAD, **VARIANTS}
+
+# Parameters that a head, or a variant, has and its forward does not use, and why.
+UNUSED = {
+    "ChatGLMForSequenceClassification": r"transformer\.output_layer\.",  # the head of the language model
+    "SwinBackbone": r"swin\.layernorm\.",  # each of its feature maps has a norm of its own
+    "BeitForSemanticSegmentation": r"beit\.layers\.3\.",  # it reads what goes into the layers that it names
+    "SamModel": r"prompt_encoder\.no_mask_embed\.",  # for prompts without a mask
+    "Blip2ForImageTextRetrieval": r"(vision|text)_projection\.",  # of the other way to compare, over the whole batch
+    "Blip2TextModelWithProjection": r"query_tokens|.*(crossattention|_query)\.",  # for images
+    "bert untied": r"cls\.predictions\.bias",  # shared with the decoder's, where the weights are tied
+    "roberta untied": r"lm_head\.bias",
+    "albert with wide embeddings, untied": r"predictions\.bias",
+    "ernie untied": r"cls\.predictions\.bias",
+    "bloom slow but exact": r".*\.(dense|dense_4h_to_h)\.bias",  # transformers multiplies slices of weights alone
+}
+# Statistics of the whole batch, so that the loss is no mean over rows while it trains.
+BATCH_NORM = {"BeitForSemanticSegmentation", "beit with a pyramid"}
+
+
+def doubled(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+
+
+def half(batch: dict[str, Tensor], start: int) -> dict[str, Tensor]:
+    return {name: value[start : start + 2] if value.dim() else value for name, value in batch.items()}
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> float:
+    with torch.no_grad():
+        return float(sample_loss(model, doubled(batch)))
+
+
+@pytest.mark.parametrize("family", [family for family in HEADS if family != "chatglm"])  # whose code is not in there
+def test_the_heads_are_all_that_transformers_has(family: str) -> None:
+    modeling = getattr(transformers.models, family.replace("-", "_"))
+    classes = {name for name in dir(modeling) if isinstance(getattr(modeling, name), type)}
+    models = {n for n in classes if issubclass(getattr(modeling, n), nn.Module) and not n.endswith("PreTrainedModel")}
+    models -= {n for n in models if not issubclass(getattr(modeling, n), transformers.PreTrainedModel)}
+    assert models == set(HEADS[family]) and len(HEADS[family]) == len(models)
+
+
+def test_the_tables_fit_each_other() -> None:
+    assert list(SMALL) == list(HEADS) == list(MAIN)
+    assert all(head in HEADS[family] for family, head in MAIN.items()) and NEEDS.keys() <= FAMILY_OF.keys()
+    assert LANGUAGE_MODEL.items() <= MAIN.items()
+    assert {variant.family for variant in VARIANTS.values()} == SMALL.keys()
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_a_head_trains_on_its_batches(name: str) -> None:
+    torch.manual_seed(0)
+    sample = EVERYTHING[name].sample
+    model = sample().double().train()
+    assert type(model).__name__ == sample.head_class
+    loss = sample_loss(model, doubled(Batches(sample.head_class)(0)))
+    loss.backward()
+    assert loss.dim() == 0 and torch.isfinite(loss)
+    grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    assert all(torch.isfinite(grad).all() for grad in grads.values() if grad is not None)
+    unused = UNUSED.get(name, UNUSED.get(sample.head_class, "(?!)"))
+    assert {n for n, grad in grads.items() if grad is None} == {n for n in grads if re.match(unused, n)}
+
+
+@pytest.mark.parametrize("head", EVERY_HEAD)
+def test_no_weight_is_out_of_the_reach_of_the_loss(head: str) -> None:
+    """A gradient in the noise would show no mistake. That of a bias may be nothing, as that of a softmax's keys."""
+    torch.manual_seed(0)
+    model = EVERY_HEAD[head].sample().double().train()
+    sample_loss(model, doubled(Batches(head)(0))).backward()
+    largest = {n: float(p.grad.abs().max()) for n, p in model.named_parameters() if p.grad is not None}
+    top = max(largest.values())
+    # a mask decoder's weights for the one mask that is not asked for among several have none
+    asked = {n: v for n, v in largest.items() if not n.endswith("bias") and "hypernetworks_mlps.0" not in n}
+    assert {n: v / top for n, v in asked.items() if v / top < 1e-6} == {}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_the_loss_of_a_batch_is_the_mean_of_those_of_its_halves(name: str) -> None:
+    torch.manual_seed(0)
+    sample = EVERYTHING[name].sample
+    model = sample().double().train(name not in BATCH_NORM)
+    for step in (0, 1):
+        batch = Batches(sample.head_class)(step)
+        halves = [loss_of(model, half(batch, start)) for start in (0, 2)]
+        # some losses are had in fp32
+        assert loss_of(model, batch) == pytest.approx(sum(halves) / 2, rel=1e-6)
+        assert halves[0] != pytest.approx(halves[1], rel=1e-6), "the rows differ"
+
+
+@pytest.mark.parametrize("head", EVERY_HEAD)
+def test_a_batch_is_told_by_its_step(head: str) -> None:
+    batches = Batches(head, batch=3)
+    first, again, other = batches(0), pickle.loads(pickle.dumps(batches))(0), batches(1)
+    assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+    assert {len(value) for value in first.values() if value.dim()} == {3}
+    if "attention_mask" in first and "MultipleChoice" not in head and "DoubleHeads" not in head:
+        assert not first["attention_mask"].all(), "some of it is padding"
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_a_sample_is_a_value(family: str) -> None:
+    sample = pickle.loads(pickle.dumps(Sample(family)))
+    assert sample == Sample(family)
+    torch.manual_seed(0)
+    first = sample().state_dict()
+    torch.manual_seed(0)
+    assert all(torch.equal(value, first[name]) for name, value in Sample(family)().state_dict().items())
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_nothing_is_left_to_chance(name: str) -> None:
+    """A model in training gives one batch one loss, so there is no dropout, and no stochastic depth."""
+    sample = EVERYTHING[name].sample
+    model, batch = sample().double().train(), Batches(sample.head_class)(0)
+    assert loss_of(model, batch) == loss_of(model, batch)
+
+
+@pytest.mark.parametrize("head", [head for head in EVERY_HEAD if head in MAIN.values() or head.endswith("Model")])
+def test_no_table_starts_at_zero(head: str) -> None:
+    assert [n for n, p in EVERY_HEAD[head].sample().named_parameters() if p.dim() > 1 and not p.any()] == []
+
+
+def test_windows_are_shifted_and_padded() -> None:
+    shifts: list[Any] = []
+    for family in ("swin", "swinv2"):
+        config = Sample(family).config()
+        grid = config.image_size // config.patch_size
+        assert config.depths[0] > 1 and grid > config.window_size and grid % config.window_size
+        shifts += [getattr(module, "shift_size", 0) for module in Sample(family)().modules()]
+    assert any(shifts)
+
+
+def test_a_family_without_a_small_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no small model of 'brt'.*Did you mean 'bert'"):
+        Sample("brt")
+
+
+def test_the_loss_of_a_model_that_gives_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Identity gave no loss: its output, a Tensor.*Give loss_fn="):
+        sample_loss(nn.Identity(), {"input": torch.ones(2, 3)})
+
+
+def test_what_a_model_gives_counts_once() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            return {"logits": x, "again": x.t(), "deep": ({"ids": torch.ones(2, dtype=torch.long)}, None)}
+
+    x = torch.randn(2, 3)
+    wave = torch.arange(3, dtype=torch.float64).cos()
+    assert float(sample_loss(Twice(), {"x": x})) == pytest.approx(float((x.double() - wave).square().mean()))
+
+
+def _split(head: str, sample: Sample) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    config = sample.config()
+    changes = config.to_dict() if hasattr(config, "to_dict") else {}
+    batch = doubled(Batches(head, num_labels=config.num_labels, changes=changes)(0))
+    model = sample().double()
+    return model, split_batch(batch, [2, 2], getattr(model, "main_input_name", None))
+
+
+@pytest.mark.parametrize("head", FAMILY_OF)
+def test_a_head_is_made_as_deep_as_a_pipeline_needs(head: str) -> None:
+    sample = Sample(FAMILY_OF[head], head).deeper(5)
+    model = sample()
+    policy, _ = resolve_policy(model, None)
+    policy.set_model(model)
+    units = sum(len(segment.units) for segment in policy.segments())
+    assert units == depth_of(sample.family, head, 5) and units in (5, 6)
+    assert depth_of(sample.family, head, 1) >= 2
+
+
+@pytest.mark.parametrize("head", FAMILY_OF)
+def test_what_counts_by_sample_is_what_is_no_mean_of_torch(head: str) -> None:
+    model, parts = _split(head, Sample(FAMILY_OF[head], head))
+    weights = LossWeights(parts, [2, 2])
+    refused = pytest.raises(ConfigError, match="loss_weight") if counts_by_sample(head) else nullcontext()
+    with refused:
+        for index, part in enumerate(parts):
+            with weights.weighing(index):
+                loss = sample_loss(model, part)
+            weights.of(index, loss)
+        weights.finish()
+    assert num_samples(parts[0]) == 2

@@ -1,0 +1,193 @@
+"""MODEL on the command line: what each form of it finds, and what is said when it finds nothing."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardformer.errors import ConfigError
+from shardformer.testing.zoo import HEADS, MAIN, Batches, Sample
+from shardformer.verify import model_source
+from shardformer.verify.model_source import Pretrained, find_model
+
+USER_MODULE = """
+from shardformer.testing.zoo import Batches, Sample
+def model(): return Sample("llama")()
+def model_of_size(size): return Sample("llama")()
+def pair(): return Sample("llama"), Batches("LlamaForCausalLM")
+def table(): return {"model_fn": Sample("llama"), "loss_fn": max, "policy": str}
+def number(): return 3
+def misspelt(): return {"model_fn": Sample("llama"), "bach_fn": Batches("LlamaForCausalLM")}
+size = 3
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path: Path) -> Path:
+    path = tmp_path / "models_of_a_user.py"
+    path.write_text(USER_MODULE)
+    return path
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    """A folder that save_pretrained wrote."""
+    folder = tmp_path / "bert"
+    sample = Sample("bert", "BertForSequenceClassification", {"hidden_dropout_prob": 0.1})
+    sample().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_a_family_is_its_small_model(family: str) -> None:
+    source = find_model(family)
+    assert source.heads == HEADS[family] and source.head == MAIN[family]
+    batch = source.batches(batch=2, sequence=9)(0)
+    assert {len(value) for value in batch.values()} == {2}
+    assert source.loss_fn is not None and torch.isfinite(source.loss_fn(source.model_fn(), batch))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "shapes"),
+    [
+        ("bert", {"vocab_size": 300}, {"input_ids": (2, 9)}),
+        ("vit", {"image_size": 12, "num_channels": 1}, {"pixel_values": (2, 1, 12, 12)}),
+        ("whisper", {"max_source_positions": 11}, {"input_features": (2, 8, 22), "labels": (2, 9)}),
+        ("blip-2", {"num_query_tokens": 3}, {"pixel_values": (2, 3, 20, 20), "input_ids": (2, 12)}),
+    ],
+)
+def test_what_a_config_says_is_what_it_is_fed(
+    tmp_path: Path, family: str, changes: dict[str, Any], shapes: dict[str, tuple[int, ...]]
+) -> None:
+    config = Sample(family, changes=changes).config()
+    config.architectures = [MAIN[family]]
+    config.save_pretrained(tmp_path)
+    source = find_model(str(tmp_path / "config.json"))
+    batch = source.batches(batch=2, sequence=9)(0)
+    assert {name: tuple(batch[name].shape) for name in shapes} == shapes
+    assert source.loss_fn is not None and torch.isfinite(source.loss_fn(source.model_fn(), batch))
+
+
+def test_a_folder_gives_its_weights_and_its_class(bert: Path) -> None:
+    source = find_model(str(bert))
+    assert source.head == "BertForSequenceClassification" and source.config.vocab_size == 127
+    ours, theirs = pickle.loads(pickle.dumps(source.model_fn))(), source.model_fn()
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_a_config_gives_random_weights(bert: Path) -> None:
+    source = find_model(str(bert / "config.json"))
+    first, second = source.model_fn().state_dict(), source.model_fn().state_dict()
+    name = "bert.encoder.layer.0.attention.self.query.weight"
+    assert first[name].shape == second[name].shape and not torch.equal(first[name], second[name])
+
+
+def test_another_head_is_put_on_the_same_weights(bert: Path) -> None:
+    source = find_model(str(bert)).with_head("BertForQuestionAnswering")
+    model, whole = source.model_fn(), find_model(str(bert)).model_fn()
+    assert type(model).__name__ == "BertForQuestionAnswering" and model.qa_outputs.out_features == 2
+    name = "bert.encoder.layer.1.output.dense.weight"
+    assert torch.equal(model.state_dict()[name], whole.state_dict()[name])
+    assert "start_positions" in source.batches()(0)
+
+
+def test_dropout_can_be_left_out(bert: Path) -> None:
+    dropped = {m.p for m in find_model(str(bert)).model_fn().modules() if isinstance(m, nn.Dropout)}
+    silent = {m.p for m in find_model(str(bert), dropout=False).model_fn().modules() if isinstance(m, nn.Dropout)}
+    assert 0.1 in dropped and silent == {0.0}
+
+
+def test_a_folder_without_weights_says_how_to_have_random_ones(bert: Path) -> None:
+    (bert / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no weights for BertForSeq.*config\.json itself for random weights"):
+        find_model(str(bert)).model_fn()
+
+
+def test_a_config_of_nothing_known_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_layers": 3}')
+    for path in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(ConfigError, match=r"no config that transformers knows.*model_type"):
+            find_model(str(path))
+
+
+def test_a_function_gives_a_model(user_module: Path) -> None:
+    source = find_model(f"{user_module}:model")
+    assert source.head == "LlamaForCausalLM" and source.loss_fn is not None
+    assert source.batches(sequence=8)(0)["labels"].shape == (4, 8)
+
+
+def test_a_function_gives_a_pair_or_a_table(user_module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = find_model(f"{user_module}:pair")
+    assert isinstance(pair.batches(), Batches) and pair.loss_fn is None
+    monkeypatch.syspath_prepend(user_module.parent)
+    table = find_model("models_of_a_user:table")
+    assert table.own == {"loss_fn": max, "policy": str} and table.loss_fn is max
+    assert table.batches()(0)["input_ids"].shape == (4, 13)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", r"has no function 'nothing'.*at the top of a module"),
+        ("modle", r"Did you mean 'model'"),
+        ("size", r"has no function 'size'"),
+        ("model_of_size", r"takes the arguments \(size\).*defaults"),
+        ("number", r"gave a int.*\(model_fn, batch_fn\)"),
+        ("misspelt", r"gave a dict of model_fn, bach_fn.*model_fn, batch_fn, loss_fn, policy"),
+    ],
+)
+def test_a_function_that_gives_no_model_is_refused(user_module: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_model(f"{user_module}:{name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:model", r"There is no module 'no_such_module'"),
+        ("./no_such_file.py:model", r"There is no file 'no_such_file.py'|There is no file './no_such_file.py'"),
+        ("./no-such-folder", r"There is no folder or file './no-such-folder' in '/"),
+        ("a/b/c", r"There is no folder or file 'a/b/c'"),
+        (
+            "berd",
+            r"no family has that name.*cannot be reached.*families are bert.*Did you mean 'bert'.*hf download berd",
+        ),
+    ],
+)
+def test_a_name_that_means_nothing_says_what_was_tried(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_model(name)
+
+
+def test_the_hub_is_not_asked_where_that_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr(model_source, "urlopen", refuse)
+    assert not model_source._hub_answers()  # the tests run with HF_HUB_OFFLINE=1
+
+
+def test_what_cannot_be_fed_is_refused() -> None:
+    vision = model_source.ModelSource("my ViT", nn.Identity, "ViTForImageClassification", config=object())
+    with pytest.raises(ConfigError, match=r"has no vocab_size.*\(model_fn, batch_fn\)"):
+        vision.batches()
+    with pytest.raises(ConfigError, match=r"sequence=65.*64 positions"):
+        find_model("gpt2").batches(sequence=65)
+
+
+def test_a_head_of_another_family_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"bert has no head 'GPT2Model'.*BertModel.*Did you mean 'BertModel'"):
+        find_model("bert").with_head("GPT2Model")
+    with pytest.raises(ConfigError, match=r"function gives the whole model"):
+        model_source.ModelSource("mine", nn.Identity, "").with_head("BertModel")
+    with pytest.raises(ConfigError, match="are not known"):
+        _ = model_source.ModelSource("mine", nn.Identity, "").heads
+
+
+def test_a_pretrained_model_is_a_value() -> None:
+    assert Pretrained("here", "BertModel") == pickle.loads(pickle.dumps(Pretrained("here", "BertModel")))
