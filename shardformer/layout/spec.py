@@ -1,141 +1,87 @@
-"""ShardSpec: which slices of the full tensor each rank holds. Nothing else in the project guesses that from shapes."""
+"""ShardSpec: which numbers of a full tensor each rank holds. Nothing else in the project guesses that from shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from shardformer.errors import ConfigError
+from shardformer.layout.split import AnySplit, Coords, Slice, holders_of, joined
 
-Slice = tuple[int, int]
-"""Start and end (exclusive) of a stretch of indices of the full tensor."""
-
-
-@dataclass(frozen=True)
-class Split:
-    """How one dim is cut over the ranks of one axis: for every rank the ordered slices of the full dim that it holds.
-
-    >>> Split.even(10, 4).parts
-    (((0, 3),), ((3, 6),), ((6, 8),), ((8, 10),))
-    >>> Split.fused([4, 4, 4], 2).parts    # q, k and v behind each other, cut one by one
-    (((0, 2), (4, 6), (8, 10)), ((2, 4), (6, 8), (10, 12)))
-    >>> Split((((0, 2),), ((0, 2),), ((2, 4),), ((2, 4),))).multiplicity   # two heads of one number, four ranks
-    (2, 2, 2, 2)
-    """
-
-    parts: tuple[tuple[Slice, ...], ...]
-    axis: str = "tensor"
-
-    @classmethod
-    def even(cls, size: int, ranks: int, unit: int = 1) -> Split:
-        """As even as can be: whole units, the first ranks hold one unit more when they do not divide."""
-        return cls(tuple(((a * unit, b * unit),) for a, b in pairwise(even_bounds(size // unit, ranks))))
-
-    @classmethod
-    def fused(cls, sizes: Sequence[int], ranks: int, unit: int = 1) -> Split:
-        """Blocks of the given sizes lie behind each other in the dim; each is cut on its own."""
-        return cls.stack([cls.even(size, ranks, unit) for size in sizes], sizes)
-
-    @classmethod
-    def stack(cls, splits: Sequence[Split], sizes: Sequence[int]) -> Split:
-        """The split of a dim in which the dims of several splits, of the given sizes, lie behind each other."""
-        offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        ranks = range(len(splits[0].parts))
-        return cls(
-            tuple(
-                _joined([(a + o, b + o) for s, o in zip(splits, offsets, strict=True) for a, b in s.parts[r]])
-                for r in ranks
-            )
-        )
-
-    def length(self, rank: int) -> int:
-        """How many indices of the dim ``rank`` holds."""
-        return sum(b - a for a, b in self.parts[rank])
-
-    @cached_property
-    def full(self) -> int:
-        """The length of the full dim."""
-        return max((b for part in self.parts for _, b in part), default=0)
-
-    def indices(self, rank: int) -> Tensor:
-        """The indices of the full dim that ``rank`` holds, in the order in which it holds them."""
-        return torch.cat([torch.arange(a, b) for a, b in self.parts[rank]] or [torch.arange(0)])
-
-    @cached_property
-    def multiplicity(self) -> tuple[int, ...]:
-        """For each index of the full dim, how many ranks hold it."""
-        count = [0] * self.full
-        for part in self.parts:
-            for a, b in part:
-                for i in range(a, b):
-                    count[i] += 1
-        return tuple(count)
-
-    @property
-    def has_gap(self) -> bool:
-        """Whether some index is held by no rank."""
-        end = 0
-        for a, b in sorted(stretch for part in self.parts for stretch in part):
-            if a > end:
-                return True
-            end = max(end, b)
-        return False
-
-    @property
-    def is_partition(self) -> bool:
-        """Whether every index is held by exactly one rank."""
-        return all(c == 1 for c in self.multiplicity)
-
-
-def even_bounds(count: int, ranks: int) -> list[int]:
-    """The bounds of ``ranks`` stretches of ``count`` things, the longer ones first: (10, 4) -> [0, 3, 6, 8, 10]."""
-    base, more = divmod(count, ranks)
-    return [r * base + min(r, more) for r in range(ranks + 1)]
-
-
-def _joined(slices: Sequence[Slice]) -> tuple[Slice, ...]:
-    out: list[Slice] = []
-    for a, b in slices:
-        if a == b:
-            continue
-        if out and out[-1][1] == a:
-            out[-1] = (out[-1][0], b)
-        else:
-            out.append((a, b))
-    return tuple(out)
+Place = tuple[int, ...]
 
 
 @dataclass(frozen=True)
+class Box:
+    """A rectangular piece of a tensor: where it begins in the full tensor and in a rank's part, and its size."""
+
+    full: Place
+    local: Place
+    size: Place
+
+    def of_full(self, x: Tensor) -> Tensor:
+        """The piece, as a view of the full tensor."""
+        return _cut(x, self.full, self.size)
+
+    def of_local(self, x: Tensor) -> Tensor:
+        """The piece, as a view of the part that holds it."""
+        return _cut(x, self.local, self.size)
+
+
+@dataclass(frozen=True, init=False)
 class ShardSpec:
-    """The layout of one parameter: its full shape, and a ``Split`` for each dim that is sharded.
+    """The layout of one tensor over the grid: its full shape, and for each dim that is cut the splits of it.
+
+    Several splits of a dim follow each other: the first cuts the full dim, the next what the first has left. An axis
+    cuts one dim of a tensor.
+
+    >>> spec = ShardSpec((6, 4), {0: Split.even(6, 2), 1: Split.even(4, 2, axes=("column",))})
+    >>> spec.boxes({"tensor": 1, "column": 0})
+    (Box(full=(3, 0), local=(0, 0), size=(3, 2)),)
+    >>> ShardSpec((6,), {0: [Split.even(6, 2), EvenSplit("data", 2)]}).boxes({"tensor": 1, "data": 1})
+    (Box(full=(5,), local=(0,), size=(1,)),)
 
     Args:
         shape: the full shape.
-        splits: sharded dim -> how it is cut.
-        partial: names of the axes over whose ranks the gradient that backward computes here is one summand only,
-            although the values are replicated (a norm that sees a part of the sequence, a late bias).
+        splits: dim -> its split, or its splits in order.
+
+    Raises ConfigError for a split that is not of its dim's length, leaves out a part of it, or cuts over an axis that
+    cuts another dim.
     """
 
-    shape: tuple[int, ...]
-    splits: Mapping[int, Split] = field(default_factory=dict)
-    partial: frozenset[str] = frozenset()
+    shape: Place
+    splits: Mapping[int, tuple[AnySplit, ...]]
 
-    def __post_init__(self) -> None:
-        for dim, split in self.splits.items():
-            if not 0 <= dim < len(self.shape) or split.full != self.shape[dim]:
+    def __init__(self, shape: Sequence[int], splits: Mapping[int, AnySplit | Sequence[AnySplit]] | None = None) -> None:
+        ordered = {d: tuple(s) if isinstance(s, Sequence) else (s,) for d, s in (splits or {}).items()}
+        object.__setattr__(self, "shape", tuple(shape))
+        object.__setattr__(self, "splits", {d: s for d, s in ordered.items() if s})
+        self._check()
+
+    def _check(self) -> None:
+        axes = [axis for splits in self.splits.values() for split in splits for axis in split.axes]
+        if twice := next((axis for axis in axes if axes.count(axis) > 1), None):
+            raise ConfigError(
+                f"A tensor of shape {self.shape} is cut twice over the axis {twice!r}",
+                rule="An axis cuts one dim of a tensor, once",
+                remedy="Cut the other dim over another axis, or a view of this one",
+            )
+        for dim, splits in self.splits.items():
+            full = getattr(splits[0], "full", None)
+            if not 0 <= dim < len(self.shape) or full not in (None, self.shape[dim]):
                 raise ConfigError(
-                    f"A split of length {split.full} was given for dim {dim} of shape {tuple(self.shape)}",
+                    f"A split of length {full} was given for dim {dim} of shape {self.shape}",
                     rule="The slices of all ranks together cover the dim",
                     remedy="Build the split from the size of the dim, for example Split.even(shape[dim], ranks)",
                 )
-            if split.has_gap:
+            if any(count == 0 for *_, count in self._holders[dim]):
                 raise ConfigError(
-                    f"A split of dim {dim} of shape {tuple(self.shape)} leaves out a part of it: {split.parts}",
+                    f"A split of dim {dim} of shape {self.shape} leaves out a part of it: {splits}",
                     rule="The slices of all ranks together cover the dim",
                     remedy="Give what is left out to one of the ranks",
                 )
@@ -144,38 +90,172 @@ class ShardSpec:
     def is_sharded(self) -> bool:
         return bool(self.splits)
 
-    def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of the part of ``rank``."""
-        return tuple(self.splits[d].length(rank) if d in self.splits else n for d, n in enumerate(self.shape))
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes that the tensor is cut over, and their sizes."""
+        return {axis: size for splits in self.splits.values() for axis, size in _axes_of(splits).items()}
 
-    def slice(self, full: Tensor, rank: int) -> Tensor:
-        """The part of ``full`` that ``rank`` holds, as memory of its own."""
-        if tuple(full.shape) != tuple(self.shape):
+    def places(self) -> list[Coords]:
+        """The coordinates of all ranks that hold different parts, the first axis outermost."""
+        return _places(self.axes)
+
+    def boxes(self, coords: Coords) -> tuple[Box, ...]:
+        """The pieces of the full tensor that the rank at these coordinates holds, in its order."""
+        dims = [list(_with_starts(self._slices(d, coords))) for d in range(len(self.shape))]
+        return tuple(
+            Box(tuple(a for a, _, _ in piece), tuple(at for _, at, _ in piece), tuple(n for _, _, n in piece))
+            for piece in product(*dims)
+        )
+
+    def _slices(self, dim: int, coords: Coords) -> tuple[Slice, ...]:
+        """What the rank holds of one dim."""
+        held: tuple[Slice, ...] = joined([(0, self.shape[dim])])
+        for split in self.splits.get(dim, ()):
+            held = _slices_of(held, split.slices(sum(b - a for a, b in held), coords))
+        return held
+
+    def local_shape(self, coords: Coords) -> Place:
+        """The shape of the part of the rank at these coordinates."""
+        return tuple(sum(b - a for a, b in self._slices(d, coords)) for d in range(len(self.shape)))
+
+    def slice(self, full: Tensor, coords: Coords) -> Tensor:
+        """The part of ``full`` that the rank at these coordinates holds, as memory of its own.
+
+        Raises ConfigError where ``full`` is not of the full shape.
+        """
+        if tuple(full.shape) != self.shape:
             raise ConfigError(
                 f"A tensor of shape {tuple(full.shape)} was given to slice",
-                rule=f"This layout is of a tensor of shape {tuple(self.shape)}",
+                rule=f"This layout is of a tensor of shape {self.shape}",
                 remedy="Give the full tensor, not a part of it",
             )
         local = full
-        for dim, split in self.splits.items():
-            stretches = [local.narrow(dim, a, b - a) for a, b in split.parts[rank]]
-            local = torch.cat(stretches, dim) if len(stretches) != 1 else stretches[0]
+        for dim in self.splits:
+            pieces = [local.narrow(dim, a, b - a) for a, b in self._slices(dim, coords) or [(0, 0)]]
+            local = torch.cat(pieces, dim) if len(pieces) != 1 else pieces[0]
         return local.detach().clone(memory_format=torch.contiguous_format)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The full tensor from the parts of all ranks, in rank order (where several hold a slice, the last one's)."""
+        """The full tensor from the parts of all ranks, in the order of ``places`` (of shared ones the last one's)."""
         full = parts[0].new_zeros(self.shape)
-        if not self.splits:
-            return full.copy_(parts[0])
-        (dim, split) = next(iter(self.splits.items()))
-        for rank, part in enumerate(parts):
-            full.index_copy_(dim, split.indices(rank).to(part.device), part)
+        for coords, part in zip(self.places(), parts, strict=True):
+            self.place(part, full, coords)
         return full
 
-    def multiplicity(self, rank: int) -> Tensor | int:
-        """How many ranks hold each index of this rank's part: 1, or a tensor that broadcasts against the part."""
-        for dim, split in self.splits.items():
-            if not split.is_partition:
-                held = torch.tensor(split.multiplicity)[split.indices(rank)]
-                return held.reshape([-1 if d == dim else 1 for d in range(len(self.shape))])
-        return 1
+    def place(self, local: Tensor, full: Tensor, coords: Coords) -> None:
+        """Writes the part of the rank at these coordinates into its places in ``full``."""
+        for box in self.boxes(coords):
+            box.of_full(full).copy_(box.of_local(local))
+
+    @cached_property
+    def _holders(self) -> dict[int, list[tuple[int, int, int]]]:
+        """Dim -> (start, end, how many ranks hold it) of each dim that is cut."""
+        return {
+            dim: holders_of([self._slices(dim, coords) for coords in _places(_axes_of(splits))])
+            for dim, splits in self.splits.items()
+        }
+
+    @property
+    def is_partition(self) -> bool:
+        """Whether every number is held by one rank only, of those that hold different parts."""
+        return all(count == 1 for runs in self._holders.values() for *_, count in runs)
+
+    def multiplicity(self, coords: Coords | None = None) -> Tensor | int:
+        """How many ranks hold each number: 1, or fp64 counts that broadcast against the part at these coordinates.
+
+        Without coordinates the counts broadcast against the full tensor.
+        """
+        out: Tensor | int = 1
+        for dim, runs in self._holders.items():
+            if all(count == 1 for *_, count in runs):
+                continue
+            counts = torch.cat([torch.full((b - a,), float(count), dtype=torch.float64) for a, b, count in runs])
+            if coords is not None:
+                counts = torch.cat([counts[a:b] for a, b in self._slices(dim, coords)] or [counts[:0]])
+            out = out * counts.reshape([-1 if d == dim else 1 for d in range(len(self.shape))])
+        return out
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A piece that a rank of one layout gives to a rank of another: where it is in the parts of both, and its size."""
+
+    source: Coords
+    target: Coords
+    source_start: Place
+    target_start: Place
+    size: Place
+
+
+def transfers(source: ShardSpec, target: ShardSpec) -> Iterator[Transfer]:
+    """What every rank of ``target`` gets from which rank of ``source``, each number once.
+
+    Of several ranks that hold a number, the one gives it whose coordinates are the receiver's on the axes that both
+    layouts have, and else the first. Axes that a layout is not cut over are left open: any rank along them will do.
+
+    Raises ConfigError for layouts of different shapes.
+    """
+    if source.shape != target.shape:
+        raise ConfigError(
+            f"A tensor of shape {source.shape} was to be moved into the layout of one of shape {target.shape}",
+            rule="Two layouts of one tensor have its full shape",
+            remedy="Give the layouts of one and the same parameter",
+        )
+    for to in target.places():
+        dims = [list(_pieces(source, target, dim, to)) for dim in range(len(source.shape))]
+        for pieces in product(*dims):
+            coords = {axis: rank for giver, *_ in pieces for axis, rank in giver.items()}
+            starts, own_starts = tuple(a for _, a, _, _ in pieces), tuple(b for _, _, b, _ in pieces)
+            yield Transfer(coords, to, starts, own_starts, tuple(n for *_, n in pieces))
+
+
+def _pieces(source: ShardSpec, target: ShardSpec, dim: int, to: Coords) -> Iterator[tuple[Coords, int, int, int]]:
+    """(who gives, start in its part, start in the receiver's, length) of each piece of one dim."""
+    givers = _places(_axes_of(source.splits.get(dim, ())))
+    givers.sort(key=lambda coords: -sum(to.get(axis) == rank for axis, rank in coords.items()))
+    for start, at, length in _with_starts(target._slices(dim, to)):
+        missing: list[Slice] = [(start, start + length)]
+        for coords in givers:
+            for a, held_at, n in _with_starts(source._slices(dim, coords)):
+                left: list[Slice] = []
+                for c, d in missing:
+                    low, high = max(a, c), min(a + n, d)
+                    if low >= high:
+                        left.append((c, d))
+                        continue
+                    yield coords, held_at + low - a, at + low - start, high - low
+                    left += [(x, y) for x, y in ((c, low), (high, d)) if x < y]
+                missing = left
+
+
+def _axes_of(splits: Sequence[AnySplit]) -> dict[str, int]:
+    return {axis: size for split in splits for axis, size in zip(split.axes, split.sizes, strict=True)}
+
+
+def _places(axes: Mapping[str, int]) -> list[Coords]:
+    return [dict(zip(axes, ranks, strict=True)) for ranks in product(*(range(size) for size in axes.values()))]
+
+
+def _with_starts(slices: Sequence[Slice]) -> Iterator[tuple[int, int, int]]:
+    """(start in the full dim, start in the part, length) of each slice."""
+    at = 0
+    for a, b in slices:
+        yield a, at, b - a
+        at += b - a
+
+
+def _slices_of(held: Sequence[Slice], inner: Sequence[Slice]) -> tuple[Slice, ...]:
+    """The slices of the full dim that ``inner`` are, which count along what ``held`` lists."""
+    out = [
+        (a + max(c, at) - at, a + min(d, at + n) - at)
+        for c, d in inner
+        for a, at, n in _with_starts(held)
+        if max(c, at) < min(d, at + n)
+    ]
+    return joined(out)
+
+
+def _cut(x: Tensor, start: Place, size: Place) -> Tensor:
+    for dim, (a, n) in enumerate(zip(start, size, strict=True)):
+        x = x.narrow(dim, a, n)
+    return x

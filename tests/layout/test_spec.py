@@ -1,23 +1,31 @@
-"""Slicing and joining are each other's inverse for any split, and the examples of the docstrings hold."""
+"""Layouts over any axes: slices, boxes, what moves from one layout to another, and how often a number is held."""
 
 from __future__ import annotations
 
 import doctest
 import itertools
+from math import prod
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from shardformer.errors import ConfigError
-from shardformer.layout import spec as layout
-from shardformer.layout.spec import ShardSpec, Split, even_bounds
+from shardformer.layout import spec as spec_module
+from shardformer.layout import split as split_module
+from shardformer.layout.spec import ShardSpec, transfers
+from shardformer.layout.split import EvenSplit, Split, even_bounds, holders_of
 from shardformer.policies.heads import HeadLayout
+
+AXES = ("tensor", "data", "column")
 
 
 def test_the_examples_of_the_docstrings() -> None:
-    assert doctest.testmod(layout).failed == 0
+    names = {"Split": Split, "EvenSplit": EvenSplit}
+    assert doctest.testmod(split_module).failed == doctest.testmod(spec_module, extraglobs=names).failed == 0
 
 
 @given(st.integers(1, 40), st.integers(1, 8))
@@ -28,18 +36,114 @@ def test_even_bounds_cover_and_differ_by_one_at_most(count: int, ranks: int) -> 
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.integers(4, 9), min_size=1, max_size=3), st.integers(1, 4), st.integers(1, 3), st.integers(0, 1))
-def test_join_is_the_inverse_of_slice(blocks: list[int], ranks: int, unit: int, dim: int) -> None:
-    sizes = [b * unit for b in blocks]
-    split = Split.fused(sizes, ranks, unit)
-    shape = tuple(sum(sizes) if d == dim else 3 for d in range(2))
-    full = torch.arange(shape[0] * shape[1]).reshape(shape).float()
-    spec = ShardSpec(shape, {dim: split})
-    parts = [spec.slice(full, rank) for rank in range(ranks)]
-    assert [tuple(p.shape) for p in parts] == [spec.local_shape(rank) for rank in range(ranks)]
+@st.composite
+def splits(draw: Any, length: int, axes: list[str]) -> Any:
+    """A split of a dim over one or two of the axes, which it takes away: uneven, interleaved, shared, empty parts."""
+    kind = draw(st.sampled_from(["even", "fused", "free", "product"] if len(axes) > 1 else ["even", "fused", "free"]))
+    axis, ranks = axes.pop(), draw(st.integers(1, 4))
+    if kind == "product":
+        sizes = (ranks, draw(st.integers(1, 2)))
+        return Split.even(length, prod(sizes), axes=(axis, axes.pop()), sizes=sizes)
+    if kind == "even":
+        return Split.even(length, ranks).over(axis)
+    if kind == "fused":
+        at = draw(st.integers(0, length))
+        return Split.fused([at, length - at], ranks).over(axis)
+    cuts = sorted(draw(st.lists(st.integers(0, length), max_size=4)))
+    pieces = [(a, b) for a, b in itertools.pairwise([0, *cuts, length]) if a < b]
+    held: list[list[Any]] = [[] for _ in range(ranks)]
+    for piece in draw(st.permutations(pieces)):
+        for rank in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
+            held[rank].append(piece)
+    return Split(tuple(map(tuple, held)), (axis,))
+
+
+@st.composite
+def specs(draw: Any, shape: tuple[int, ...] | None = None) -> ShardSpec:
+    """A layout of one to three dims over one to three axes."""
+    shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)) if shape is None else shape
+    axes = list(draw(st.permutations(AXES)))[: draw(st.integers(1, 3))]
+    cut: dict[int, list[Any]] = {}
+    while axes:
+        dim = draw(st.integers(0, len(shape) - 1))
+        if dim in cut:
+            cut[dim].append(EvenSplit(axes.pop(), draw(st.integers(1, 3)), draw(st.integers(1, 2))))
+        else:
+            cut[dim] = [draw(splits(shape[dim], axes))]
+    return ShardSpec(shape, cut)
+
+
+def numbered(shape: tuple[int, ...]) -> Tensor:
+    return torch.arange(prod(shape)).reshape(shape)
+
+
+@settings(deadline=None, max_examples=80)
+@given(specs())
+def test_join_is_the_inverse_of_slice(spec: ShardSpec) -> None:
+    full = numbered(spec.shape)
+    parts = [spec.slice(full, coords) for coords in spec.places()]
+    assert [tuple(p.shape) for p in parts] == [spec.local_shape(coords) for coords in spec.places()]
     assert torch.equal(spec.join(parts), full)
-    assert split.is_partition and spec.multiplicity(0) == 1
+
+
+@settings(deadline=None, max_examples=80)
+@given(specs())
+def test_boxes_are_the_part_in_its_order_and_cover_it_once(spec: ShardSpec) -> None:
+    full = numbered(spec.shape)
+    for coords in spec.places():
+        local = spec.slice(full, coords)
+        seen = torch.zeros(local.shape, dtype=torch.int)
+        for box in spec.boxes(coords):
+            assert torch.equal(box.of_full(full), box.of_local(local))
+            box.of_local(seen).add_(1)
+        assert bool((seen == 1).all())
+
+
+@settings(deadline=None, max_examples=80)
+@given(specs())
+def test_multiplicities_add_up(spec: ShardSpec) -> None:
+    """Every number counted by all that hold it, each as one of so many, is counted once."""
+    ones, total = torch.ones(spec.shape, dtype=torch.float64), torch.zeros(spec.shape, dtype=torch.float64)
+    for coords in spec.places():
+        share = spec.slice(ones, coords) / spec.multiplicity(coords)
+        for box in spec.boxes(coords):
+            box.of_full(total).add_(box.of_local(share))
+    assert torch.allclose(total, ones)
+    held = sum(prod(spec.local_shape(coords)) for coords in spec.places())
+    assert held == int((ones * spec.multiplicity()).sum())
+    assert spec.is_partition == (held == prod(spec.shape))
+
+
+@st.composite
+def pairs(draw: Any) -> tuple[ShardSpec, ShardSpec]:
+    source = draw(specs())
+    return source, draw(specs(source.shape))
+
+
+@settings(deadline=None, max_examples=80)
+@given(pairs())
+def test_transfers_carried_out_give_the_same_tensor(pair: tuple[ShardSpec, ShardSpec]) -> None:
+    source, target = pair
+    full = numbered(source.shape)
+    have = {tuple(coords.items()): source.slice(full, coords) for coords in source.places()}
+    get = {tuple(c.items()): torch.full(target.local_shape(c), -1) for c in target.places()}
+    sent = 0
+    for t in transfers(source, target):
+        # in the order of the axes of the source, of which a transfer names those that its dims are cut over
+        giver = {axis: t.source[axis] for axis in source.axes}
+        piece = spec_module._cut(have[tuple(giver.items())], t.source_start, t.size)
+        into = spec_module._cut(get[tuple(t.target.items())], t.target_start, t.size)
+        assert bool((into == -1).all())
+        into.copy_(piece)
+        sent += prod(t.size)
+    for coords in target.places():
+        assert torch.equal(get[tuple(coords.items())], target.slice(full, coords))
+    assert sent == sum(prod(target.local_shape(coords)) for coords in target.places())
+
+
+def test_a_number_comes_from_the_rank_with_the_same_coordinates_where_that_one_has_it() -> None:
+    shared = ShardSpec((4,), {0: Split((((0, 4),), ((0, 4),)))})
+    assert {(t.source["tensor"], t.target["tensor"]) for t in transfers(shared, shared)} == {(0, 0), (1, 1)}
 
 
 @settings(deadline=None, max_examples=60)
@@ -64,9 +168,13 @@ def test_every_rank_holds_the_kv_heads_that_its_query_heads_read(kv: int, group:
 def test_a_slice_that_two_ranks_hold_is_counted_for_both() -> None:
     split = Split((((0, 2),), ((1, 3),)))
     spec = ShardSpec((3, 2), {0: split})
-    assert split.multiplicity == (1, 2, 1) and not split.is_partition
-    held = spec.multiplicity(1)
+    assert split.multiplicity == (1, 2, 1) and not split.is_partition and not spec.is_partition
+    held = spec.multiplicity({"tensor": 1})
     assert isinstance(held, torch.Tensor) and held.tolist() == [[2], [1]]
+
+
+def test_holders_of_many_indices_take_no_time_for_each() -> None:
+    assert holders_of([[(0, 10**9)], [(0, 10)]]) == [(0, 10, 2), (10, 10**9, 1)]
 
 
 def test_a_split_of_another_length_is_refused() -> None:
@@ -79,6 +187,11 @@ def test_a_split_that_leaves_a_part_to_nobody_is_refused() -> None:
         ShardSpec((5,), {0: Split((((3, 5),), ((0, 2),)))})
 
 
+def test_an_axis_that_cuts_two_dims_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cut twice over the axis 'tensor'.*An axis cuts one dim"):
+        ShardSpec((4, 4), {0: Split.even(4, 2), 1: Split.even(4, 2)})
+
+
 def test_a_part_is_not_sliced_again() -> None:
     with pytest.raises(ConfigError, match="full tensor"):
-        ShardSpec((4,), {0: Split.even(4, 2)}).slice(torch.zeros(2), 0)
+        ShardSpec((4,), {0: Split.even(4, 2)}).slice(torch.zeros(2), {"tensor": 0})
