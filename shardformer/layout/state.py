@@ -1,0 +1,234 @@
+"""ShardedState: the one table of a sharded model, which everything that comes after sharding asks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from torch import Tensor, nn
+
+from shardformer.errors import ConfigError
+from shardformer.layout.reduction import Reduction
+from shardformer.layout.spec import ShardSpec
+from shardformer.layout.stream import StreamLayout
+from shardformer.mesh.axis import Axis
+from shardformer.mesh.context import ParallelContext
+
+ROOT, PART = "_shardformer", "_shardformer_part"
+"""Attributes that hold the state: of the model that was sharded, and of the modules in it that hold parameters."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """One parameter: its first name when it was sharded, its layout, and how its gradient is agreed on."""
+
+    name: str
+    param: Tensor
+    spec: ShardSpec
+    reduction: Reduction = field(default_factory=Reduction)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One thing that was replaced: where, what stood there, what stands there now."""
+
+    path: str
+    before: str
+    after: str
+    kind: str = "module"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for.
+
+    Args:
+        source: which link of the chain gave the policy.
+        options: the options of the config.
+        extra: its extra_kwargs.
+        policy: by which the model was sharded.
+    """
+
+    source: str = ""
+    options: Mapping[str, bool | str] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    policy: Any = None
+
+
+class Reducer(Protocol):
+    """What agrees on the gradients of some parameters during each backward."""
+
+    @property
+    def is_paused(self) -> bool: ...
+    def refresh(self) -> None: ...
+    def paused(self) -> Any: ...
+    def start(self) -> None: ...
+    def finish(self) -> None: ...
+
+
+class Edge(Protocol):
+    """Where a region of the model begins or ends, which a forward that an error broke off may have left open."""
+
+    def abandon(self) -> None: ...
+
+
+@dataclass(eq=False)
+class ShardedState:
+    """Everything about how a model was sharded.
+
+    Args:
+        context: the grid it lives on.
+        request: what was asked for.
+        stream: how the activations between its blocks lie.
+        entries: its parameters, each once.
+        stages: how a pipeline cut it (``shardformer.sharding.stages.Stages``); None without one.
+        replacements: in the order in which they were made.
+        notes: things worth knowing, such as which attention kernel was chosen.
+        reducers: what agrees on gradients with other ranks.
+        edges: of the regions in which ranks hold different activations.
+        check_call: raises ConfigError for arguments of a forward that the sharded model cannot do.
+        layer_axes: axes of parallel layers in a model that was not sharded but written with them.
+        token: tells the model from others of this process; the same on all ranks.
+        number: in which order models were sharded, or copied, in this process.
+        gathers: how often the full weights were asked for.
+    """
+
+    context: ParallelContext
+    request: Request = field(default_factory=Request)
+    stream: StreamLayout = field(default_factory=StreamLayout)
+    entries: list[Entry] = field(default_factory=list)
+    stages: Any = None
+    replacements: list[Replacement] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    reducers: list[Reducer] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    check_call: Callable[[nn.Module, Mapping[str, Any]], None] | None = None
+    layer_axes: Mapping[str, Axis] = field(default_factory=dict)
+    token: str = ""
+    number: int = 0
+    gathers: int = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copied model."""
+        self.__dict__.update(state)
+        _remember(self)
+
+    def note(self, path: str, before: Any, after: Any, kind: str = "module") -> None:
+        """Writes down a replacement."""
+        self.replacements.append(Replacement(path, _name(before), _name(after), kind))
+
+    def by_param(self) -> dict[int, Entry]:
+        """The entries by the identity of their parameters, which are others in a copied model."""
+        return {id(entry.param): entry for entry in self.entries}
+
+    @property
+    def axes(self) -> Mapping[str, Axis]:
+        return {**self.context.axes, **self.layer_axes}
+
+    @property
+    def coords(self) -> dict[str, int]:
+        """Name of an axis -> this process's rank on it."""
+        return {name: axis.rank for name, axis in self.axes.items()}
+
+    def axis(self, name: str) -> Axis:
+        return self.axes[name]
+
+    def attach(self, model: nn.Module) -> None:
+        """Lets the model, and each part of it that trains, which may be kept alone, know this table."""
+        _remember(self)
+        model.__dict__[ROOT] = self
+        for module in model.modules():
+            if module._parameters:
+                module.__dict__[PART] = self
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backward in here accumulates each rank's own gradients."""
+        with ExitStack() as pauses:
+            for reducer in self.reducers:
+                pauses.enter_context(reducer.paused())
+            yield
+
+
+_LIVE: WeakSet[ShardedState] = WeakSet()
+_NUMBERS = itertools.count()
+
+
+def live_states() -> list[ShardedState]:
+    """The states of the sharded models of this process that somebody holds, in an order that all ranks have alike."""
+    return sorted(_LIVE, key=lambda state: state.number)
+
+
+def _remember(state: ShardedState) -> None:
+    state.number = next(_NUMBERS)
+    _LIVE.add(state)
+
+
+def _name(thing: Any) -> str:
+    if isinstance(thing, str):
+        return thing
+    if isinstance(thing, nn.Module):
+        return type(thing).__name__
+    return getattr(thing, "__name__", repr(thing))
+
+
+def state_of(model: nn.Module) -> ShardedState:
+    """The state of a sharded model. Raises ConfigError for one that is not."""
+    state = model.__dict__.get(ROOT)
+    if isinstance(state, ShardedState):
+        return state
+    raise ConfigError(
+        f"This {type(model).__name__} is not sharded",
+        rule="What was done to a model is kept by the model that shard_model returned",
+        remedy="Call shardformer.shard_model(model) first, and give the model itself, not a wrapper of it",
+    )
+
+
+def known_state(model: nn.Module) -> ShardedState:
+    """The state of a sharded model or of a part of one; of any other model what its parallel layers say."""
+    for name in (ROOT, PART):
+        if isinstance(state := model.__dict__.get(name), ShardedState):
+            return state
+    # a wrapper around a sharded model, or around several
+    inner = {id(s): s for m in model.modules() if isinstance(s := m.__dict__.get(ROOT), ShardedState)}
+    if not inner:
+        return _of_layers(model)
+    first, *others = inner.values()
+    if any(other.context is not first.context for other in others):
+        raise ConfigError(
+            f"This {type(model).__name__} holds {len(inner)} models that were sharded over grids of their own",
+            rule="What is asked of several models together is asked of one grid",
+            remedy="Shard them with one context, or ask each of them alone",
+        )
+    entries = [entry for state in inner.values() for entry in state.entries]
+    return replace(first, entries=entries) if others else first
+
+
+def _of_layers(model: nn.Module) -> ShardedState:
+    """What the layers of a model say that was not sharded, but written with parallel layers."""
+    specs: dict[int, ShardSpec] = {}
+    axes: dict[str, Axis] = {}
+    for module in model.modules():
+        for name, spec in module.__dict__.get("shard_specs", {}).items():
+            if (param := module._parameters.get(name)) is not None:
+                specs[id(param)] = spec
+        if isinstance(own := module.__dict__.get("axis"), Axis):
+            axes[own.name] = own
+    entries = []
+    for name, param in model.named_parameters():
+        spec = specs.get(id(param), ShardSpec(param.shape))
+        entries.append(Entry(name, param, spec, Reduction(norm_over=tuple(spec.axes))))
+    return ShardedState(ParallelContext.of({}), entries=entries, layer_axes=axes)
+
+
+def specs_of(model: nn.Module) -> dict[str, ShardSpec]:
+    """The layout of every parameter by its name, tied names too; a replicated one has no splits."""
+    known = known_state(model).by_param()
+    return {
+        name: known[id(p)].spec if id(p) in known else ShardSpec(p.shape)
+        for name, p in model.named_parameters(remove_duplicate=False)
+    }
