@@ -8,30 +8,32 @@ from typing import Any
 import torch.distributed as dist
 
 from shardformer.errors import ConfigError, LaunchError
-
-
-@dataclass(frozen=True, eq=False)
-class Traffic:
-    """What this process handed to collectives; ``shardformer.comm.recorder`` fills and reads it."""
-
-    calls: list[Any] = field(default_factory=list)
-    enabled: list[bool] = field(default_factory=lambda: [False])
+from shardformer.mesh.processes import ProcessGroupTransport
+from shardformer.mesh.traffic import Traffic
+from shardformer.mesh.transport import NOBODY, Transport
 
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One axis of the grid as this process sees it: its size, this process's rank on it, and the group along it.
+    """One axis of the grid as this process sees it: its size, this process's rank on it, and what carries along it.
 
-    ``group`` is a process group (or a ``ThreadGroup``, which plays one), or None when the axis has size 1; collectives
-    over such an axis do nothing.
+    Args:
+        ranks: global ranks along it.
+        crosses_hosts: whether they sit on more than one host; None where that is not known.
     """
 
     name: str
     size: int = 1
     rank: int = 0
-    group: Any = None
+    transport: Transport = NOBODY
     ranks: tuple[int, ...] = (0,)
     traffic: Traffic = field(default_factory=Traffic)
+    crosses_hosts: bool | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """torch's process group; None where the axis has size 1, or its ranks are threads."""
+        return self.transport.group
 
     @classmethod
     def of(cls, group: Axis | dist.ProcessGroup | None, name: str = "tensor") -> Axis:
@@ -59,9 +61,10 @@ class Axis:
                 rule=f"Every process that shards a model is a member of its own {name} group",
                 remedy="Give each process the group that it belongs to, or let launch_from_torch(tensor=...) build it",
             )
+        assert isinstance(group, dist.ProcessGroup)
         ranks = tuple(dist.get_process_group_ranks(group))
-        size = len(ranks)
-        return cls(name, size, dist.get_rank(group), group if size > 1 else None, ranks)
+        transport = ProcessGroupTransport(group) if len(ranks) > 1 else NOBODY
+        return cls(name, len(ranks), dist.get_rank(group), transport, ranks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
         return self  # a process group cannot be copied, and a copied model still lives in the same group

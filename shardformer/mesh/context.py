@@ -1,44 +1,51 @@
-"""The grid of processes: a named axis for each way of being parallel, outermost first: data, pipe, sequence, tensor.
+"""The grid as one process sees it: an axis for each way of being parallel, and what carries tensors along it.
 
-``ParallelContext`` is a value that is passed in; nothing here is kept at module level. With eight processes and
-``tensor=2, pipe=2`` the grid is the array ``arange(8).reshape(data=2, pipe=2, sequence=1, tensor=2)``; a group is the
-slice along one axis through one rank, so rank 5 = (data 1, pipe 0, tensor 1) shares its tensor group with rank 4.
+``ParallelContext`` is a value that is passed in; nothing here is kept at module level.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardformer.errors import ConfigError, nearest
-from shardformer.mesh.axis import Axis, Traffic
-
-AXES = ("data", "pipe", "sequence", "tensor")
+from shardformer.mesh.axis import Axis
+from shardformer.mesh.grid import AXES, Grid
+from shardformer.mesh.processes import Processes, ProcessGroupTransport
+from shardformer.mesh.sizes import agreed_grid
+from shardformer.mesh.traffic import Traffic
+from shardformer.mesh.transport import NOBODY, Lines, Transport, World
 
 
 @dataclass(frozen=True, eq=False)
 class ParallelContext:
-    """The named grid of processes and this process's place in it."""
+    """The named grid of processes and this process's place in it.
 
+    Args:
+        rank: this process's global rank.
+        axes: the axes of the grid, and behind them those of its views.
+        world: makes the transport of a new axis; None for a context of sizes and coordinates alone.
+        mesh: the same grid for FSDP2 and torch's checkpointing; None where it does not hold all processes.
+        traffic: what this process hands to collectives.
+    """
+
+    grid: Grid
+    rank: int
     axes: Mapping[str, Axis]
     device: torch.device
+    world: World | None = None
     mesh: DeviceMesh | None = None
+    traffic: Traffic = field(default_factory=Traffic)
+    _by_lines: dict[Lines, Axis] = field(default_factory=dict)
 
     def axis(self, name: str) -> Axis:
-        """The axis called ``name``: data, pipe, sequence or tensor."""
-        if name not in self.axes:
-            raise ConfigError(
-                f"There is no axis {name!r}",
-                rule=f"The axes are {', '.join(AXES)}",
-                remedy=nearest(name, AXES),
-            )
+        """The axis called ``name``: data, pipe, sequence, tensor, or one of a view. ConfigError for another name."""
+        self.grid.check(name)
         return self.axes[name]
 
     @property
@@ -54,15 +61,49 @@ class ParallelContext:
         return self.axes["data"]
 
     @property
-    def traffic(self) -> Traffic:
-        return self.tensor.traffic
+    def sequence(self) -> Axis:
+        return self.axes["sequence"]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Name of an axis -> how many ranks it has."""
+        return {name: axis.size for name, axis in self.axes.items()}
+
+    @property
+    def coords(self) -> dict[str, int]:
+        """Name of an axis -> this process's rank on it."""
+        return {name: axis.rank for name, axis in self.axes.items()}
+
+    @classmethod
+    def of(
+        cls,
+        sizes: Mapping[str, int],
+        coords: Mapping[str, int] | None = None,
+        *,
+        world: World | None = None,
+        device: torch.device | None = None,
+    ) -> ParallelContext:
+        """A context from sizes and coordinates (0 where none is given), which needs no process.
+
+        Without a ``world`` it says who is where, and its collectives raise LaunchError. The device is the CPU unless
+        one is given.
+
+        >>> str(ParallelContext.of({"data": 2, "tensor": 4}, {"tensor": 3}).tensor)
+        'tensor 3/4'
+        """
+        grid = Grid.of(sizes)
+        return cls(grid, grid.rank_at(coords or {}), {}, device or torch.device("cpu"), world)._with_axes(AXES)
 
     @classmethod
     def from_group(cls, group: Axis | dist.ProcessGroup | None, device: torch.device | None = None) -> ParallelContext:
         """A context whose tensor axis is ``group`` (None: all processes) and whose other axes have size 1."""
         tensor = Axis.of(group)
-        axes = {name: Axis(name, ranks=(tensor.ranks[tensor.rank],), traffic=tensor.traffic) for name in AXES[:-1]}
-        return cls({**axes, "tensor": tensor}, device or local_device())
+        grid, rank = Grid.of({"tensor": tensor.size}, tensor.ranks), tensor.ranks[tensor.rank]
+        axes = {name: Axis(name, ranks=(rank,), traffic=tensor.traffic) for name in AXES[:-1]}
+        world = tensor.transport.world or Processes(tensor.ranks)
+        by_lines = {grid.lines("tensor"): tensor}
+        axes["tensor"] = tensor
+        return cls(grid, rank, axes, device or local_device(), world, None, tensor.traffic, by_lines)
 
     @classmethod
     def from_world(cls, sizes: Mapping[str, int | None], device: torch.device | None = None) -> ParallelContext:
@@ -72,33 +113,64 @@ class ParallelContext:
         one left open (data first, then tensor) takes what remains.
 
         Raises ConfigError, on every process, when the sizes do not fit the processes or differ between them.
+        Communicates one gather of the sizes and of the hosts' names.
         """
-        world = dist.get_world_size()
-        shape = _agreed_sizes(dict(sizes), world)
-        device = device or local_device()
-        mesh_device = "cuda" if device.type == "cuda" else "cpu"
-        mesh = DeviceMesh(mesh_device, torch.arange(world).reshape([shape[a] for a in AXES]), mesh_dim_names=AXES)
-        traffic = Traffic()
-        axes = {name: _axis_of_mesh(mesh, name, traffic) for name in AXES}
-        return cls(axes, device, mesh)
+        grid, device = agreed_grid(sizes), device or local_device()
+        ranks = torch.tensor(grid.ranks).reshape(list(grid.sizes.values()))
+        mesh = DeviceMesh("cuda" if device.type == "cuda" else "cpu", ranks, mesh_dim_names=AXES)
+        context = cls(grid, dist.get_rank(), {}, device, Processes(grid.ranks), mesh)
+        for name in AXES:
+            if grid.sizes[name] > 1:
+                context._new_axis(name, grid.lines(name), ProcessGroupTransport(mesh.get_group(name)))
+        return context._with_axes(AXES)
 
-    def merged(self, *names: str) -> Axis:
-        """One axis over the product of the named ones, for sums over both (size 1 ones are dropped)."""
-        wide = [n for n in names if self.axes[n].size > 1]
-        if len(wide) <= 1:
+    def merged(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> Axis:
+        """One axis over the product of the named ones (size 1 ones are dropped), in the order of the grid.
+
+        Args:
+            only: axis -> the ranks on it that take part. Of a process that takes no part the axis has size 1.
+
+        All processes call it, in one order: a line that is new gets its transport. Raises ConfigError for axes that
+        overlap, as one of the grid with a part of a view of it.
+        """
+        wide = [name for name in names if self.axis(name).size > 1]
+        if only is None and len(wide) <= 1:
             return self.axes[wide[0] if wide else names[0]]
-        assert self.mesh is not None, "an axis wider than one beside the tensor axis comes from launch_from_torch"
-        label = "_".join(wide)
-        mesh = self.mesh[tuple(wide)]._flatten(label)
-        group = mesh.get_group()
-        ranks = tuple(dist.get_process_group_ranks(group))
-        return Axis(label, len(ranks), dist.get_rank(group), group, ranks, self.traffic)
+        lines = self.grid.lines(*wide, only=only)
+        return self._by_lines.get(lines) or self._new_axis("_".join(wide), lines)
+
+    def view(self, of: str | Sequence[str], **sizes: int) -> ParallelContext:
+        """The same grid, whose axis ``of``, or product of axes, is also seen as the named axes.
+
+        ``context.view("tensor", row=2, column=2).axis("row")`` holds this process and one two tensor ranks away. All
+        processes call it, in one order: new axes get their transports. Raises ConfigError when the sizes do not
+        multiply to what they refold.
+        """
+        grid = self.grid.view([of] if isinstance(of, str) else of, sizes)
+        return replace(self, grid=grid)._with_axes(sizes)
+
+    def _with_axes(self, names: Sequence[str] | Mapping[str, int]) -> ParallelContext:
+        axes = dict(self.axes)
+        for name in names:
+            lines = self.grid.lines(name)
+            axis = self._by_lines.get(lines) or self._new_axis(name, lines)
+            axes[name] = axis if axis.name == name else replace(axis, name=name)
+        return replace(self, axes=axes)
+
+    def _new_axis(self, name: str, lines: Lines, transport: Transport | None = None) -> Axis:
+        line = next((line for line in lines if self.rank in line), (self.rank,))
+        if transport is None:
+            transport = NOBODY if self.world is None else self.world.connect(lines)
+        crosses = self.grid.crosses_hosts(line)
+        axis = Axis(name, len(line), line.index(self.rank), transport, line, self.traffic, crosses)
+        return self._by_lines.setdefault(lines, axis)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelContext:
         return self
 
     def __str__(self) -> str:
-        return ", ".join(f"{a.name}={a.size}" for a in self.axes.values() if a.size > 1) or "one process"
+        base = (self.axes[name] for name in AXES)
+        return ", ".join(f"{a.name}={a.size}" for a in base if a.size > 1) or "one process"
 
 
 def local_device() -> torch.device:
@@ -106,78 +178,3 @@ def local_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     return torch.device("cpu")
-
-
-def _agreed_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
-    """The sizes of all axes. Every process raises when one of them asks for what cannot be, or for something else."""
-    shape: dict[str, int] = {}
-    problem: ConfigError | None = None
-    try:
-        shape = _resolve_sizes(sizes, world)
-    except ConfigError as error:
-        problem = error
-    answers: list[Any] = [None] * world
-    dist.all_gather_object(answers, (shape, str(problem) if problem else ""))
-    if problem is not None:
-        raise problem
-    for rank, (theirs, trouble) in enumerate(answers):
-        if trouble or theirs != shape:
-            asked = trouble or ", ".join(f"{name}={size}" for name, size in theirs.items())
-            raise ConfigError(
-                f"Process {dist.get_rank()} lays the grid {', '.join(f'{n}={s}' for n, s in shape.items())}, "
-                f"and process {rank} says: {asked}",
-                rule="All processes lay the same grid",
-                remedy="Give the same sizes on every process",
-            )
-    return shape
-
-
-def _resolve_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
-    for name, size in sizes.items():
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise ConfigError(
-                f"{name}={size!r}",
-                rule="The size of an axis is a whole number, one or more",
-                remedy=f"Use {name}=1 or leave it out",
-            )
-    if (sizes.get("sequence") or 1) > 1:
-        raise ConfigError(
-            f"sequence={sizes['sequence']}",
-            rule="This version lays processes along the data, pipe and tensor axes",
-            remedy="Leave sequence out: enable_sequence_parallelism cuts the sequence along the tensor axis",
-        )
-    tensor, data, pipe = sizes.get("tensor"), sizes.get("data"), sizes.get("pipe") or 1
-    given = {n: s for n, s in (("tensor", tensor), ("pipe", sizes.get("pipe")), ("data", data)) if s is not None}
-    known = prod(given.values())
-    if world % known and (tensor is None or data is None):
-        asked = " times ".join(f"{name}={size}" for name, size in given.items())
-        raise ConfigError(
-            f"{asked} does not divide the number of processes, {world}",
-            rule="The sizes of the axes multiply to the number of processes",
-            remedy=f"Use {_that_divide(given, world)}, or start {known} processes or a multiple",
-        )
-    if tensor is None:
-        tensor = world // known if data is not None or sizes.get("pipe") is None else 1
-    if data is None:
-        data = world // (tensor * pipe)
-    if tensor * pipe * data != world:
-        shown = [f"tensor={tensor}", *([f"pipe={pipe}"] if pipe > 1 else []), f"data={data}"]
-        raise ConfigError(
-            f"{' times '.join(shown)} is not the number of processes, {world}",
-            rule="The sizes of the axes multiply to the number of processes",
-            remedy=f"Leave one of them out (it takes what remains), or start {tensor * pipe * data} processes",
-        )
-    return {"data": data, "pipe": pipe, "sequence": 1, "tensor": tensor}
-
-
-def _that_divide(given: Mapping[str, int], world: int) -> str:
-    if len(given) > 1:
-        return f"sizes whose product is one of {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}"
-    (name,) = given
-    return " or ".join(f"{name}={n}" for n in range(1, world + 1) if world % n == 0)
-
-
-def _axis_of_mesh(mesh: DeviceMesh, name: str, traffic: Traffic) -> Axis:
-    group = mesh.get_group(name)
-    ranks = tuple(dist.get_process_group_ranks(group))
-    return Axis(name, len(ranks), mesh.get_local_rank(name), group if len(ranks) > 1 else None, ranks, traffic)

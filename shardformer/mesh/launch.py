@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from shardformer.errors import ConfigError, nearest
-from shardformer.mesh.context import AXES, ParallelContext, local_device
+from shardformer.mesh.context import ParallelContext, local_device
+from shardformer.mesh.grid import AXES
 from shardformer.mesh.process_group import join_process_group
 
 
@@ -22,6 +23,7 @@ def launch_from_torch(
     tensor: int | None = None,
     pipe: int | None = None,
     data: int | None = None,
+    sequence: int | None = None,
     backend: str | None = None,
     seed: int | None = None,
     timeout_s: float = 600.0,
@@ -33,8 +35,8 @@ def launch_from_torch(
     Args:
         config: a dict, or a Python file whose names are its keys, with ``parallel = dict(tensor=2, data=2)`` or
             ``parallel = dict(tensor=dict(size=2, mode="1d"))``; keyword arguments win over it.
-        tensor, pipe, data: sizes of these axes. One of tensor and data that is left open takes what remains of the
-            processes; pipe is 1 unless given.
+        tensor, pipe, data, sequence: sizes of these axes. One of tensor and data that is left open takes what remains
+            of the processes; pipe and sequence are 1 unless given.
         backend: a torch.distributed backend; by default gloo, and with CUDA nccl beside it.
         seed: seeds torch on every process, the same everywhere.
         timeout_s: after this many seconds a collective that not all processes joined is an error.
@@ -42,7 +44,7 @@ def launch_from_torch(
     Raises LaunchError without a launcher's environment, ConfigError when the sizes do not fit the processes.
     """
     settings = _read_config(config)
-    sizes = {"tensor": tensor, "pipe": pipe, "data": data}
+    sizes = {"tensor": tensor, "pipe": pipe, "data": data, "sequence": sequence}
     for name, size in _parallel_sizes(settings).items():
         if sizes.get(name) is None:
             sizes[name] = size

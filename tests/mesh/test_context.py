@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import torch
 import torch.distributed as dist
 
 from shardformer.comm.collectives import all_reduce
+from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, LaunchError
 from shardformer.mesh.axis import Axis
-from shardformer.mesh.context import AXES, ParallelContext
+from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.grid import AXES
 from shardformer.mesh.launch import launch, launch_from_slurm, launch_from_torch
 from shardformer.mesh.process_group import first_slurm_host
 from shardformer.testing.pool import Pools, WorkerPool
@@ -56,6 +59,8 @@ def test_tensor_ranks_sit_next_to_each_other(pool4: WorkerPool) -> None:
         ({"data": 2}, {"data": 2, "tensor": 2}),
         ({"tensor": 2, "data": 2}, {"data": 2, "tensor": 2}),
         ({"tensor": 2, "pipe": 1, "sequence": 1}, {"data": 2, "tensor": 2}),
+        ({"sequence": 2}, {"data": 2, "sequence": 2}),
+        ({"sequence": 2, "data": 1}, {"sequence": 2, "tensor": 2}),
     ],
     ids=str,
 )
@@ -171,6 +176,7 @@ def launched(config: Any, options: dict[str, Any]) -> tuple[Place, float]:
         {"parallel": {"tensor": {"size": 2, "mode": "1d"}}},
         {"parallel": {"tensor": {"size": 2, "mode": None}, "pipeline": 1}},
         {"parallel": {"tensor": {"size": 2}, "pipe": {"size": 1}}, "epochs": 3},
+        {"parallel": {"tensor": 2, "sequence": 1}},
     ],
     ids=str,
 )
@@ -209,7 +215,6 @@ def test_without_sizes_all_processes_form_the_tensor_axis(pool2: WorkerPool) -> 
         ({"parallel": {"tensor": {"size": 2, "mod": "1d"}}}, r"'mod'.*'mode'"),
         ({"parallel": {"tensor": "2"}}, r"tensor='2'"),
         ({"parallel": {"tensor": True}}, r"tensor=True"),
-        ({"parallel": {"sequence": 2}}, r"sequence=2"),
         ({"parallel": 2}, r"parallel = 2"),
         ({"paralel": {"tensor": 2}}, r"paralel = "),
         ({"tensor": 2}, r"tensor = 2 outside of parallel"),
@@ -275,3 +280,86 @@ def test_a_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch, missing
     monkeypatch.delenv("SLURM_PROCID", raising=False)
     with pytest.raises(LaunchError, match=f"is missing: {', '.join(missing)}.*shardformer run"):
         launch_from_torch()
+
+
+# ------------------------------------------------------------------------------------------------ merged axes and views
+
+
+def axes_of_a_view() -> dict[str, tuple[tuple[int, ...], float]]:
+    """Axis -> its ranks, and the sum of the global ranks over it."""
+    context = ParallelContext.from_world({"tensor": 4}).view("tensor", row=2, column=2)
+    assert context.mesh is not None and (context.sizes["row"], context.tensor.size) == (2, 4)
+    assert context.merged("row", "column") is context.tensor
+    found = {name: context.axis(name) for name in ("row", "column", "tensor")}
+    found["some"] = context.merged("tensor", only={"tensor": (0, 1, 3)})
+    return {n: (a.ranks, float(all_reduce(torch.tensor(float(dist.get_rank())), a))) for n, a in found.items()}
+
+
+def test_a_view_communicates_along_its_axes(pool4: WorkerPool) -> None:
+    found = pool4.run(axes_of_a_view)
+    assert [f["row"] for f in found] == [((0, 2), 2.0), ((1, 3), 4.0), ((0, 2), 2.0), ((1, 3), 4.0)]
+    assert [f["column"] for f in found] == [((0, 1), 1.0), ((0, 1), 1.0), ((2, 3), 5.0), ((2, 3), 5.0)]
+    assert [f["tensor"] for f in found] == [((0, 1, 2, 3), 6.0)] * 4
+    assert [f["some"] for f in found] == [((0, 1, 3), 4.0), ((0, 1, 3), 4.0), ((2,), 2.0), ((0, 1, 3), 4.0)]
+
+
+def view_of_a_group() -> list[tuple[tuple[int, ...], float]]:
+    """A view of a group that one process is not in, which does not come to make it; of another on all processes."""
+    rank = dist.get_rank()
+    pair = dist.new_group([0, 2])
+    axes = []
+    if rank in (0, 2):
+        context = ParallelContext.from_group(pair).view("tensor", row=2, column=1)
+        axes = [context.axis("row"), context.axis("column")]
+    axes.append(ParallelContext.from_group(None).view("tensor", row=2, column=2).axis("row"))
+    return [(axis.ranks, float(all_reduce(torch.tensor(float(rank)), axis))) for axis in axes]
+
+
+def test_a_view_of_a_group_is_made_by_its_members_alone(pool4: WorkerPool) -> None:
+    found = pool4.run(view_of_a_group)
+    assert found[2] == [((0, 2), 2.0), ((2,), 2.0), ((0, 2), 2.0)]
+    assert found[1] == [((1, 3), 4.0)]
+
+
+def parts_of_a_group() -> tuple[tuple[int, ...], float] | None:
+    rank, most = dist.get_rank(), dist.new_group([0, 1, 3])
+    if rank == 2:
+        return None
+    axis = ParallelContext.from_group(most).merged("tensor", only={"tensor": (1, 2)})
+    return axis.ranks, float(all_reduce(torch.tensor(float(rank)), axis))
+
+
+def test_a_line_through_some_of_a_group(pool4: WorkerPool) -> None:
+    assert pool4.run(parts_of_a_group) == [((0,), 0.0), ((1, 3), 4.0), None, ((1, 3), 4.0)]
+
+
+def hosts(names: list[str]) -> list[bool | None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: names[dist.get_rank()])
+        context = ParallelContext.from_world({"tensor": 2})
+    axes = [context.tensor, context.data, context.pipe, context.merged("data", "tensor")]
+    return [axis.crosses_hosts for axis in axes]
+
+
+def test_an_axis_knows_whether_it_crosses_hosts(pool4: WorkerPool) -> None:
+    assert pool4.run(hosts, ["a", "a", "b", "b"]) == [[False, True, False, True]] * 4
+    assert pool4.run(hosts, ["a"] * 4) == [[False] * 4] * 4
+    assert ParallelContext.from_group(None).tensor.crosses_hosts is None
+
+
+def test_a_context_by_arithmetic_reaches_nobody() -> None:
+    context = ParallelContext.of({"data": 2, "tensor": 4}, {"data": 1, "tensor": 2}).view("tensor", row=2, column=2)
+    assert (context.rank, context.tensor.ranks, context.merged("data", "row").ranks) == (6, (4, 5, 6, 7), (0, 2, 4, 6))
+    assert context.coords == {"data": 1, "pipe": 0, "sequence": 0, "tensor": 2, "row": 1, "column": 0}
+    assert context.tensor.group is None
+    with pytest.raises(LaunchError, match="all_reduce on an axis without a transport"):
+        all_reduce(torch.ones(1), context.tensor, op="max")
+    with pytest.raises(ConfigError, match=r"no axis 'rwo'.*tensor, row, column.*'row'"):
+        context.axis("rwo")
+
+
+@pytest.mark.parametrize("sizes", [{"sequence": 2}, {"sequence": 2, "tensor": 2}], ids=str)
+def test_a_model_is_not_sharded_over_a_sequence_axis_yet(sizes: dict[str, int]) -> None:
+    context = ParallelContext.of(sizes)
+    with pytest.raises(ConfigError, match=r"sequence=2.*enable_sequence_parallelism"):
+        ShardConfig(context=context).resolve_context()

@@ -1,0 +1,135 @@
+"""The transport over process groups of torch.distributed: the one place that knows the names of backends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
+
+from shardformer.mesh.transport import NOBODY, Lines, Transport, Work
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a launcher of which ``ranks`` form the grid."""
+
+    ranks: tuple[int, ...]
+
+    @property
+    def store(self) -> Any:
+        """The launcher's store; None where there is one process."""
+        return launcher_store()
+
+    def connect(self, lines: Lines) -> Transport:
+        """One process group a line; none where each process stands alone."""
+        if max(len(line) for line in lines) == 1:
+            return NOBODY
+        mine = next((list(line) for line in lines if dist.get_rank() in line), [])
+        if len(self.ranks) == dist.get_world_size():
+            group, _ = dist.new_subgroups_by_enumeration([list(line) for line in lines])
+        else:  # the processes outside of the grid do not come here
+            group = dist.new_group(mine, use_local_synchronization=True) if mine else None
+        return ProcessGroupTransport(group) if len(mine) > 1 else NOBODY
+
+
+def launcher_store() -> Any:
+    """The store of torch's default group; None where there is no other process."""
+    launched = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return _get_default_store() if launched else None
+
+
+class ProcessGroupTransport:
+    """Carries over one process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._ranks = dist.get_process_group_ranks(group)
+        self._rank = self._ranks.index(dist.get_rank())
+        # get_backend gives "cpu:gloo,cuda:nccl" for a group of two backends; the configuration names each device's
+        pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        self._backends = {device: backend for device, backend in pairs}
+
+    @property
+    def world(self) -> Processes:
+        """The processes of this group."""
+        return Processes(tuple(self._ranks))
+
+    def exchanges_directly(self, x: Tensor) -> bool:
+        """gloo's reduce-scatter sends as many bytes as an all-reduce, and its small messages wait for two rounds."""
+        return x.device.type == "cpu" or self._backends.get(x.device.type) == "gloo"
+
+    def sends_in_turn(self, device: torch.device) -> bool:
+        """NCCL runs what two ranks send each other on one stream; gloo tells messages apart by their tags."""
+        return self._backends.get(device.type) == "nccl"
+
+    def all_reduce(self, x: Tensor, op: str) -> Work:
+        reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+        return _started(dist.all_reduce(x, op=reduce_op, group=self.group, async_op=True))
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return _started(gather(out, x, group=self.group, async_op=True))
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return _started(scatter(out, x, group=self.group, async_op=True))
+
+    def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
+        """Between two ranks one all-to-all, which gloo gives less to do than a send and a receive (measured: half the
+        time under computation)."""
+        if len(self._ranks) == 2:
+            return self._swap(outgoing.get(1 - self._rank), arriving.get(1 - self._rank))
+        works = [self.receive(x, r, 0) for r, x in arriving.items() if x.numel()]
+        return works + [self.send(x, r, 0) for r, x in outgoing.items() if x.numel()]
+
+    def _swap(self, out: Tensor | None, into: Tensor | None) -> Sequence[Work]:
+        give, take = (0 if t is None else t.numel() for t in (out, into))
+        like = out if out is not None else into
+        if like is None or give + take == 0:
+            return []
+        given = like.new_empty(0) if out is None else out.view(-1)
+        taken = like.new_empty(0) if into is None else into.view(-1)
+        take_by_rank, give_by_rank = ([take, 0], [give, 0]) if self._rank == 1 else ([0, take], [0, give])
+        return [dist.all_to_all_single(taken, given, take_by_rank, give_by_rank, group=self.group, async_op=True)]
+
+    def send(self, x: Tensor, to: int, tag: int) -> Work:
+        return _started(dist.isend(x, self._ranks[to], group=self.group, tag=tag))
+
+    def receive(self, x: Tensor, source: int, tag: int) -> Work:
+        return _started(dist.irecv(x, self._ranks[source], group=self.group, tag=tag))
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        dist.broadcast(x, src=self._ranks[source], group=self.group)
+
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=self._ranks[source], group=self.group)
+        return box[0]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        out: list[Any] = [None] * len(self._ranks)
+        dist.all_gather_object(out, value, group=self.group)
+        return out
+
+    def absent(self, meeting: str, timeout_s: float) -> list[int]:
+        """Each writes into the launcher's store that it is there."""
+        store, name = _get_default_store(), f"shardformer/{meeting}/{self._ranks}"
+        keys = [f"{name}/{rank}" for rank in self._ranks]
+        store.set(keys[self._rank], "here")
+        try:
+            store.wait(keys, timedelta(seconds=timeout_s))
+        except RuntimeError:  # DistStoreError is one; a FileStore raises it bare
+            return [rank for rank, key in enumerate(keys) if not store.check([key])]
+        return []
+
+
+def _started(work: Any) -> Work:
+    assert work is not None, "this process is in the group, as an axis has none of others"
+    started: Work = work
+    return started

@@ -1,0 +1,79 @@
+"""The sizes of the axes, of which a user gives some, and on which all processes agree."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch.distributed as dist
+
+from shardformer.errors import ConfigError
+from shardformer.mesh.grid import AXES, Grid, check_size
+
+
+def agreed_grid(sizes: Mapping[str, int | None]) -> Grid:
+    """The grid over all processes, and who sits on which host.
+
+    Every process raises ConfigError when one of them asks for what cannot be, or for something else. Communicates one
+    gather of the sizes and of the hosts' names.
+    """
+    world = dist.get_world_size()
+    shape: dict[str, int] = {}
+    problem: ConfigError | None = None
+    try:
+        shape = _resolve_sizes(dict(sizes), world)
+    except ConfigError as error:
+        problem = error
+    answers: list[Any] = [None] * world
+    dist.all_gather_object(answers, (shape, str(problem) if problem else "", socket.gethostname()))
+    if problem is not None:
+        raise problem
+    for rank, (theirs, trouble, _) in enumerate(answers):
+        if trouble or theirs != shape:
+            asked = trouble or ", ".join(f"{name}={size}" for name, size in theirs.items())
+            raise ConfigError(
+                f"Process {dist.get_rank()} lays the grid {', '.join(f'{n}={s}' for n, s in shape.items())}, "
+                f"and process {rank} says: {asked}",
+                rule="All processes lay the same grid",
+                remedy="Give the same sizes on every process",
+            )
+    return Grid.of(shape, hosts=[host for *_, host in answers])
+
+
+def _resolve_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
+    for name, size in sizes.items():
+        if size is not None:
+            check_size(name, size)
+    given = {name: size for name in reversed(AXES) if (size := sizes.get(name)) is not None}
+    tensor, data = given.get("tensor"), given.get("data")
+    inner = given.get("pipe", 1) * given.get("sequence", 1)
+    known = prod(given.values())
+    if world % known and (tensor is None or data is None):
+        asked = " times ".join(f"{name}={size}" for name, size in given.items())
+        raise ConfigError(
+            f"{asked} does not divide the number of processes, {world}",
+            rule="The sizes of the axes multiply to the number of processes",
+            remedy=f"Use {_that_divide(given, world)}, or start {known} processes or a multiple",
+        )
+    if tensor is None:
+        tensor = world // known if data is not None or not given else 1
+    if data is None:
+        data = world // (tensor * inner)
+    found = {"data": data, "pipe": given.get("pipe", 1), "sequence": given.get("sequence", 1), "tensor": tensor}
+    if prod(found.values()) != world:
+        shown = [f"{n}={s}" for n, s in reversed(found.items()) if s > 1 or n in ("tensor", "data")]
+        raise ConfigError(
+            f"{' times '.join(shown)} is not the number of processes, {world}",
+            rule="The sizes of the axes multiply to the number of processes",
+            remedy=f"Leave one of them out (it takes what remains), or start {prod(found.values())} processes",
+        )
+    return found
+
+
+def _that_divide(given: Mapping[str, int], world: int) -> str:
+    if len(given) > 1:
+        return f"sizes whose product is one of {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}"
+    (name,) = given
+    return " or ".join(f"{name}={n}" for n in range(1, world + 1) if world % n == 0)

@@ -1,0 +1,105 @@
+"""What carries tensors and objects between the ranks of one axis: the protocol, and the transport that reaches nobody.
+
+``processes`` has the kind that stands on torch's process groups, ``threads`` the kind whose ranks are threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardformer.errors import LaunchError
+
+Lines = tuple[tuple[int, ...], ...]
+"""Global ranks of all groups of one kind, which are disjoint; the ranks of a group in its order."""
+
+
+class Work(Protocol):
+    """Something under way."""
+
+    def wait(self) -> Any:
+        """Returns when it is done."""
+
+    def is_completed(self) -> bool: ...
+
+
+class World(Protocol):
+    """All ranks that a grid is laid over."""
+
+    @property
+    def store(self) -> Any:
+        """The launcher's store, through which processes speak before their first collective; None without one."""
+
+    def connect(self, lines: Lines) -> Transport:
+        """Makes a transport for each line, and gives this rank's. All ranks call it, in one order."""
+
+
+class Transport(Protocol):
+    """Carries tensors and objects between the ranks of one axis; ``to`` and ``source`` are ranks on that axis.
+
+    What starts something returns the work to wait for; until then its tensors stay as they are. Tensors are contiguous.
+    """
+
+    @property
+    def world(self) -> World | None: ...
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group under it, if it is one."""
+
+    def exchanges_directly(self, x: Tensor) -> bool:
+        """Whether an ``exchange`` is the best way to gather and scatter such tensors (gloo)."""
+
+    def sends_in_turn(self, device: torch.device) -> bool:
+        """Whether what two ranks send each other runs in one order, both ways together (NCCL)."""
+
+    def all_reduce(self, x: Tensor, op: str) -> Work:
+        """Sums (or "max") every rank's ``x``, in place."""
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        """Joins every rank's ``x``, of one shape, along dim 0 of ``out``."""
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
+        """Sums every rank's ``x``, and puts this rank's part of dim 0, as large as the others', into ``out``."""
+
+    def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
+        """Sends tensors to some ranks and receives tensors from some; empty ones are not sent."""
+
+    def send(self, x: Tensor, to: int, tag: int) -> Work:
+        """What is sent to one rank with one tag arrives in the order in which it was sent."""
+
+    def receive(self, x: Tensor, source: int, tag: int) -> Work: ...
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        """Puts rank ``source``'s values into ``x``."""
+
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        """Rank ``source``'s picklable value."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's picklable value, in rank order."""
+
+    def absent(self, meeting: str, timeout_s: float) -> list[int]:
+        """The ranks that within the time have not come to ``meeting``, a name that is used once. No collective."""
+
+
+class _Nobody:
+    """What an axis of size 1 has, or one of a context that was made by arithmetic."""
+
+    world = group = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise LaunchError(
+            f"{name} on an axis without a transport",
+            rule="A context of sizes and coordinates alone says who is where, and reaches nobody",
+            remedy="Take the context of launch_from_torch, or of shardformer.testing.threads.run_as_threads",
+        )
+
+
+NOBODY = cast(Transport, _Nobody())

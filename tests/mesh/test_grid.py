@@ -1,0 +1,148 @@
+"""Who stands where, by arithmetic: lines partition the ranks, and views count the same ranks another way."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardformer.errors import ConfigError
+from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.grid import AXES, Grid
+
+SIZES = st.fixed_dictionaries({name: st.integers(1, 4) for name in AXES})
+
+
+@st.composite
+def views(draw: st.DrawFn) -> tuple[Grid, list[str], dict[str, int]]:
+    """A grid with a view of one axis or of more, what it refolds, and the sizes of its axes."""
+    sizes = draw(SIZES)
+    of = [name for name in AXES if draw(st.booleans())] or ["tensor"]
+    left, folded = prod(sizes[name] for name in of), {}
+    for name in ("row", "column"):
+        folded[name] = draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0]))
+        left //= folded[name]
+    folded["depth"] = left
+    return Grid.of(sizes).view(of, folded), of, folded
+
+
+NAMES = st.sets(st.sampled_from(AXES), min_size=1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(SIZES, NAMES)
+def test_lines_partition_the_ranks(sizes: dict[str, int], names: set[str]) -> None:
+    grid = Grid.of(sizes)
+    lines = grid.lines(*names)
+    assert sorted(rank for line in lines for rank in line) == list(grid.ranks)
+    assert {len(line) for line in lines} == {prod(sizes[name] for name in names)}
+    for line in lines:
+        coords = [grid.coords(rank) for rank in line]
+        assert all(len({at[name] for at in coords}) == 1 for name in set(AXES) - names)
+        assert sorted(line) == list(line)
+
+
+@settings(deadline=None, max_examples=60)
+@given(SIZES)
+def test_coordinates_name_each_rank_once(sizes: dict[str, int]) -> None:
+    grid = Grid.of(sizes)
+    assert [grid.rank_at(grid.coords(rank)) for rank in grid.ranks] == list(grid.ranks)
+
+
+@settings(deadline=None, max_examples=60)
+@given(views(), NAMES)
+def test_a_view_merged_is_what_it_refolds_merged(
+    viewed: tuple[Grid, list[str], dict[str, int]], others: set[str]
+) -> None:
+    grid, of, folded = viewed
+    others -= set(of)
+    assert grid.lines(*folded, *others) == grid.lines(*of, *others)
+    part = list(folded)[:2]
+    lines = grid.lines(*part, *others)
+    assert sorted(rank for line in lines for rank in line) == list(grid.ranks)
+    assert {len(line) for line in lines} == {prod({**grid.sizes, **folded}[name] for name in [*part, *others])}
+    assert prod(grid.sizes.values()) == len(grid.ranks)
+
+
+@settings(deadline=None, max_examples=60)
+@given(views())
+def test_a_view_leaves_coordinates_as_they_are(viewed: tuple[Grid, list[str], dict[str, int]]) -> None:
+    grid, of, folded = viewed
+    for rank in grid.ranks:
+        coords = grid.coords(rank)
+        assert {name: coords[name] for name in AXES} == Grid.of(grid.sizes).coords(rank)
+        place, seen = 0, 0
+        for name in of:
+            place = place * grid.sizes[name] + coords[name]
+        for name, size in folded.items():
+            seen = seen * size + coords[name]
+        assert place == seen
+
+
+def test_only_some_ranks_of_an_axis() -> None:
+    grid = Grid.of({"data": 2, "pipe": 3, "tensor": 2})
+    assert grid.lines("pipe", only={"pipe": (0, 2)}) == ((0, 4), (1, 5), (6, 10), (7, 11))
+    assert grid.lines("data", "pipe", only={"pipe": (0, 2)}) == ((0, 4, 6, 10), (1, 5, 7, 11))
+
+
+def test_experts_over_data_and_tensor() -> None:
+    grid = Grid.of({"data": 4, "pipe": 2, "tensor": 2}).view(["data", "tensor"], {"replica": 2, "expert": 4})
+    assert grid.lines("expert")[0] == (0, 1, 4, 5)
+    assert grid.lines("replica")[0] == (0, 8)
+    assert grid.lines("pipe", "replica")[0] == (0, 2, 8, 10)
+
+
+CUBE = Grid.of({"data": 2, "tensor": 8}).view(["tensor"], {"row": 2, "column": 2, "depth": 2})
+
+
+@pytest.mark.parametrize(
+    ("of", "sizes", "said"),
+    [
+        (["tensor"], {"a": 2, "b": 3}, r"a=2 times b=3 is not tensor=8.*multiply.*product is 8"),
+        (["tensor"], {}, r"nothing is not tensor=8"),
+        (["tensor"], {"a": 8.0}, r"a=8.0.*whole number"),
+        (["tensor"], {"row": 8}, r"calls an axis 'row'"),
+        (["tensor", "data"], {"a": 16}, r"A view of tensor, data.*in their order: data, pipe"),
+        (["tensor", "tensor"], {"a": 64}, r"A view of tensor, tensor"),
+        (["row"], {"a": 2}, r"A view of row"),
+        ([], {"a": 1}, r"A view of no axis"),
+        (["tensro"], {"a": 8}, r"no axis 'tensro'.*data, pipe, sequence, tensor, row, column, depth.*'tensor'"),
+    ],
+    ids=str,
+)
+def test_a_view_that_cannot_be(of: list[str], sizes: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        CUBE.view(of, sizes)
+
+
+def test_axes_that_overlap_are_not_merged() -> None:
+    grid = CUBE.view(["data", "tensor"], {"replica": 4, "expert": 4})
+    assert grid.lines("tensor", "row") == grid.lines("tensor")
+    for names in (("row", "expert"), ("data", "expert")):
+        with pytest.raises(ConfigError, match=f"{', '.join(names)} overlap"):
+            grid.lines(*names)
+
+
+def test_a_line_crosses_hosts() -> None:
+    grid = Grid.of({"data": 2, "tensor": 2}, hosts=["a", "a", "b", "b"])
+    assert [grid.crosses_hosts(line) for line in (*grid.lines("tensor"), *grid.lines("data"))] == [False] * 2 + [
+        True
+    ] * 2
+    assert Grid.of({"tensor": 2}).crosses_hosts((0, 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "coords", "said"),
+    [
+        ({"tensor": 0}, {}, r"tensor=0"),
+        ({"tensr": 2}, {}, r"no axis 'tensr'"),
+        ({"tensor": 2}, {"tensor": 2}, r"no rank at {'tensor': 2}"),
+        ({"tensor": 2}, {"row": 0}, r"no rank at {'row': 0}"),
+    ],
+    ids=str,
+)
+def test_a_place_that_cannot_be(sizes: dict[str, int], coords: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ParallelContext.of(sizes, coords)

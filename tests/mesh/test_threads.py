@@ -1,0 +1,97 @@
+"""The transport between threads: the collectives of processes, and an end for what would wait for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardformer.comm.collectives import (
+    all_gather,
+    all_reduce,
+    broadcast,
+    broadcast_object,
+    gather_objects,
+    reduce_scatter,
+)
+from shardformer.comm.point_to_point import PointToPoint
+from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.threads import ThreadTransport
+from shardformer.testing.threads import run_as_threads
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["exchange", "own"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives(size: int, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By exchanges as over gloo; and as over NCCL, whose own gather and scatter take parts of one length."""
+    monkeypatch.setattr(ThreadTransport, "exchanges_directly", lambda self, x: direct)
+    rows = torch.arange(7.0 * size).view(size, 7)
+
+    def collect(context: ParallelContext) -> list[Any]:
+        axis = context.tensor
+        mine = rows[axis.rank]
+        uneven = rows.T[: size + 1].tensor_split(size)[axis.rank]
+        return [
+            all_reduce(mine.clone(), axis),
+            all_reduce(mine.clone(), axis, op="max"),
+            all_gather(mine[None], axis, 0),
+            all_gather(uneven, axis, 0, size + 1),
+            broadcast(mine.clone(), axis, 1),
+            gather_objects(axis.rank, axis),
+            broadcast_object(axis.rank, axis, 1),
+            reduce_scatter(rows.T.contiguous(), axis, 0),
+        ]
+
+    found = run_as_threads(collect, tensor=size)
+    whole = [rows.sum(0), rows.amax(0), rows, rows.T[: size + 1], rows[1], list(range(size)), 1]
+    for *alike, _ in found:
+        for value, expected in zip(alike, whole, strict=True):
+            assert torch.equal(value, expected) if isinstance(expected, Tensor) else value == expected
+    assert torch.equal(torch.cat([stretch for *_, stretch in found]), size * rows.T)
+
+
+def test_messages_arrive_in_the_order_in_which_they_were_sent() -> None:
+    def talk(context: ParallelContext) -> list[float]:
+        wires, rank = PointToPoint(context), context.pipe.rank
+        arriving = [torch.empty(2) for _ in range(3)]
+        works = [wires.receive(x, 1 - rank, "activation") for x in arriving]
+        x = torch.empty(2)
+        for i in range(3):
+            wires.send(x.fill_(10 * rank + i), 1 - rank, "activation")  # what is sent may change behind it
+        return [float(work.wait()[0]) for work in works]
+
+    assert run_as_threads(talk, pipe=2) == [[10, 11, 12], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_each_way_has_a_transport_of_its_own_where_messages_run_in_turn(
+    in_turn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ThreadTransport, "sends_in_turn", lambda self, device: in_turn)
+
+    def talk(context: ParallelContext) -> tuple[float, int]:
+        wires, rank = PointToPoint(context), context.pipe.rank
+        work = wires.receive(torch.empty(1), 1 - rank, "activation")
+        wires.send(torch.full((1,), float(rank)), 1 - rank, "activation")
+        return float(work.wait()), len(set(wires._transports.values()))
+
+    assert run_as_threads(talk, pipe=2) == [(1.0, 1 + in_turn), (0.0, 1 + in_turn)]
+
+
+def test_who_is_absent_is_told_by_a_meeting() -> None:
+    def come(context: ParallelContext) -> list[int]:
+        return context.data.transport.absent("supper", 0.2) if context.data.rank != 1 else []
+
+    assert run_as_threads(come, data=3) == [[1], [], [1]]
+    assert run_as_threads(lambda c: c.data.transport.absent("supper", 30.0), data=3) == [[]] * 3
+
+
+def test_an_axis_and_its_merged_axes_do_not_hear_each_other() -> None:
+    def collect(context: ParallelContext) -> list[list[int]]:
+        both = context.merged("data", "tensor")
+        assert context.merged("data", "tensor") is both
+        return [gather_objects(context.rank, axis) for axis in (both, context.tensor, both, context.data)]
+
+    assert run_as_threads(collect, data=2, tensor=2)[2] == [[0, 1, 2, 3], [2, 3], [0, 1, 2, 3], [0, 2]]

@@ -1,0 +1,142 @@
+"""Ranks as threads: they train as processes do, and none waits for ever."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+
+import numpy
+import pytest
+import torch
+
+from shardformer.comm.collectives import all_reduce, gather_objects
+from shardformer.comm.recorder import Recorder
+from shardformer.engine import Pipeline
+from shardformer.errors import ConfigError, LaunchError, WorkerError
+from shardformer.layout.state import specs_of
+from shardformer.mesh.context import ParallelContext
+from shardformer.sharder import shard_model
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import Batches, Sample, sample_loss
+
+OVERLAP = {"enable_sequence_parallelism": True, "enable_sequence_overlap": True}
+
+
+@pytest.mark.parametrize("options", [{}, OVERLAP], ids=["plain", "overlap"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
+def test_a_sharded_model_has_the_plain_gradients(family: str, options: dict[str, bool]) -> None:
+    torch.manual_seed(0)
+    sample = Sample(family)
+    plain, batch = sample().double(), Batches(sample.head_class)(0)
+    sample_loss(plain, batch).backward()
+
+    def train(context: ParallelContext) -> None:
+        model = copy.deepcopy(plain)
+        model.zero_grad()
+        shard_model(model, context=context, **options)
+        sample_loss(model, batch).backward()
+        specs = specs_of(model)
+        for name, param in model.named_parameters():
+            expected = plain.get_parameter(name).grad
+            assert (param.grad is None) == (expected is None)
+            if expected is not None:
+                own = specs[name].slice(expected, context.coords)
+                torch.testing.assert_close(param.grad, own, rtol=1e-5, atol=1e-6)
+
+    run_as_threads(train, tensor=4)
+
+
+@pytest.mark.parametrize("options", [{}, OVERLAP], ids=["plain", "overlap"])
+def test_a_step_over_data_pipe_and_tensor_has_the_plain_gradients(options: dict[str, bool]) -> None:
+    torch.manual_seed(0)
+    sample = Sample("gpt2")  # its table is tied to the head, on two stages
+    plain = sample().double().eval()
+    batches = [Batches(sample.head_class)(i) for i in range(2)]
+    losses = [sample_loss(plain, batch) for batch in batches]
+    (sum(losses) / 2).backward()
+
+    def train(context: ParallelContext) -> tuple[set[str], list[str], float]:
+        model = copy.deepcopy(plain)
+        model.zero_grad()
+        shard_model(model, context=context, **options)
+        with Recorder(context) as recorder:
+            loss = Pipeline(model, micro_batches=2).step(batches[context.data.rank])
+        for name, param in model.named_parameters():
+            if param.grad is not None:
+                expected = specs_of(model)[name].slice(plain.get_parameter(name).grad, context.coords)
+                torch.testing.assert_close(param.grad, expected, rtol=1e-5, atol=1e-7)
+        return {call.axis for call in recorder.calls}, [n for n, _ in model.named_parameters()], float(loss)
+
+    found = run_as_threads(train, data=2, pipe=2, tensor=2)
+    names = {name for _, held, _ in found for name in held}
+    assert names == {name for name, _ in plain.named_parameters(remove_duplicate=False)}
+    assert {"data", "pipe", "tensor"} <= set.union(*(axes for axes, _, _ in found))
+    assert [loss for *_, loss in found] == pytest.approx([losses[i // 4].item() for i in range(8)], rel=1e-6)
+
+
+def test_ranks_stand_where_processes_would() -> None:
+    found = run_as_threads(lambda c: (c.rank, c.coords, str(c)), data=2, tensor=2)
+    assert found[2] == (2, {"data": 1, "pipe": 0, "sequence": 0, "tensor": 0}, "data=2, tensor=2")
+    assert [rank for rank, *_ in found] == [0, 1, 2, 3]
+
+
+def raise_on_one(context: ParallelContext) -> None:
+    if context.rank == 1:
+        raise ConfigError("only here", rule="None", remedy="None")
+    try:
+        all_reduce(torch.ones(1), context.data if context.rank else context.tensor)
+    except Exception as error:
+        raise LaunchError("another is gone", rule="None", remedy="None") from error
+
+
+def test_what_one_rank_raises_ends_all() -> None:
+    with pytest.raises(ConfigError, match="only here"):
+        run_as_threads(raise_on_one, data=2, tensor=2)
+
+
+def end_early(context: ParallelContext) -> None:
+    if context.rank != 1:
+        all_reduce(torch.ones(1), context.tensor)
+
+
+def call_others(context: ParallelContext) -> None:
+    if context.rank == 1:
+        gather_objects(1, context.tensor)
+    all_reduce(torch.ones(3), context.tensor, op="max")
+
+
+def compute_long(context: ParallelContext) -> None:
+    if context.rank == 1:
+        time.sleep(1.0)
+    all_reduce(torch.ones(3), context.tensor, op="max")
+
+
+@pytest.mark.parametrize(
+    ("fn", "timeout_s", "said"),
+    [
+        (end_early, 60.0, "rank 0 waits for rank 1 in an exchange; rank 1 has ended"),
+        (call_others, 60.0, "rank 0 waits for rank 1 in all_reduce; rank 1 waits for rank 0 in gather_objects"),
+        (compute_long, 0.1, "rank 0 waits for rank 1 in all_reduce; rank 1 still computes after 0.1 s"),
+    ],
+    ids=["end_early", "call_others", "compute_long"],
+)
+def test_a_wait_in_vain_ends_and_says_where_each_rank_is(
+    fn: Callable[[ParallelContext], None], timeout_s: float, said: str
+) -> None:
+    started = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        run_as_threads(fn, tensor=2, timeout_s=timeout_s)
+    assert time.monotonic() - started < 20
+    assert "; ".join(sorted(caught.value.what.split("; "))) == said
+
+
+def test_in_turn_a_rank_draws_what_it_draws_alone() -> None:
+    def draw(context: ParallelContext) -> float:
+        numpy.random.seed(0)
+        time.sleep(0.05)
+        drawn = numpy.random.rand()
+        all_reduce(torch.ones(1), context.tensor)
+        return drawn
+
+    assert len(set(run_as_threads(draw, tensor=4, in_turn=True))) == 1
