@@ -1,41 +1,21 @@
-"""The recorder: how many collectives a step makes and how many bytes they carry.
+"""The recorder: how many collectives a step makes, how many bytes they carry, and where it waits for them.
 
-Counted where they start, on this process. ``wire_bytes`` is what a bandwidth-optimal algorithm puts on the wire, sent
-by all ranks of the group together; with R ranks and a full tensor of S bytes:
-
-    all_reduce      2 (R-1) S        all_gather      (R-1) S        reduce_scatter  (R-1) S        send  S
-
-A ring that does a gather or a scatter in steps counts as that one collective.
+Counted where they start, on this process; ``shardformer.mesh.traffic`` has the formula of the bytes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardformer.mesh.axis import Axis, Traffic
+from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext
-
-WIRE_FACTOR = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "send": 1}
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective: its kind, the axis, its purpose, and the bytes of the full tensor it concerns."""
-
-    op: str
-    axis: str
-    ranks: int
-    payload_bytes: int
-    purpose: str
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that all ranks of the group send together."""
-        return self.payload_bytes * WIRE_FACTOR[self.op] * (self.ranks - 1)
+from shardformer.mesh.traffic import Collective, Event, Traffic
 
 
 @dataclass
@@ -45,27 +25,39 @@ class Recorder:
     >>> with Recorder(context) as recorder:      # doctest: +SKIP
     ...     model(**batch).loss.backward()
     >>> recorder.count("all_reduce"), recorder.wire_bytes()   # doctest: +SKIP
+
+    Args:
+        model: whose modules' paths the collectives of a forward carry (``Collective.where``).
+
+    When it is left, ``calls`` has what was started, and ``events`` each start and wait in order, in which a tensor that
+    is received has its own.
     """
 
     source: ParallelContext | Axis
+    model: nn.Module | None = None
     calls: list[Collective] = field(default_factory=list)
-    _start: int = 0
+    events: list[Event] = field(default_factory=list)
 
     @property
     def _traffic(self) -> Traffic:
         return self.source.traffic
 
     def __enter__(self) -> Recorder:
-        self._was_enabled = self._traffic.enabled[0]
-        self._start = len(self._traffic.calls)
-        self._traffic.enabled[0] = True
+        traffic = self._traffic
+        self._was_enabled, traffic.enabled = traffic.enabled, True
+        self._first = len(traffic.calls), len(traffic.events)
+        self._hooks = [] if self.model is None else _follow(self.model, traffic)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.calls = self._traffic.calls[self._start :]
-        self._traffic.enabled[0] = self._was_enabled
+        traffic, (call, event) = self._traffic, self._first
+        for hook in self._hooks:
+            hook.remove()
+        self.calls, self.events = traffic.calls[call:], traffic.events[event:]
+        traffic.enabled = self._was_enabled
         if not self._was_enabled:
-            self._traffic.calls.clear()
+            traffic.calls.clear()
+            traffic.events.clear()
 
     def count(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
         """How many calls there were, of one kind, over one axis, for one purpose."""
@@ -92,10 +84,41 @@ class Recorder:
         return [c for c in self.calls if op in (None, c.op) and axis in (None, c.axis) and purpose in (None, c.purpose)]
 
 
-def record(op: str, axis: Axis, full_bytes: int, purpose: str) -> None:
-    """Notes a collective that starts now, if somebody listens."""
-    if axis.traffic.enabled[0]:
-        axis.traffic.calls.append(Collective(op, axis.name, axis.size, full_bytes, purpose))
+def _follow(model: nn.Module, traffic: Traffic) -> list[Any]:
+    """Hooks by which ``traffic`` knows the module whose forward runs."""
+    outer = traffic.where.module
+    running = [outer]
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if not name:  # a stage's forward ends in its middle, by what no hook sees
+                running[:] = [outer]
+            running.append(name)
+            traffic.where = traffic.where._replace(module=name)
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        running.pop()
+        traffic.where = traffic.where._replace(module=running[-1])
+
+    hooks: list[Any] = []
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(enter(name), prepend=True))
+        hooks.append(module.register_forward_hook(leave, always_call=True))
+    return hooks
+
+
+def unheard() -> None:
+    """Notes nothing: nobody listens."""
+
+
+def record(op: str, axis: Axis, full_bytes: int, purpose: str, *, ranks: int | None = None) -> Callable[[], None]:
+    """Notes a collective that starts now, if somebody listens; returns what notes that it is waited for."""
+    traffic = axis.traffic
+    if not traffic.enabled:
+        return unheard
+    return traffic.start(Collective(op, axis.name, ranks or axis.size, full_bytes, purpose, traffic.where))
 
 
 def bytes_of(x: Tensor) -> int:

@@ -1,6 +1,6 @@
-"""A gather and a matmul, or a matmul and a scatter, in stretches around a ring: communication runs under computation.
+"""A gather and a matmul, or a matmul and a scatter, in parts around a ring: communication runs under computation.
 
-With R ranks a stretch is passed on R-1 times; while one is on the way, the matmul of the one that is here runs
+With R ranks a part is passed on R-1 times; while one is on the way, the matmul of the one that is here runs
 (Wang et al. 2023, "Overlap communication with dependent computation via decomposition"). For R = 2, in time:
 
     rank 0   | send x0, multiply x0 | multiply x1 |        rank 0   | multiply for 1, send | multiply for 0, add |
@@ -10,54 +10,56 @@ With R ranks a stretch is passed on R-1 times; while one is on the way, the matm
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from shardformer.comm.collectives import start_exchange
-from shardformer.comm.recorder import bytes_of, record
-from shardformer.layout.spec import even_bounds
+from shardformer.comm.recorder import bytes_of, record, unheard
+from shardformer.layout.split import even_bounds
 from shardformer.mesh.axis import Axis
+from shardformer.mesh.transport import Work
 
 
 def ring_gather(x_BsH: Tensor, axis: Axis, full: int, use: Callable[[Tensor, int, int], None]) -> Tensor:
-    """Joins every rank's stretch of dim 1, and calls ``use(stretch, start, end)`` for each as soon as it is here.
+    """Joins every rank's part of dim 1, and calls ``use(part, start, end)`` for each as soon as it is here.
 
     Returns the joined tensor (B, full, H). Communicates one all-gather of it, in R-1 steps under the calls of ``use``.
     """
     bounds = even_bounds(full, axis.size)
     joined = x_BsH.new_empty((x_BsH.shape[0], full, *x_BsH.shape[2:]))
-    record("all_gather", axis, bytes_of(joined), "block")
+    noted = record("all_gather", axis, bytes_of(joined), "block")
     after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     current = x_BsH.contiguous()
     for step in range(axis.size):
         holder = (axis.rank - step) % axis.size
         start, end = bounds[holder], bounds[holder + 1]
-        works, arriving = [], current
+        works: Sequence[Work] = ()
+        arriving = current
         if step < axis.size - 1:
             coming = (holder - 1) % axis.size
             shape = (x_BsH.shape[0], bounds[coming + 1] - bounds[coming], *x_BsH.shape[2:])
             arriving = x_BsH.new_empty(shape)
-            works = _pass_on(current, arriving, axis, after, before)
+            works = axis.transport.exchange({after: current}, {before: arriving})
         joined[:, start:end] = current
         if end > start:
             use(current, start, end)
         for work in works:
             work.wait()
         current = arriving
+    noted()
     return joined
 
 
 def ring_scatter(make: Callable[[int, int], Tensor], axis: Axis, full: int) -> Tensor:
-    """Sums ``make(start, end)`` of all ranks for each stretch of dim 1; every rank keeps its own.
+    """Sums ``make(start, end)`` of all ranks for each part of dim 1; every rank keeps its own.
 
-    ``make`` computes this rank's summand for one stretch, and runs while the sum of the one before is on its way.
+    ``make`` computes this rank's summand for one part, and runs while the sum of the one before is on its way.
     Communicates one reduce-scatter of the full tensor, in R-1 steps.
     """
     bounds = even_bounds(full, axis.size)
     after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
-    works: list[Any] = []
+    works: Sequence[Work] = ()
+    noted = unheard
     arriving: Tensor | None = None
     kept: list[Tensor] = []
     for step in range(axis.size):
@@ -65,20 +67,17 @@ def ring_scatter(make: Callable[[int, int], Tensor], axis: Axis, full: int) -> T
         summand = make(bounds[owner], bounds[owner + 1])
         if step == 0:
             per_index = bytes_of(summand) // max(summand.shape[1], 1)
-            record("reduce_scatter", axis, per_index * full, "block")
+            noted = record("reduce_scatter", axis, per_index * full, "block")
         for work in works:
             work.wait()
         if arriving is not None:
             summand = summand + arriving
         if step == axis.size - 1:
+            noted()
             return summand
         following = (owner - 1) % axis.size
         shape = (summand.shape[0], bounds[following + 1] - bounds[following], *summand.shape[2:])
         arriving = summand.new_empty(shape)
         kept = [summand.contiguous()]
-        works = _pass_on(kept[0], arriving, axis, after, before)
+        works = axis.transport.exchange({after: kept[0]}, {before: arriving})
     raise AssertionError("a ring has at least one step")
-
-
-def _pass_on(outgoing: Tensor, arriving: Tensor, axis: Axis, after: int, before: int) -> list[Any]:
-    return start_exchange(axis, {after: outgoing}, {before: arriving})

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardformer.comm import collectives
 from shardformer.comm.recorder import Recorder
-from shardformer.layout.spec import even_bounds
+from shardformer.layout.split import even_bounds
 from shardformer.mesh.axis import Axis
 from shardformer.testing.pool import Pools, WorkerPool
 

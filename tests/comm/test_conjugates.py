@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from shardformer.comm import conjugates
-from shardformer.comm.collectives import all_reduce, local_chunk
+from shardformer.comm.collectives import all_reduce
+from shardformer.layout.split import Split
+from shardformer.layout.stream import Cut, Dim, Order
 from shardformer.mesh.axis import Axis
 from shardformer.testing.pool import Pools
 
@@ -23,18 +25,30 @@ def _random(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def _stretch(x: Tensor, axis: Axis) -> Tensor:
-    return local_chunk(x, axis, 1)
+def _even(ranks: int) -> Split:
+    return Split.even(S, ranks)
 
 
-# name -> (function of x, input of a rank, weight of the output of a rank, is the input / the output replicated)
-Case = tuple[Callable[[Tensor, Axis], Tensor], bool, bool, bool, bool]
+def _striped(ranks: int) -> Split:
+    return Cut(Dim.SEQUENCE, "tensor", Order.STRIPED).split(S, ranks)
+
+
+def _part(x: Tensor, axis: Axis, split: Split) -> Tensor:
+    return conjugates.own_slices(x, axis, 1, split)
+
+
+# name -> (function of x, how the input and the output are cut, is the input / the output replicated)
+Cuts = Callable[[int], Split] | None
+Case = tuple[Callable[[Tensor, Axis], Tensor], Cuts, Cuts, bool, bool]
 CASES: dict[str, Case] = {
-    # (function, input is a stretch, output is a stretch, input replicated, output replicated)
-    "enter_block": (conjugates.enter_block, False, False, True, False),
-    "leave_block": (conjugates.leave_block, False, False, False, True),
-    "split_sequence": (lambda x, a: conjugates.split_sequence(x, a, 1), False, True, True, False),
-    "join_sequence": (lambda x, a: conjugates.join_sequence(x, a, 1, S), True, False, False, True),
+    "enter_block": (conjugates.enter_block, None, None, True, False),
+    "leave_block": (conjugates.leave_block, None, None, False, True),
+    "gather_input": (lambda x, a: conjugates.gather_input(x, a, 1, S), _even, None, False, False),
+    "scatter_output": (lambda x, a: conjugates.scatter_output(x, a, 1), None, _even, False, False),
+    "split_dim": (lambda x, a: conjugates.split_dim(x, a, 1, _even(a.size)), None, _even, True, False),
+    "join_dim": (lambda x, a: conjugates.join_dim(x, a, 1, _even(a.size)), _even, None, False, True),
+    "split_dim striped": (lambda x, a: conjugates.split_dim(x, a, 1, _striped(a.size)), None, _striped, True, False),
+    "join_dim striped": (lambda x, a: conjugates.join_dim(x, a, 1, _striped(a.size)), _striped, None, False, True),
 }
 
 
@@ -42,10 +56,10 @@ def _inner_products(name: str) -> tuple[float, float]:
     function, x_cut, y_cut, x_same, y_same = CASES[name]
     axis = Axis.of(None)
     x = _random(1 if x_cut or x_same else 10 + axis.rank, B, S, H)
-    x = (_stretch(x, axis) if x_cut else x).requires_grad_()
+    x = (_part(x, axis, x_cut(axis.size)) if x_cut else x).requires_grad_()
     out = function(x, axis)
     y = _random(2 if y_cut or y_same else 20 + axis.rank, B, S, H)
-    y = _stretch(y, axis) if y_cut else y
+    y = _part(y, axis, y_cut(axis.size)) if y_cut else y
     out.backward(y)
     assert x.grad is not None
     left = (out.detach() * y).sum() / (axis.size if y_same else 1)
@@ -61,18 +75,18 @@ def test_backward_is_the_transpose_of_forward(pools: Pools, ranks: int, name: st
         assert abs(left) > 1e-3
 
 
-def _join_slices() -> tuple[Tensor, Tensor]:
+def _uneven() -> tuple[Tensor, Tensor]:
     axis = Axis.of(None)
-    lengths = tuple(range(1, axis.size + 1))
-    x = torch.full((2, lengths[axis.rank]), float(axis.rank), requires_grad=True)
-    whole = conjugates.join_slices(x, axis, -1, lengths)
+    split = Split((((0, 1),), ((1, 3),), ((3, 6),), ((6, 10),)))
+    x = torch.full((2, split.length(axis.rank)), float(axis.rank), requires_grad=True)
+    whole = conjugates.join_dim(x, axis, -1, split)
     (whole * torch.arange(whole.shape[-1])).sum().backward()
     assert x.grad is not None
     return whole.detach(), x.grad
 
 
 def test_slices_of_any_length_are_joined(pools: Pools) -> None:
-    results = pools(4).run(_join_slices)
+    results = pools(4).run(_uneven)
     for whole, _ in results:
         assert whole[0].tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
     assert [grad[0].tolist() for _, grad in results] == [[0], [1, 2], [3, 4, 5], [6, 7, 8, 9]]

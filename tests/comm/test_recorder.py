@@ -1,0 +1,76 @@
+"""The recorder's events: what starts and is waited for, in order, and where."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.comm.collectives import all_reduce, start_all_reduce
+from shardformer.comm.point_to_point import PointToPoint
+from shardformer.comm.recorder import Recorder
+from shardformer.mesh.axis import Axis
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+
+
+def test_starts_and_waits_in_order() -> None:
+    def collect(context: ParallelContext) -> list[tuple[str, int]]:
+        with Recorder(context) as recorder:
+            first = start_all_reduce(torch.zeros(1), context.tensor)
+            second = start_all_reduce(torch.zeros(2), context.tensor)
+            second.wait()
+            first.wait()
+        unheard = start_all_reduce(torch.zeros(3), context.tensor)
+        unheard.wait()
+        assert context.traffic.events == context.traffic.calls == []
+        assert [call.payload_bytes for call in recorder.calls] == [4, 8]
+        return [(kind, call.payload_bytes) for kind, call in recorder.events]
+
+    assert run_as_threads(collect, tensor=2)[0] == [("start", 4), ("start", 8), ("wait", 8), ("wait", 4)]
+
+
+def test_what_is_received_is_an_event_and_no_call() -> None:
+    def talk(context: ParallelContext) -> tuple[list[str], list[str], int]:
+        wires = PointToPoint(context)
+        with Recorder(context) as recorder:
+            if context.pipe.rank == 0:
+                wires.send(torch.zeros(2), 1, "activation").wait()
+            else:
+                wires.receive(torch.zeros(2), 0, "activation").wait()
+        return (
+            [f"{kind} {call.op}" for kind, call in recorder.events],
+            [call.op for call in recorder.calls],
+            recorder.wire_bytes(),
+        )
+
+    assert run_as_threads(talk, pipe=2) == [
+        (["start send", "wait send"], ["send"], 8),
+        (["start receive", "wait receive"], [], 0),
+    ]
+
+
+class Reduce(nn.Module):
+    def __init__(self, axis: Axis, *parts: nn.Module) -> None:
+        super().__init__()
+        self.axis, self.parts = axis, nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return all_reduce(x.clone(), self.axis)
+
+
+def test_a_collective_carries_the_module_and_the_action() -> None:
+    def run(context: ParallelContext) -> list[tuple[str, str]]:
+        axis = context.tensor
+        model = nn.Sequential(Reduce(axis), Reduce(axis, Reduce(axis)))
+        with Recorder(context, model) as recorder:
+            model(torch.ones(1))
+            with context.traffic.within(action="F0@1"):
+                all_reduce(torch.ones(1), axis)
+        model(torch.ones(1))
+        assert context.traffic.where == ("", "")
+        assert not any(module._forward_hooks for module in model.modules())
+        return [tuple(call.where) for call in recorder.calls]
+
+    assert run_as_threads(run, tensor=2)[1] == [("0", ""), ("1.parts.0", ""), ("1", ""), ("", "F0@1")]
