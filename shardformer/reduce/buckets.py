@@ -1,33 +1,29 @@
-"""Averages gradients over groups of ranks in buckets, while backward still runs.
+"""Agrees on gradients between ranks in buckets, while backward still runs.
 
-One operation serves every reason why a gradient must be agreed on:
+The ``Reduction`` of each parameter says what is agreed on: its gradient is the sum over some axes, over a divisor. The
+end of a bucket says what comes of the sum:
 
-- over ``data``, every parameter's gradient is the mean of the ranks' gradients;
-- over ``tensor``, a replicated parameter that sees a part of the sequence or of the heads has only a summand of its
-  gradient. A sum is the mean of R times the summand, so its summand is multiplied by R as it arrives;
-- a slice that c ranks hold (a KV head shared by ranks) is the sum over its c holders, so its summand is multiplied by
-  c and averaged over them.
-
-Because everything is a mean of ``.grad`` as it stands after accumulation, gradient accumulation is right by itself:
-what earlier backwards left is equal on all ranks, and the mean of equal numbers is that number. ``paused()`` skips the
-averaging for the backwards of all but the last micro-batch, which is right for the same reason and saves the traffic.
+    WriteBack   the sum is written into ``.grad`` on every rank            one all-reduce a bucket
+    HandOver    each rank gets its shard of the sum, for its optimizer     one reduce-scatter a bucket
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 
-from shardformer.comm.collectives import start_sum
-from shardformer.comm.recorder import bytes_of, record
+from shardformer.comm.collectives import start_reduce_scatter, start_sum
+from shardformer.comm.values import numbers_in
+from shardformer.layout.split import Coords
+from shardformer.layout.state import Entry
 from shardformer.mesh.axis import Axis
 
 BUCKET_BYTES = 25 * 1024 * 1024
@@ -35,123 +31,206 @@ FIRST_BUCKET_BYTES = 1024 * 1024
 
 
 @dataclass(eq=False)
-class Entry:
-    """One parameter: the axis its gradient is averaged over, and which indices of the full dim it holds if shared.
+class Gradient:
+    """The gradient of one parameter on this rank.
+
+    Slices that several ranks of a cut parameter hold (a KV head that ranks share) are summed over their holders only:
+    in the bucket the gradient stands in the full shape, with zeros for what this rank does not hold.
 
     Args:
-        scale: what a summand is multiplied by as it arrives; a number, or a tensor that broadcasts.
-        shared: (dim, indices of the full dim held here, full shape) of a parameter some of whose slices others hold.
-        holders: how many ranks of other axes have a summand of it too (stages that share it), which ``scale`` counts.
-        divisor: by what the sum over ``axis`` is divided to give the mean; a number, or a tensor like the full shape.
+        axis: all ranks whose gradients are summed.
+        coords: this rank's place on the grid.
     """
 
-    param: Tensor
+    entry: Entry
     axis: Axis
-    scale: Tensor | float = 1
-    divisor: Tensor | float = 1
-    shared: tuple[int, Tensor, tuple[int, ...]] | None = None
-    holders: int = 1
+    coords: Coords
     bucket: _Bucket | None = None
-    changed: bool = False  # since the last mean
+    changed: bool = False  # since the last time that it was agreed on
     arrived: bool = False  # in this backward
+
+    def __post_init__(self) -> None:
+        self.divisor = self.entry.reduction.divisor
+        spec = self.entry.spec
+        self.is_shared = not spec.is_partition
+        held = spec.multiplicity()
+        num_places = len(spec.places()) if self.is_shared else 1
+        self.copies = held * (self.axis.size // num_places)
+        """How many of the ranks hold each number: a number, or one for each of the full tensor."""
+
+    @property
+    def param(self) -> Tensor:
+        return self.entry.param
 
     @property
     def is_new(self) -> bool:
-        """Whether the gradient here is one that the other ranks do not know, not what is left of an earlier mean."""
+        """Whether the gradient here is one that the other ranks do not know."""
         return self.changed and self.param.grad is not None
 
     @property
     def numel(self) -> int:
-        return self.param.numel() if self.shared is None else int(torch.Size(self.shared[2]).numel())
+        """Numbers that it takes in a bucket."""
+        return torch.Size(self.entry.spec.shape).numel() if self.is_shared else self.param.numel()
 
-    def pack(self, out: Tensor) -> None:
-        """Writes the gradient, divided for the mean, into its place in the bucket; zeros when there is none."""
+    def pack(self, out: Tensor, divisor: Tensor | float) -> None:
+        """Writes the gradient over ``divisor`` into its place in a bucket; zeros where there is none."""
         grad = self.param.grad
         if grad is None:
             out.zero_()
-        elif self.shared is None:
-            torch.div(grad.reshape(-1), self.divisor, out=out)
+        elif not self.is_shared:
+            torch.div(grad.reshape(-1), divisor, out=out)
         else:
-            dim, indices, shape = self.shared
-            full = out.zero_().view(shape)
-            full.index_copy_(dim, indices.to(grad.device), grad)
-            full.div_(self.divisor.to(full.device) if isinstance(self.divisor, Tensor) else self.divisor)
+            full = out.zero_().view(self.entry.spec.shape)
+            self.entry.spec.place(grad, full, self.coords)
+            full.div_(divisor.to(full) if isinstance(divisor, Tensor) else divisor)
 
-    def unpack(self, mean: Tensor) -> None:
-        if self.shared is None:
-            value = mean.view_as(self.param)
-        else:
-            dim, indices, shape = self.shared
-            value = mean.view(shape).index_select(dim, indices.to(mean.device))
-        if self.param.grad is None:
-            self.param.grad = value.clone()
-        else:
-            self.param.grad.copy_(value)
+    def unpack(self, flat: Tensor) -> Tensor:
+        """This rank's gradient from its place in a bucket."""
+        if not self.is_shared:
+            return flat.view_as(self.param)
+        return self.entry.spec.slice(flat.view(self.entry.spec.shape), self.coords)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
-        memo[id(self)] = twin = Entry(deepcopy(self.param, memo), self.axis, self.scale, self.divisor, self.shared)
-        twin.holders = self.holders
+    def local_copies(self) -> Tensor | float:
+        """``copies`` of the numbers that this rank holds."""
+        if not isinstance(self.copies, Tensor):
+            return self.copies
+        return self.entry.spec.slice(self.copies.expand(self.entry.spec.shape), self.coords)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gradient:
+        memo[id(self)] = twin = Gradient(deepcopy(self.entry, memo), self.axis, self.coords)
+        twin.divisor = self.divisor
         return twin
 
 
 @dataclass(eq=False)
 class _Bucket:
     axis: Axis
-    entries: list[Entry] = field(default_factory=list)
+    gradients: list[Gradient] = field(default_factory=list)
     pending: int = 0
-    flat: Tensor | None = None
     work: Any = None
+    flat: Tensor | None = None
 
-    def launch(self) -> None:
-        """Starts one all-reduce of the gradients and, behind them, of how many ranks had each of them."""
-        first = self.entries[0].param
-        total = sum(e.numel for e in self.entries)
-        self.flat = torch.empty(total + len(self.entries), dtype=first.dtype, device=first.device)
-        at = 0
-        for entry in self.entries:
-            entry.pack(self.flat[at : at + entry.numel])
-            at += entry.numel
-        had = [1.0 if e.is_new else 0.0 for e in self.entries]
-        self.flat[total:] = torch.tensor(had, dtype=first.dtype, device=first.device)
-        record("all_reduce", self.axis, bytes_of(self.flat), "gradients")
-        self.work = start_sum(self.flat, self.axis)
+    @property
+    def had(self) -> list[float]:
+        """For each gradient 1 where this rank has a new one."""
+        return [1.0 if g.is_new else 0.0 for g in self.gradients]
 
-    def finish(self) -> None:
-        assert self.flat is not None
-        if self.work is not None:
-            self.work.wait()
-        total = self.flat.numel() - len(self.entries)
-        # a gradient that arrived here needs no count, which a GPU would have to be waited for
-        had = None if all(e.is_new for e in self.entries) else self.flat[total:].tolist()
+    def places(self) -> Iterator[tuple[Gradient, slice]]:
         at = 0
-        for i, entry in enumerate(self.entries):
-            if had is None or had[i] > 0:
-                entry.unpack(self.flat[at : at + entry.numel])
-            at += entry.numel
-            entry.changed = False
-        self.reset()
+        for gradient in self.gradients:
+            yield gradient, slice(at, at + gradient.numel)
+            at += gradient.numel
+
+    def new_flat(self, numel: int) -> Tensor:
+        first = self.gradients[0].param
+        return torch.empty(numel, dtype=first.dtype, device=first.device)
 
     def reset(self) -> None:
         self.flat = self.work = None
-        self.pending = len(self.entries)
-        for entry in self.entries:
-            entry.arrived = False
+        self.pending = len(self.gradients)
+        for gradient in self.gradients:
+            gradient.arrived = False
 
 
-class GradientAverager:
-    """Agrees on the gradients of ``entries`` during each backward.
+class End(Protocol):
+    """What comes of a bucket."""
+
+    def scale(self, gradient: Gradient) -> Tensor | float:
+        """What a gradient is multiplied by as it arrives, before it is accumulated."""
+
+    def start(self, bucket: _Bucket) -> None:
+        """Starts to sum the bucket over its ranks."""
+
+    def finish(self, bucket: _Bucket) -> None:
+        """Waits for the sum and hands it on."""
+
+
+class WriteBack:
+    """Every rank gets the sum in ``.grad``. Communicates one all-reduce of the gradients and one number each.
+
+    ``.grad`` may hold what earlier backwards agreed on, which all ranks hold alike, beside what this one added. So what
+    arrives is scaled by copies / divisor, and the mean over all copies is taken of the two together: what was agreed on
+    stays as it is, and what arrived becomes its sum over the divisor. Accumulation is right by itself, whether the
+    backwards before were paused or not.
+    """
+
+    def scale(self, gradient: Gradient) -> Tensor | float:
+        return gradient.local_copies() / gradient.divisor
+
+    def start(self, bucket: _Bucket) -> None:
+        total = sum(g.numel for g in bucket.gradients)
+        bucket.flat = flat = bucket.new_flat(total + len(bucket.gradients))
+        for gradient, place in bucket.places():
+            gradient.pack(flat[place], gradient.copies)
+        flat[total:] = torch.tensor(bucket.had, dtype=flat.dtype, device=flat.device)
+        if bucket.axis.size > 1:
+            bucket.work = start_sum(flat, bucket.axis, "gradients")
+
+    def finish(self, bucket: _Bucket) -> None:
+        flat = bucket.flat
+        assert flat is not None
+        if bucket.work is not None:
+            bucket.work.wait()
+        # a gradient that arrived here needs no count, which a GPU would have to be waited for
+        had = None if all(bucket.had) else numbers_in(flat[-len(bucket.gradients) :])
+        for i, (gradient, place) in enumerate(bucket.places()):
+            if had is None or had[i] > 0:
+                value = gradient.unpack(flat[place])
+                if gradient.param.grad is None:
+                    gradient.param.grad = value.clone()
+                else:
+                    gradient.param.grad.copy_(value)
+
+
+class HandOver:
+    """Every rank gets its shard of the sum: as many numbers of the bucket in a row as any other, zeros behind the last.
+
+    ``.grad`` is taken away, so that what is in it is new each time. Communicates one reduce-scatter of the gradients,
+    with one number for each gradient behind every shard.
+
+    Args:
+        receive: (gradients of the bucket in order, this rank's shard, for each gradient how many ranks had one).
+    """
+
+    def __init__(self, receive: Callable[[Sequence[Gradient], Tensor, Tensor], None]) -> None:
+        self._receive = receive
+
+    def scale(self, gradient: Gradient) -> Tensor | float:
+        return 1.0
+
+    def start(self, bucket: _Bucket) -> None:
+        ranks, count = bucket.axis.size, len(bucket.gradients)
+        total = sum(g.numel for g in bucket.gradients)
+        each = -(-total // ranks)
+        flat = bucket.new_flat(each * ranks)
+        flat[total:] = 0
+        for gradient, place in bucket.places():
+            gradient.pack(flat[place], gradient.divisor)
+        had = torch.tensor(bucket.had, dtype=flat.dtype, device=flat.device)
+        bucket.flat = torch.cat([flat.view(ranks, each), had.expand(ranks, count)], 1).view(-1)
+        bucket.work = start_reduce_scatter(bucket.flat, bucket.axis, 0, purpose="gradients")
+
+    def finish(self, bucket: _Bucket) -> None:
+        shard = bucket.work.wait()
+        count = len(bucket.gradients)
+        for gradient in bucket.gradients:
+            gradient.param.grad = None
+        self._receive(bucket.gradients, shard[:-count], shard[-count:])
+
+
+class GradientReducer:
+    """Agrees on the gradients during each backward.
 
     Buckets of about 25 MB (the first of 1 MB) are filled in reverse order of the parameters and sent, in the same order
     on every rank, as soon as they are full; what is left, with zeros for parameters that got no gradient here, follows
     when backward ends. A parameter that got a gradient on no rank keeps ``grad=None``, as on one device.
-    It ends when nobody holds it; see ``live_with``.
-
-    Communicates one all-reduce a bucket, of its gradients and one number a parameter.
+    It ends when nobody holds it: the model's ``ShardedState`` does.
     """
 
-    def __init__(self, entries: list[Entry], bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._entries = entries
+    def __init__(self, gradients: list[Gradient], bucket_bytes: int = BUCKET_BYTES, end: End | None = None) -> None:
+        self._gradients = gradients
         self._bucket_bytes = bucket_bytes
+        self._end = end or WriteBack()
         self._paused = False
         self._queued = False
         self._dirty = False
@@ -160,10 +239,6 @@ class GradientAverager:
         self._next = 0
         self.refresh()
 
-    def live_with(self, module: nn.Module) -> None:
-        """Goes on as long as the module is there: the parameters alone do not keep what agrees on their gradients."""
-        module.__dict__.setdefault("_gradient_averagers", []).append(self)
-
     def refresh(self) -> None:
         """Before a forward: takes up parameters that were frozen before, forgets a backward that was broken off."""
         if self._queued:
@@ -171,13 +246,13 @@ class GradientAverager:
             self._next = 0
             for bucket in self._buckets:
                 bucket.reset()
-        trainable = [e for e in self._entries if e.param.requires_grad]
-        if all(id(e.param) in self._hooked for e in trainable) and len(self._hooked) == len(trainable):
+        trainable = [g for g in self._gradients if g.param.requires_grad]
+        if all(id(g.param) in self._hooked for g in trainable) and len(self._hooked) == len(trainable):
             return
         for handles in self._hooked.values():
             for handle in handles:
                 handle.remove()
-        self._hooked = {id(e.param): self._hook(e) for e in trainable}
+        self._hooked = {id(g.param): self._hook(g) for g in trainable}
         self._buckets = _fill_buckets(trainable, self._bucket_bytes)
 
     @property
@@ -186,7 +261,7 @@ class GradientAverager:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Backward in here accumulates this rank's own gradients; the first one after it averages them all."""
+        """Backward in here accumulates this rank's own gradients; the first one after it agrees on all of them."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -198,59 +273,62 @@ class GradientAverager:
 
         All ranks call it, also one on which no gradient arrived.
         """
-        for bucket in self._buckets[self._next :]:
-            bucket.launch()
-        self._next = len(self._buckets)
+        while self._next < len(self._buckets):
+            self._start_next()
 
     def finish(self) -> None:
-        """Waits for all, and writes the means back."""
+        """Waits for all buckets, and hands on what they give."""
         for bucket in self._buckets:
-            bucket.finish()
+            self._end.finish(bucket)
+            for gradient in bucket.gradients:
+                gradient.changed = False
+            bucket.reset()
         self._next = 0
         self._dirty = False
 
-    def _hook(self, entry: Entry) -> tuple[Any, ...]:
+    def _start_next(self) -> None:
+        self._end.start(self._buckets[self._next])
+        self._next += 1
+
+    def _hook(self, gradient: Gradient) -> tuple[Any, ...]:
         # The parameter is reached from its hooks by weak references alone: the collector does not see through the node
         # of autograd that keeps them, and a model that nobody holds any more, with its groups, would stay.
-        averager, held = weakref.ref(self), weakref.ref(entry)
+        reducer, held = weakref.ref(self), weakref.ref(gradient)
 
         def arriving(grad: Tensor) -> Tensor | None:
-            me, one = averager(), held()
+            me, one = reducer(), held()
             return me._arriving(one, grad) if me is not None and one is not None else None
 
         def accumulated(param: Tensor) -> None:
-            me, one = averager(), held()
+            me, one = reducer(), held()
             if me is not None and one is not None:
                 me._accumulated(one)
 
-        param: Any = entry.param
+        param: Any = gradient.param
         return param.register_hook(arriving), param.register_post_accumulate_grad_hook(accumulated)
 
-    def _arriving(self, entry: Entry, grad: Tensor) -> Tensor | None:
-        if entry.bucket is not None and entry.bucket.flat is not None:
+    def _arriving(self, gradient: Gradient, grad: Tensor) -> Tensor | None:
+        if gradient.bucket is not None and gradient.bucket.flat is not None:
             self._flush()  # a second gradient in one backward: what is on its way must land first
-        if isinstance(entry.scale, Tensor):
-            return grad * entry.scale.to(grad)
-        return grad * entry.scale if entry.scale != 1 else None
+        scale = self._end.scale(gradient)
+        if isinstance(scale, Tensor):
+            return grad * scale.to(grad)
+        return grad * scale if scale != 1 else None
 
-    def _accumulated(self, entry: Entry) -> None:
-        entry.changed = True
+    def _accumulated(self, gradient: Gradient) -> None:
+        gradient.changed = True
         if self._paused:
             return
         self._dirty = True
         if not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(self._end_backward)
-        if not entry.arrived:
-            entry.arrived = True
-            assert entry.bucket is not None
-            entry.bucket.pending -= 1
-        self._launch_full()
-
-    def _launch_full(self) -> None:
+        if not gradient.arrived:
+            gradient.arrived = True
+            assert gradient.bucket is not None
+            gradient.bucket.pending -= 1
         while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
-            self._buckets[self._next].launch()
-            self._next += 1
+            self._start_next()
 
     def _end_backward(self) -> None:
         self._queued = False
@@ -258,29 +336,29 @@ class GradientAverager:
             self._flush()
 
     def _flush(self) -> None:
-        """Sends what is left, waits for all, and writes the means back."""
+        """Sends what is left, waits for all, and hands on what they give."""
         self.start()
         self.finish()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GradientAverager:
-        return GradientAverager(deepcopy(self._entries, memo), self._bucket_bytes)
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
+        return GradientReducer(deepcopy(self._gradients, memo), self._bucket_bytes, self._end)
 
 
-def _fill_buckets(entries: list[Entry], bucket_bytes: int) -> list[_Bucket]:
-    """Buckets of one axis, dtype and device each, in reverse order of the parameters."""
+def _fill_buckets(gradients: list[Gradient], bucket_bytes: int) -> list[_Bucket]:
+    """Buckets of one set of ranks, dtype and device each, in reverse order of the parameters."""
     buckets: list[_Bucket] = []
-    open_ones: dict[tuple[int, torch.dtype, torch.device], tuple[_Bucket, int]] = {}
-    for entry in reversed(entries):
-        key = (id(entry.axis), entry.param.dtype, entry.param.device)
+    open_ones: dict[tuple[Any, ...], tuple[_Bucket, int]] = {}
+    for gradient in reversed(gradients):
+        key = (gradient.axis.ranks, gradient.param.dtype, gradient.param.device)
         bucket, used = open_ones.get(key, (None, 0))
         limit = bucket_bytes if buckets and bucket is not buckets[0] else min(bucket_bytes, FIRST_BUCKET_BYTES)
-        size = entry.numel * entry.param.element_size()
+        size = gradient.numel * gradient.param.element_size()
         if bucket is None or used + size > limit:
-            bucket, used = _Bucket(entry.axis), 0
+            bucket, used = _Bucket(gradient.axis), 0
             buckets.append(bucket)
-        bucket.entries.append(entry)
-        entry.bucket = bucket
-        entry.arrived = False
-        bucket.pending = len(bucket.entries)
+        bucket.gradients.append(gradient)
+        gradient.bucket = bucket
+        gradient.arrived = False
+        bucket.pending = len(bucket.gradients)
         open_ones[key] = (bucket, used + size)
     return buckets

@@ -1,7 +1,8 @@
-"""GradientAverager: what stands in .grad after backward is the mean, however the backwards come."""
+"""GradientReducer: what stands in .grad after backward is what all ranks agree on, however the backwards come."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 
 import pytest
@@ -9,9 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.layout.spec import Split
+from shardformer.comm.collectives import all_gather
+from shardformer.layout.reduction import Reduction
+from shardformer.layout.spec import ShardSpec
+from shardformer.layout.split import Split
+from shardformer.layout.state import Entry
 from shardformer.mesh.axis import Axis
-from shardformer.reduce.buckets import Entry, GradientAverager
+from shardformer.reduce.buckets import Gradient, GradientReducer, HandOver
 from shardformer.testing.pool import WorkerPool
 
 
@@ -32,8 +37,13 @@ def _data(seed: int) -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def _averager(model: nn.Module, axis: Axis, bucket_bytes: int = 64) -> GradientAverager:
-    return GradientAverager([Entry(p, axis, 1, axis.size) for p in model.parameters()], bucket_bytes)
+def _gradient(param: Tensor, axis: Axis, divisor: float, spec: ShardSpec | None = None) -> Gradient:
+    entry = Entry("", param, spec or ShardSpec(param.shape), Reduction((axis.name,), divisor))
+    return Gradient(entry, axis, {axis.name: axis.rank})
+
+
+def _reducer(model: nn.Module, axis: Axis, bucket_bytes: int = 64) -> GradientReducer:
+    return GradientReducer([_gradient(p, axis, axis.size) for p in model.parameters()], bucket_bytes)
 
 
 def _want(model: nn.Module, losses: list[Tensor]) -> dict[str, Tensor | None]:
@@ -55,7 +65,7 @@ def _worst(model: nn.Module, want: dict[str, Tensor | None]) -> float:
 
 def _simple(case: str) -> float:
     axis, model = Axis.of(None), _Net()
-    averager = _averager(model, axis)
+    reducer = _reducer(model, axis)
     plain = _Net()
     mine, both = _data(axis.rank), [_data(0), _data(1)]
     if case == "one backward":
@@ -66,7 +76,7 @@ def _simple(case: str) -> float:
         model(mine * 2).backward()
         return _worst(model, _want(plain, [plain(x) + plain(x * 2) for x in both]))
     if case == "first paused":
-        with averager.paused():
+        with reducer.paused():
             model(mine).backward()
         model(mine * 2).backward()
         return _worst(model, _want(plain, [plain(x) + plain(x * 2) for x in both]))
@@ -79,13 +89,13 @@ def _simple(case: str) -> float:
         losses = [plain(x) + plain(x * 2, use_b=i == 0) for i, x in enumerate(both)]
         return _worst(model, _want(plain, losses))
     if case == "first paused, unused on one rank later":
-        with averager.paused():
+        with reducer.paused():
             model(mine, use_b=axis.rank == 1).backward()
         model(mine * 2, use_b=axis.rank == 0).backward()
         losses = [plain(x, use_b=i == 1) + plain(x * 2, use_b=i == 0) for i, x in enumerate(both)]
         return _worst(model, _want(plain, losses))
     if case == "paused, then thrown away":
-        with averager.paused():
+        with reducer.paused():
             model(mine).backward()
         model.zero_grad()
         model(mine, use_b=False).backward()
@@ -115,14 +125,14 @@ def _unfrozen() -> tuple[float, float]:
     axis, model, plain = Axis.of(None), _Net(), _Net()
     for net in (model, plain):
         net.b.requires_grad_(False)
-    averager = _averager(model, axis)
+    reducer = _reducer(model, axis)
     both = [_data(0), _data(1)]
     model(both[axis.rank]).backward()
     frozen = _worst(model, _want(plain, [plain(x) for x in both]))
     for net in (model, plain):
         net.b.requires_grad_(True)
         net.zero_grad()
-    averager.refresh()
+    reducer.refresh()
     model(both[axis.rank]).backward()
     return frozen, _worst(model, _want(plain, [plain(x) for x in both]))
 
@@ -151,7 +161,7 @@ def _goes_on(bucket_bytes: int, copied: bool) -> float:
     if copied:
         holder = deepcopy(holder)
     holder.net.zero_grad()
-    holder.averager.refresh()
+    holder.reducer.refresh()
     holder.net(both[axis.rank]).backward()
     return _worst(holder.net, _want(plain, [plain(x) for x in both]))
 
@@ -168,7 +178,7 @@ class _Holder(nn.Module):
     def __init__(self, axis: Axis, bucket_bytes: int = 64) -> None:
         super().__init__()
         self.net = _Net()
-        self.averager = _averager(self.net, axis, bucket_bytes)
+        self.reducer = _reducer(self.net, axis, bucket_bytes)
 
 
 def _copied() -> float:
@@ -187,19 +197,12 @@ def test_a_copy_of_a_model_averages_its_own_gradients(pool2: WorkerPool) -> None
 def _summands() -> tuple[Tensor | None, Tensor | None]:
     """A parameter of which each rank has a summand, and rows 0-1 and 1-2 of three, of which row 1 is held twice."""
     axis = Axis.of(None)
-    whole = nn.Parameter(torch.zeros(2))
-    split = Split((((0, 2),), ((1, 3),)))
-    rows = nn.Parameter(torch.zeros(2, 2))
-    held = torch.tensor(split.multiplicity, dtype=torch.float64)
-    shared = (0, split.indices(axis.rank), (3, 2))
-    entries = [
-        Entry(whole, axis, axis.size, axis.size),
-        Entry(rows, axis, held[split.indices(axis.rank)][:, None], held[:, None], shared),
-    ]
-    averager = GradientAverager(entries)
+    whole, rows = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, 2))
+    spec = ShardSpec((3, 2), {0: Split((((0, 2),), ((1, 3),)))})
+    reducer = GradientReducer([_gradient(whole, axis, 1), _gradient(rows, axis, 1, spec)])
     for _ in range(2):
         ((axis.rank + 1) * whole.sum() + 10 * (axis.rank + 1) * rows.sum()).backward()
-    del averager  # held until here: the hooks do not hold it
+    del reducer  # held until here: the hooks do not hold it
     return whole.grad, rows.grad
 
 
@@ -209,3 +212,53 @@ def test_summands_and_shared_slices_are_summed_under_accumulation_too(pool2: Wor
     assert whole0.tolist() == whole1.tolist() == [6.0, 6.0]  # (1 + 2), twice
     assert rows0[:, 0].tolist() == [20.0, 60.0]  # row 0: 10 twice; row 1: (10 + 20) twice
     assert rows1[:, 0].tolist() == [60.0, 40.0]
+
+
+def _alone(divisor: float) -> list[float]:
+    axis = Axis("tensor")
+    param = nn.Parameter(torch.zeros(2))
+    reducer = GradientReducer([_gradient(param, axis, divisor)])
+    param.sum().backward()
+    param.sum().backward()
+    del reducer
+    assert param.grad is not None
+    return list(param.grad.tolist())
+
+
+def test_an_axis_of_one_rank_may_still_scale() -> None:
+    assert _alone(4.0) == [0.5, 0.5] and _alone(1.0) == [2.0, 2.0]
+
+
+def _handed_over(bucket_bytes: int) -> tuple[float, bool]:
+    """The worst difference of all shards together from the mean; whether ``.grad`` is gone."""
+    axis, model, plain = Axis.of(None), _Net(), _Net()
+    got: list[tuple[list[Tensor], Tensor, Tensor]] = []
+
+    def receive(gradients: Sequence[Gradient], shard: Tensor, had: Tensor) -> None:
+        got.append(([g.param for g in gradients], shard, had))
+
+    gradients = [_gradient(p, axis, axis.size) for p in model.parameters()]
+    reducer = GradientReducer(gradients, bucket_bytes, HandOver(receive))
+    both = [_data(0), _data(1)]
+    model(both[axis.rank], use_b=axis.rank == 0).backward()
+    want = _want(plain, [plain(both[0]), plain(both[1], use_b=False)])
+    names = {id(p): n for n, p in model.named_parameters()}
+    worst = 0.0
+    for params, shard, had in got:
+        whole = all_gather(shard, axis, 0)
+        at = 0
+        for param, count in zip(params, had.tolist(), strict=True):
+            name = names[id(param)]
+            expected = want[name]
+            assert expected is not None and count == (1 if name.startswith("b.") else 2)
+            worst = max(worst, float((whole[at : at + param.numel()].view_as(param) - expected).abs().max()))
+            at += param.numel()
+        assert not whole[at:].any()
+    del reducer
+    return worst, all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 10**6], ids=["several buckets", "one"])
+def test_an_end_may_hand_each_rank_its_shard(pool2: WorkerPool, bucket_bytes: int) -> None:
+    for worst, gone in pool2.run(_handed_over, bucket_bytes):
+        assert worst < 1e-6 and gone
