@@ -1,4 +1,4 @@
-"""What fused norms, fused attention and compiled chains bring, for a model of each family.
+"""What fused norms, fused attention and fused activations bring, for a model of each family.
 
     python benchmarks/fused.py
     python benchmarks/fused.py --families llama --sequence 2048

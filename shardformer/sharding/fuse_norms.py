@@ -10,7 +10,7 @@ from torch import nn
 from shardformer.errors import ConfigError
 from shardformer.layers.norm import fused_norm
 from shardformer.layers.tensor.parallel_module import ParallelModule
-from shardformer.sharding.describe import ShardRecord
+from shardformer.layout.state import ShardedState
 
 
 def check_norms(model: nn.Module) -> None:
@@ -29,7 +29,7 @@ def check_norms(model: nn.Module) -> None:
     )
 
 
-def fuse_norms(model: nn.Module, record: ShardRecord) -> None:
+def fuse_norms(model: nn.Module, state: ShardedState) -> None:
     """Replaces and records every norm that is recognised; notes what stays."""
     left: Counter[str] = Counter()
     for path, norm in list(_norms(model)):
@@ -44,9 +44,9 @@ def fuse_norms(model: nn.Module, record: ShardRecord) -> None:
             continue
         owner, _, name = path.rpartition(".")
         setattr(model.get_submodule(owner), name, new)
-        record.add(path, norm, new, kind="norm")
+        state.note(path, norm, new, kind="norm")
     if left:
-        record.notes.append(f"Norms that stay as they are: {', '.join(f'{n} {kind}' for kind, n in left.items())}.")
+        state.notes.append(f"Norms that stay as they are: {', '.join(f'{n} {kind}' for kind, n in left.items())}.")
 
 
 def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -1,20 +1,27 @@
-"""The options beside tensor parallelism: fused norms, flash attention, compiled chains."""
+"""The options beside tensor parallelism: fused norms, flash attention, activations in one kernel with their bias."""
 
 from __future__ import annotations
 
+import importlib.util
+from collections import Counter
 from functools import partial
 
+import torch
 from torch import nn
 
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError
 from shardformer.layers.attention.select import check_flash_attention, use_flash_attention
-from shardformer.mesh.context import local_device
+from shardformer.layers.fused import start
+from shardformer.layers.tensor.linear import Linear1D_Col
+from shardformer.layout.state import ShardedState
 from shardformer.policies.policy import Policy
-from shardformer.sharding.describe import ShardRecord
-from shardformer.sharding.fuse_chains import check_chains, fuse_chains
 from shardformer.sharding.fuse_norms import check_norms, fuse_norms
 from shardformer.sharding.plan import Plan
+
+# by class name: written out in several operations where torch has one kernel; and what is one already
+WRITTEN_OUT = ("NewGELUActivation", "AccurateGELUActivation", "FastGELUActivation", "BloomGelu")
+ACTIVATIONS = (*WRITTEN_OUT, "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh", "SiLU", "SiLUActivation", "ReLU")
 
 
 def check_optimizations(model: nn.Module, config: ShardConfig, policy: Policy) -> None:
@@ -26,19 +33,53 @@ def check_optimizations(model: nn.Module, config: ShardConfig, policy: Policy) -
             remedy="Write the policy as roles (RolePolicy with a Stack), or leave sequence parallelism off",
         )
     if config.enable_flash_attention:
-        check_flash_attention(model, local_device())
+        check_flash_attention(model, config.resolve_context().device)
     if config.enable_fused_normalization:
         check_norms(model)
     if config.enable_jit_fused:
-        check_chains(model, policy)
+        check_activations(model, config.resolve_context().device)
 
 
-def apply_optimizations(model: nn.Module, config: ShardConfig, plan: Plan, record: ShardRecord) -> None:
+def apply_optimizations(model: nn.Module, config: ShardConfig, plan: Plan, state: ShardedState) -> None:
     """Makes the replacements that the options ask for, and records them."""
     if config.enable_flash_attention:
-        replaced = partial(record.add, kind="method")
-        record.notes.append(f"Attention: {use_flash_attention(model, local_device(), replaced)}.")
+        replaced = partial(state.note, kind="method")
+        state.notes.append(f"Attention: {use_flash_attention(model, state.context.device, replaced)}.")
     if config.enable_fused_normalization:
-        fuse_norms(model, record)
+        fuse_norms(model, state)
     if config.enable_jit_fused:
-        fuse_chains(model, plan, record)
+        fuse_activations(model, plan, state)
+
+
+def check_activations(model: nn.Module, device: torch.device) -> None:
+    """Raises ConfigError where nothing compiles, or where the option would have no effect."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        problem = "enable_jit_fused=True, but triton, with which torch.compile makes kernels for a GPU, is missing"
+    elif not any(type(module).__name__ in ACTIVATIONS for module in model.modules()):
+        problem = f"enable_jit_fused=True, but {type(model).__name__} has no GELU, SiLU or ReLU that is a module"
+    else:
+        return
+    rule = "It needs an activation that is a module and, on a GPU, triton; an option without effect is an error"
+    raise ConfigError(problem, rule=rule, remedy="Leave enable_jit_fused off")
+
+
+def fuse_activations(model: nn.Module, plan: Plan, state: ShardedState) -> None:
+    """Activations by torch's own kernels, and linears before one hand their bias on to it."""
+    for path, native in list(model.named_modules(remove_duplicate=False)):
+        if type(native).__name__ in WRITTEN_OUT:
+            owner, _, name = path.rpartition(".")
+            setattr(model.get_submodule(owner), name, new := nn.GELU("tanh").train(native.training))
+            state.note(path, native, new, kind="activation")
+    found: Counter[str] = Counter()
+    for target in plan.targets:
+        acts = sorted({type(m).__name__ for m in target.module.modules()} & {*ACTIVATIONS})
+        for block in target.description.blocks or []:
+            modules = [target.module.get_submodule(name) for name in block.columns if block.activated and acts]
+            columns = [m for m in modules if isinstance(m, Linear1D_Col) and not m.skip_bias_add]
+            for column in columns:
+                column.finish = start
+            if columns:
+                terms = ("bias", " or ".join(acts), "gate")
+                found[" and ".join(terms[columns[0].bias is None : 1 + len(columns)])] += 1
+    said = ", ".join(f"{count} {what}" for what, count in found.items())
+    state.notes.append(f"In one kernel: {said or 'activations alone'}.")

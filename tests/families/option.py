@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.comm.params import gather_param, param_specs
-from shardformer.comm.threads import ThreadGroup
+from shardformer.comm.gather import gather_full
+from shardformer.layout.state import specs_of
 from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import SMALL, Batches, Sample, sample_loss
 
 FAMILIES = tuple(SMALL)
@@ -64,11 +65,11 @@ def sharded(family: str, option: str, ranks: int = 2, **changes: Any) -> Outcome
     def train(context: ParallelContext) -> Outcome:
         options: dict[str, Any] = {option: True}
         model = shardformer.shard_model(models[context.tensor.rank], context=context, **options)
-        outcome, specs = _trained(model, batch), param_specs(model)
-        full = {name: gather_param(g, specs[name], context.tensor) for name, g in outcome.gradients.items()}
+        outcome, specs = _trained(model, batch), specs_of(model)
+        full = {name: gather_full(g, specs[name], context.axis) for name, g in outcome.gradients.items()}
         return Outcome(outcome.loss, full, shardformer.describe(model))
 
-    return ThreadGroup(ranks).run(train)[0]
+    return run_as_threads(train, tensor=ranks)[0]
 
 
 def _trained(model: nn.Module, batch: dict[str, Tensor]) -> Outcome:

@@ -1,4 +1,4 @@
-"""Fused norms and chains where a model has what they do not know: left alone and said, or refused where that is all."""
+"""Fused norms and activations: what is not known is left alone and said, or refused where that is all."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.comm.params import gather_param, param_specs
-from shardformer.comm.threads import ThreadGroup
+from shardformer.comm.gather import gather_full
 from shardformer.errors import ConfigError
+from shardformer.layout.state import specs_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 from shardformer.sharding.fuse_norms import check_norms
+from shardformer.sharding.optimize import WRITTEN_OUT, check_activations
+from shardformer.testing.threads import run_as_threads
 from tests.policies.toy import HIDDEN, FeedForward, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
 
 
@@ -76,15 +78,15 @@ def check(change: Callable[[Any], None], policy: type[Policy] = ToyPolicy, **opt
     def train(context: ParallelContext) -> str:
         arguments: dict[str, Any] = options
         model = shardformer.shard_model(models[context.tensor.rank], policy, context=context, **arguments)
-        loss, specs = toy_loss(model, toy_batch(0)), param_specs(model)
+        loss, specs = toy_loss(model, toy_batch(0)), specs_of(model)
         loss.backward()
         torch.testing.assert_close(loss, expected)
         for (name, param), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert param.grad is not None
-            torch.testing.assert_close(gather_param(param.grad, specs[name], context.tensor), theirs.grad, msg=name)
+            torch.testing.assert_close(gather_full(param.grad, specs[name], context.axis), theirs.grad, msg=name)
         return str(shardformer.describe(model))
 
-    return ThreadGroup(2).run(train)[0]
+    return run_as_threads(train, tensor=2)[0]
 
 
 def with_norm_over_heads(layer: Any) -> None:
@@ -113,20 +115,45 @@ def test_a_model_of_such_norms_alone_is_refused() -> None:
         check_norms(model)
 
 
-def test_what_no_chain_knows_stays_and_is_said() -> None:
+def test_what_runs_as_one_kernel_is_said() -> None:
     def change(layer: Any) -> None:
-        layer.mlp = Activated(nn.Mish(), nn.Tanh())
+        layer.mlp = Activated(nn.GELU(), nn.Mish())
 
-    said = check(change, enable_jit_fused=True)
-    assert "In no chain: 2 Mish." in said
-    assert "None of activation and gate: no block that is cut has one." in said
+    assert "In one kernel: 2 bias and GELU." in check(change, enable_jit_fused=True)
 
 
-def test_a_model_without_what_chains_know_is_refused() -> None:
+def test_a_model_without_an_activation_that_is_known_is_refused() -> None:
     def change(layer: Any) -> None:
         layer.mlp = Activated(nn.Mish())
 
-    with pytest.raises(ConfigError, match="for an activation Mish"):
-        check(change, enable_jit_fused=True)
-    with pytest.raises(ConfigError, match="no activation that is a module of its own"):
-        check(lambda layer: None, enable_jit_fused=True)
+    for layers in (change, lambda layer: None):
+        with pytest.raises(ConfigError, match="ToyLM has no GELU, SiLU or ReLU that is a module"):
+            check(layers, enable_jit_fused=True)
+
+
+def test_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    model = nn.Sequential(nn.Linear(2, 2), nn.GELU())
+    with pytest.raises(ConfigError, match="triton"):
+        check_activations(model, torch.device("cuda"))
+    check_activations(model, torch.device("cpu"))
+
+
+WRITTEN = {
+    **dict.fromkeys(("NewGELUActivation", "AccurateGELUActivation", "FastGELUActivation"), "transformers.activations"),
+    "BloomGelu": "transformers.models.bloom.modeling_bloom",
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_torchs_own_kernel_gives_the_numbers_of_what_is_written_out(name: str) -> None:
+    """BLOOM and GELU fast round the root of 2 / pi to eight and ten digits, less than a number of fp32 can hold."""
+    native = getattr(pytest.importorskip(WRITTEN[name]), name)()
+    grid = torch.linspace(-8, 8, 4001, dtype=torch.float64)
+    ours, theirs = (grid.clone().requires_grad_() for _ in range(2))
+    nn.GELU("tanh")(ours).sum().backward()
+    native(theirs).sum().backward()
+    bound = 1e-12 if name in ("NewGELUActivation", "AccurateGELUActivation") else 5e-9
+    torch.testing.assert_close(nn.GELU("tanh")(grid), native(grid), rtol=0, atol=bound)
+    assert ours.grad is not None and theirs.grad is not None
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=bound)
