@@ -58,3 +58,17 @@ def _plain_dropout(cls: type[nn.Module], module: nn.Module, options: dict[str, A
             remedy="Name the dropout itself in the policy, without kwargs",
         )
     return module
+
+
+def silence_dropout(model: nn.Module) -> None:
+    """Sets every dropout to zero: two layouts draw different random numbers, of the same kind."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+        config = getattr(module, "config", None)
+        for name, value in list(vars(config).items()) if config is not None else []:
+            if "drop" in name and isinstance(value, float):
+                setattr(config, name, 0.0)

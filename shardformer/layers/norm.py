@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardformer.comm.values import with_values
 from shardformer.errors import ConfigError
 
 HALF = (torch.bfloat16, torch.float16)
@@ -235,6 +236,7 @@ def _error(ours: Tensor, native: Tensor | None) -> float:
     return float(((a - b).abs() / b.abs().clamp(min=1e-4)).max()) / BOUNDS[native.dtype]
 
 
+@with_values()
 def _is_layer_norm(module: nn.Module, shape: tuple[int, ...]) -> bool:
     eps = _eps(module)
     if eps is None:
@@ -247,6 +249,7 @@ def _is_layer_norm(module: nn.Module, shape: tuple[int, ...]) -> bool:
         )
 
 
+@with_values()
 def _rms_kind(module: nn.Module, shape: tuple[int, ...]) -> str | None:
     if module._parameters.get("bias") is not None:
         return None

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import random
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import broadcast, broadcast_object
+from shardformer.comm.collectives import broadcast, broadcast_object, gather_objects
+from shardformer.comm.values import numbers_in, with_values
 from shardformer.mesh.axis import Axis
 
 
@@ -26,7 +32,7 @@ class RandomStream:
         self._outer: list[tuple[torch.Generator, Tensor]] = []
 
     def enter(self, x: Tensor) -> None:
-        seed = int(torch.randint(2**62, (), device="cpu"))
+        seed = int(numbers_in(torch.randint(2**62, (), device="cpu")))
         own = 0 if self._aligned else 0x9E3779B97F4A7C15 * (self._axis.rank + 1)
         if self._aligned:
             seed = broadcast_object(seed, self._axis)
@@ -43,7 +49,7 @@ class RandomStream:
 class AgreedDraw:
     """A module's draws are the same on all ranks, though the stream around it is each rank's own.
 
-    Stochastic depth between blocks drops whole samples, of which with sequence parallelism each rank has a stretch.
+    Stochastic depth between blocks drops whole samples, of which with sequence parallelism each rank has a part.
     The first rank's next number seeds what the module draws, in a recomputation under checkpointing again.
 
     Communicates: in training one broadcast of one number a call.
@@ -61,7 +67,7 @@ class AgreedDraw:
         seed = broadcast(torch.randint(2**62, (1,), device="cpu").to(args[0].device), self._axis)
         self._before = [(g, g.get_state()) for g in _generators(args[0].device)]
         for generator, _ in self._before:
-            generator.manual_seed(int(seed))
+            generator.manual_seed(int(numbers_in(seed)[0]))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for generator, state in self._before:
@@ -70,11 +76,79 @@ class AgreedDraw:
 
 
 def align_random(axis: Axis, device: torch.device) -> None:
-    """Gives all tensor ranks the random state of the first, which outside of blocks must be one."""
-    if axis.size > 1:
-        states = broadcast_object([generator.get_state() for generator in _generators(device)], axis)
-        for generator, state in zip(_generators(device), states, strict=True):
-            generator.set_state(state)
+    """Gives all ranks of an axis the random states of the first: torch's, numpy's and Python's.
+
+    What a model draws outside of its blocks has to be alike on all of them, and a script may seed each rank otherwise.
+    Communicates a few numbers a rank; the states where they differ.
+    """
+    if axis.size == 1:
+        return
+    digest = _digest(device)
+    if any(theirs != digest for theirs in gather_objects(digest, axis)):
+        _set_states(broadcast_object(_states(device), axis), device)
+
+
+@contextmanager
+def forked_random(device: torch.device, enabled: bool = True) -> Iterator[None]:
+    """Behind it the random states are what they were before."""
+    states = _states(device) if enabled else None
+    try:
+        yield
+    finally:
+        if states is not None:
+            _set_states(states, device)
+
+
+def seed_random(seed: int) -> None:
+    """Seeds torch's, numpy's and Python's random numbers."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
+    numpy.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+class DrawObserver:
+    """Sees whether what runs draws random numbers, of torch, numpy or Python, by any function.
+
+    Args:
+        device: whose generators are looked at, besides the CPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before: list[int] | None = None
+        self.seen: bool | None = None
+
+    def begin(self) -> None:
+        """Before what is observed. Once it was seen to draw, it is taken to draw for ever."""
+        self._before = None if self.seen else _digest(self._device)
+
+    def end(self) -> None:
+        """Behind it."""
+        if self._before is not None:
+            self.seen = self._before != _digest(self._device)
+            self._before = None
+
+
+@with_values()
+def _digest(device: torch.device) -> list[int]:
+    """A few numbers of the random states."""
+    of_numpy: Any = numpy.random.get_state()
+    of_torch = (zlib.crc32(generator.get_state().numpy().tobytes()) for generator in _generators(device))
+    return [*of_torch, zlib.crc32(of_numpy[1]), *of_numpy[2:4], hash(random.getstate())]
+
+
+def _states(device: torch.device) -> tuple[list[Tensor], Any, Any]:
+    return [g.get_state() for g in _generators(device)], numpy.random.get_state(), random.getstate()
+
+
+def _set_states(states: tuple[list[Tensor], Any, Any], device: torch.device) -> None:
+    of_torch, of_numpy, of_python = states
+    for generator, state in zip(_generators(device), of_torch, strict=True):
+        generator.set_state(state)
+    numpy.random.set_state(of_numpy)
+    random.setstate(of_python)
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:

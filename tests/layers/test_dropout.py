@@ -15,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from shardformer.errors import ConfigError
 from shardformer.layers.dropout import DropoutForParallelInput, DropoutForReplicatedInput
 from shardformer.layers.random_stream import RandomStream, align_random
-from shardformer.layers.tensor.block import Block, register_entry
+from shardformer.layers.tensor.block import Block
 from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
+from shardformer.layers.tensor.stream import Stream
+from shardformer.layout.stream import StreamLayout
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext
 from shardformer.testing.pool import Pools, WorkerPool
@@ -135,12 +137,12 @@ class Mlp(nn.Module):
 def sharded_mlp(axis: Axis, random: bool = True) -> Any:
     torch.manual_seed(0)
     mlp: Any = Mlp().double()
-    block = Block(axis, None, random)
+    block = Block(Stream(StreamLayout(), axis), random)
     mlp.up = Linear1D_Col.from_native_module(mlp.up, axis)
     mlp.down = Linear1D_Row.from_native_module(mlp.down, axis)
     mlp.up.block = mlp.down.block = block
     block.columns.append(mlp.up)
-    register_entry(mlp, block)
+    block.register_entry(mlp)
     return mlp
 
 

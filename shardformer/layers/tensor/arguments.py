@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardformer.comm.conjugates import enter_block, leave_block
+from shardformer.comm.conjugates import leave_block
 from shardformer.errors import PolicyError
+from shardformer.layers.tensor.edges import enter
 from shardformer.mesh.axis import Axis
 
 Bounds = tuple[int, int, int]
@@ -48,7 +49,7 @@ def of_local_heads(x: Tensor, dim: int, bounds: Bounds, axis: Axis) -> Tensor:
     heads, start, end = bounds
     if x.shape[dim] % heads:
         return x  # one for all heads
-    entered = enter_block(x, axis) if x.requires_grad else x
+    entered = enter(x, axis) if x.requires_grad else x
     by_head: Tensor = entered.unflatten(dim, (-1, heads))
     return by_head.narrow(dim + 1, start, end - start).flatten(dim, dim + 1)
 
@@ -66,9 +67,9 @@ def enclose(module: nn.Module, axis: Axis, summands: Sequence[str] = ()) -> None
     own = [name for name in summands if name in module._parameters]
 
     def entered(x: Any) -> Any:
-        return enter_block(x, axis) if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad else x
+        return enter(x, axis) if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad else x
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter_all(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return tuple(entered(x) for x in args), {name: entered(x) for name, x in kwargs.items()}
 
     def share(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -79,7 +80,7 @@ def enclose(module: nn.Module, axis: Axis, summands: Sequence[str] = ()) -> None
         for name in own:
             vars(module).pop(name, None)
 
-    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_pre_hook(enter_all, with_kwargs=True)
     module.register_forward_hook(lambda _, __, output: leave_block(output, axis))
     if own:
         module.register_forward_pre_hook(share)

@@ -10,10 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.comm.conjugates import join_slices, leave_block
+from shardformer.comm.conjugates import join_dim, leave_block
+from shardformer.comm.values import has_values
 from shardformer.errors import ConfigError, InputError
+from shardformer.layers.tensor.edges import summed_later
 from shardformer.layers.tensor.parallel_module import GroupLike, ParallelModule, check_divides, check_native, factor_of
-from shardformer.layout.spec import ShardSpec, Split
+from shardformer.layout.spec import ShardSpec
+from shardformer.layout.split import Split
 from shardformer.mesh.axis import Axis
 
 
@@ -42,8 +45,8 @@ class _ParallelEmbedding(ParallelModule):
         assert isinstance(weight, Tensor)
         size = weight.shape[self._dim]
         check_divides("num_embeddings" if self._dim == 0 else "embedding_dim", size, self.axis)
-        self.split = split or Split.even(size, self.axis.size)
-        self.register_shard("weight", weight, ShardSpec(tuple(weight.shape), {self._dim: self.split}), shared)
+        self.split = (split or Split.even(size, self.axis.size)).over(self.axis.name)
+        self.register_shard("weight", weight, ShardSpec(weight.shape, {self._dim: self.split}), shared)
         self.train(native.training)
 
     _dim: int
@@ -96,6 +99,8 @@ class VocabParallelEmbedding1D(_ParallelEmbedding):
     """
 
     _dim = 0
+    sums_later = False
+    """Whether a stack may follow at once that cuts the sum (``Stream.enter_stack``)."""
 
     def forward(self, ids: Tensor) -> Tensor:
         self._check(ids)
@@ -106,10 +111,14 @@ class VocabParallelEmbedding1D(_ParallelEmbedding):
         padding = self.padding_idx
         local_padding = padding - start if padding is not None and start <= padding < end else None
         found = F.embedding(torch.where(mine, ids - start, 0), self.weight, local_padding)
-        return self._scaled(leave_block(found.masked_fill(~mine.unsqueeze(-1), 0), self.axis))
+        partial = self._scaled(found.masked_fill(~mine.unsqueeze(-1), 0))
+        # who hooks the output gets it as it is
+        if self.sums_later and not self._forward_hooks and not self._backward_hooks:
+            return summed_later(partial, self.axis)
+        return leave_block(partial, self.axis)
 
     def _check(self, ids: Tensor) -> None:
-        if ids.device.type != "cpu":
+        if ids.device.type != "cpu" or not has_values(ids):
             torch._assert_async(((ids >= 0) & (ids < self.num_embeddings)).all())
             return
         if ids.numel() == 0:
@@ -143,4 +152,4 @@ class Embedding1D(_ParallelEmbedding):
         found = self._scaled(F.embedding(ids, self.weight, self.padding_idx))
         if not self.gather_output:
             return found
-        return join_slices(found, self.axis, -1, tuple(self.split.length(r) for r in range(self.axis.size)))
+        return join_dim(found, self.axis, -1, self.split, "gather")

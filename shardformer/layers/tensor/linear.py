@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.conjugates import enter_block, join_slices, split_sequence
+from shardformer.comm.conjugates import enter_block, join_dim, split_dim
 from shardformer.errors import ConfigError
-from shardformer.layers.tensor.block import Block, RowExit, matmul_in, project_alone
+from shardformer.layers.tensor.block import Block
+from shardformer.layers.tensor.edges import Edges, WholeEdges
 from shardformer.layers.tensor.parallel_module import GroupLike, ParallelModule, check_divides, check_native
-from shardformer.layers.tensor.sequence import SequenceRegion
+from shardformer.layers.tensor.pending import resolved
+from shardformer.layers.tensor.projection import RowExit, matmul_in, project_alone
 from shardformer.layers.vocab.logits import shard_logits
-from shardformer.layout.spec import ShardSpec, Split
+from shardformer.layout.spec import ShardSpec
+from shardformer.layout.split import Split
 from shardformer.mesh.axis import Axis
 
 
@@ -59,7 +62,7 @@ class _ParallelLinear(ParallelModule):
         self.transposed = is_transposed(native)
         weight, full_bias = native.weight, getattr(native, "bias", None)
         assert isinstance(weight, Tensor) and (full_bias is None or isinstance(full_bias, Tensor))
-        self.split = split or self._default_split()
+        self.split = (split or self._default_split()).over(self.axis.name)
         self._hold(weight, full_bias, shared)
         self.train(native.training)
 
@@ -141,7 +144,7 @@ class Linear1D_Col(_ParallelLinear):
 
     def _hold(self, weight: Tensor, bias: Tensor | None, shared: dict[int, nn.Parameter] | None) -> None:
         splits = {self._weight_dim(out=True): self.split}
-        self.register_shard("weight", weight, ShardSpec(tuple(weight.shape), splits), shared)
+        self.register_shard("weight", weight, ShardSpec(weight.shape, splits), shared)
         self.register_shard("bias", bias, ShardSpec((self.out_features,), {0: self.split}), shared)
 
     @property
@@ -171,10 +174,9 @@ class Linear1D_Col(_ParallelLinear):
             y = y.unflatten(-1, (-1, width))[..., list(held), :].flatten(-2)
         bias: Tensor | None = self.bias
         if self.gather_output:
-            lengths = tuple(self.split.length(r) for r in range(self.axis.size))
-            y = _in_full_order(join_slices(y, self.axis, -1, lengths), self.split)
+            y = join_dim(y, self.axis, -1, self.split, "gather")
             if self.skip_bias_add and bias is not None:
-                bias = _in_full_order(join_slices(bias, self.axis, 0, lengths), self.split)
+                bias = join_dim(bias, self.axis, 0, self.split, "gather")
         return (y, bias) if self.skip_bias_add else y
 
 
@@ -206,15 +208,15 @@ class Linear1D_Row(_ParallelLinear):
     (B, S, h) -> (B, S, F). The bias is added once, after the sum.
 
     Communicates: forward one all-reduce of B*S*F, backward nothing. At the exit of a block with sequence parallelism:
-    forward one reduce-scatter, backward one all-gather of B*S*F, and the output is this rank's stretch (B, s, F).
+    forward one reduce-scatter, backward one all-gather of B*S*F, and the output is this rank's part (B, s, F).
 
     Args:
         parallel_input: whether the input is this rank's part already; otherwise the part is taken from the full input
             (backward one all-gather of the input; one all-reduce of it where ``split`` is not the even one).
         skip_bias_add: returns (output, bias) without adding the bias.
 
-    Where a layer adds the outputs of two rows at once, the first's ``later`` holds the second: the first then gives its
-    bias alone and communicates nothing, and the second brings both products out in one.
+    Where a layer adds the outputs of two rows at once, the first's ``exits_with`` holds the second: the first then
+    gives its bias alone and communicates nothing, and the second brings both products out in one.
     """
 
     def __init__(
@@ -230,9 +232,8 @@ class Linear1D_Row(_ParallelLinear):
         super().__init__(in_features, out_features, bias, **kwargs)
         self.parallel_input, self.skip_bias_add = parallel_input, skip_bias_add
         self.block: Block | None = None
-        self.later: tuple[Linear1D_Row, ...] = ()  # not as a module of this one
-        self.earlier: tuple[Tensor, Tensor] | None = None
-        self.finish: Callable[[Tensor, Tensor | None], Tensor] | None = None
+        self.exits_with: tuple[Linear1D_Row, ...] = ()  # not as a module of this one
+        self.product_of_other: tuple[Tensor, Tensor] | None = None
 
     def _default_split(self) -> Split:
         check_divides("in_features", self.in_features, self.axis)
@@ -240,10 +241,11 @@ class Linear1D_Row(_ParallelLinear):
 
     def _hold(self, weight: Tensor, bias: Tensor | None, shared: dict[int, nn.Parameter] | None) -> None:
         splits = {self._weight_dim(out=False): self.split}
-        self.register_shard("weight", weight, ShardSpec(tuple(weight.shape), splits), shared)
+        self.register_shard("weight", weight, ShardSpec(weight.shape, splits), shared)
         self.register_shard("bias", bias, ShardSpec((self.out_features,)), shared)
 
     def forward(self, x: Tensor) -> Any:
+        x = resolved(x)
         if not self.parallel_input:
             x = self._part_of(x)
         weight: Tensor = self.weight
@@ -252,11 +254,9 @@ class Linear1D_Row(_ParallelLinear):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight = x.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        sequence = self.block.sequence if self.block is not None else None
-        if sequence is not None and not sequence.active:
-            sequence = None
+        edges = WholeEdges(self.axis) if self.block is None else self.block.edges
         try:
-            y = self._leave(x, weight, sequence)
+            y = self._leave(x, weight, edges)
         finally:  # a recomputation under checkpointing stops in there, and may leave no activations behind
             if self.block is not None:
                 self.block.leave(self.training)
@@ -264,25 +264,22 @@ class Linear1D_Row(_ParallelLinear):
             y = y.flatten(0, 1)
         if self.skip_bias_add:
             return y, bias
-        if self.finish is not None:
-            return self.finish(y, bias)
         return y if bias is None else y + bias
 
-    def _leave(self, x: Tensor, weight: Tensor, sequence: SequenceRegion | None) -> Tensor:
-        """The sum over the ranks: with what an earlier row left for this one, or zero where a later row takes it."""
-        if self.later:
-            self.later[0].earlier = x, weight
-            shape = x.shape[:-1] if sequence is None else sequence.stretch_of(x)
-            return x.new_zeros((*shape, self.out_features))
-        if self.earlier is not None:
-            (other, its_weight), self.earlier = self.earlier, None
+    def _leave(self, x: Tensor, weight: Tensor, edges: Edges) -> Tensor:
+        """The sum over the ranks, with the product that another row handed to this one; zero where this one did so."""
+        if self.exits_with:
+            self.exits_with[0].product_of_other = x, weight
+            return x.new_zeros((*edges.leading(x), self.out_features))
+        if self.product_of_other is not None:
+            (other, its_weight), self.product_of_other = self.product_of_other, None
             x, weight = torch.cat((x, other), -1), torch.cat((weight, its_weight), 0 if self.transposed else 1)
-        y: Tensor = RowExit.apply(x, weight, self.transposed, self.axis, sequence)
+        y: Tensor = RowExit.apply(x, weight, self.transposed, edges)
         return y
 
     def _part_of(self, x: Tensor) -> Tensor:
-        if self.split == self._default_split():
-            return split_sequence(x, self.axis, x.dim() - 1)
+        if self.split == self._default_split().over(self.axis.name):
+            return split_dim(x, self.axis, -1, self.split)
         return enter_block(x, self.axis).index_select(-1, self.split.indices(self.axis.rank).to(x.device))
 
 
@@ -296,11 +293,3 @@ class VocabParallelLMHead1D(Linear1D_Col):
     def forward(self, x: Tensor) -> Any:
         bounds = [0, *(self.split.parts[r][-1][1] for r in range(self.axis.size))]
         return shard_logits(super().forward(x), self.axis, bounds)
-
-
-def _in_full_order(gathered: Tensor, split: Split) -> Tensor:
-    """Puts features that were joined in rank order into the order of the full dim."""
-    order = torch.cat([split.indices(r) for r in range(len(split.parts))])
-    if bool((order[1:] > order[:-1]).all()):
-        return gathered
-    return gathered.index_select(-1, order.argsort().to(gathered.device))

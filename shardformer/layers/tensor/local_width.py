@@ -22,6 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardformer.comm.values import has_values
+from shardformer.errors import ConfigError
+
 
 class Owner(Protocol):
     """The block that a tensor entered."""
@@ -43,6 +46,12 @@ class LocalWidth(Tensor):
 
     @staticmethod
     def of(x: Tensor, block: Owner) -> LocalWidth:
+        if not has_values(x):
+            raise ConfigError(
+                "A step is traced whose block asks its input for the width of the heads",
+                rule="Fake tensors cannot be tensors of another class, which this block is given",
+                remedy="Count its collectives in a real step, with shardformer.testing.threads.run_as_threads",
+            )
         entered = x.as_subclass(LocalWidth)
         entered.block = block
         return entered

@@ -11,8 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardformer.comm.values import with_values
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.layout.spec import ShardSpec
+from shardformer.layout.split import Coords
 from shardformer.mesh.axis import Axis
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -30,6 +32,11 @@ class ParallelModule(nn.Module, ABC):
         super().__init__()
         self.axis = axis or Axis("tensor")
         self.shard_specs: dict[str, ShardSpec] = {}
+
+    @property
+    def coords(self) -> Coords:
+        """This rank's place on the axis."""
+        return {self.axis.name: self.axis.rank}
 
     @classmethod
     @abstractmethod
@@ -53,7 +60,7 @@ class ParallelModule(nn.Module, ABC):
             return
         part = None if shared is None else shared.get(id(full))
         if part is None:
-            part = nn.Parameter(spec.slice(full, self.axis.rank), requires_grad=full.requires_grad)
+            part = nn.Parameter(spec.slice(full, self.coords), requires_grad=full.requires_grad)
             if shared is not None:
                 shared[id(full)] = part
         self.register_parameter(name, part)
@@ -82,6 +89,7 @@ def check_native(module: nn.Module, *kinds: type[nn.Module]) -> None:
         )
 
 
+@with_values()
 def _is_plain(module: nn.Module) -> bool:
     """Whether a forward of its own gives what the plain class does (FalconLinear, Conv1D), tried on a few numbers.
 
@@ -106,6 +114,7 @@ def _is_plain(module: nn.Module) -> bool:
     return bool((out - expected).abs().max() <= allowed * expected.abs().max())
 
 
+@with_values()
 def factor_of(embedding: nn.Embedding) -> float | None:
     """What the embedding multiplies its vectors by (Gemma's and BART's own classes do); None where it does more.
 

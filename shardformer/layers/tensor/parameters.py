@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from shardformer.layout.spec import ShardSpec, Split
+from shardformer.layout.spec import ShardSpec
+from shardformer.layout.split import Split
 from shardformer.mesh.axis import Axis
 
 
@@ -32,13 +33,14 @@ def shard_parameter(
     Raises ConfigError when a split is not of its dim's length.
     """
     full: Tensor = getattr(module, name)
-    spec = ShardSpec(tuple(full.shape), dict(splits))
+    spec = ShardSpec(full.shape, {dim: split.over(axis.name) for dim, split in splits.items()})
+    coords = {axis.name: axis.rank}
     if name in module._buffers:
-        module._buffers[name] = spec.slice(full, axis.rank)
+        module._buffers[name] = spec.slice(full, coords)
         return full
     shared = {} if shared is None else shared
     if id(full) not in shared:
-        shared[id(full)] = nn.Parameter(spec.slice(full, axis.rank), requires_grad=full.requires_grad)
+        shared[id(full)] = nn.Parameter(spec.slice(full, coords), requires_grad=full.requires_grad)
     module.register_parameter(name, shared[id(full)])
     module.__dict__.setdefault("shard_specs", {})[name] = spec
     module.__dict__["shard_axis"] = axis

@@ -17,7 +17,8 @@ from shardformer.comm.conjugates import enter_block, leave_block
 from shardformer.errors import ConfigError
 from shardformer.layers.norm import HALF, FusedLayerNorm, fused_norm
 from shardformer.layers.tensor.parallel_module import GroupLike, ParallelModule
-from shardformer.layout.spec import ShardSpec, Split
+from shardformer.layout.spec import ShardSpec
+from shardformer.layout.split import Split
 from shardformer.mesh.axis import Axis
 
 
@@ -44,6 +45,7 @@ class SplitNorm(ParallelModule):
         super().__init__(Axis.of(process_group))
         self.kind: str = "layer" if isinstance(norm, FusedLayerNorm) else str(norm.kind)
         self.eps: Any = norm.eps
+        split = split.over(self.axis.name)
         self.expand, self.full = expand, split.full
         for name in ("weight", "bias"):
             param = norm._parameters.get(name)

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from shardformer.comm.collectives import all_gather
 from shardformer.errors import ConfigError, InputError
-from shardformer.layout.spec import even_bounds
+from shardformer.layout.split import even_bounds
 from shardformer.mesh.axis import Axis
 
 CHUNK_BYTES = {"cpu": 1024 * 1024, "cuda": 64 * 1024 * 1024}

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shardformer.comm.conjugates import join_slices
+from shardformer.comm.conjugates import join_dim
 from shardformer.errors import InputError
+from shardformer.layout.split import Split
 from shardformer.mesh.axis import Axis
 
 Replay = Callable[[Tensor], Tensor]
@@ -84,8 +85,8 @@ class VocabSharded(Tensor):
         if full is not None and needs_grad <= full.requires_grad:
             if torch.is_inference_mode_enabled() or not full.is_inference():
                 return full
-        lengths = tuple(b - a for a, b in pairwise(self.bounds))
-        self._full = join_slices(local, self.axis, self.vocab_dim, lengths).to(self.full_dtype)
+        split = Split(tuple(((a, b),) for a, b in pairwise(self.bounds)), (self.axis.name,))
+        self._full = join_dim(local, self.axis, self.vocab_dim, split, "gather").to(self.full_dtype)
         return self._full
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # mypy drops the keyword's name in a dunder

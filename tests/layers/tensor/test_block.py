@@ -13,12 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.comm.params import gather_param, param_specs
+from shardformer.comm.gather import gather_full
 from shardformer.comm.recorder import Recorder
 from shardformer.errors import ConfigError
-from shardformer.layers.tensor.block import Block, register_entry
+from shardformer.layers.tensor.block import Block
 from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
-from shardformer.layers.tensor.sequence import SequenceRegion
+from shardformer.layers.tensor.pending import resolved
+from shardformer.layers.tensor.stream import Stream
+from shardformer.layout.state import specs_of
+from shardformer.layout.stream import SEQUENCE_PARALLEL, StreamLayout
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext
 from shardformer.testing.pool import Pools, WorkerPool
@@ -188,21 +191,21 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList([Gate(body)])
         self.double()
         self.call = call
-        self.region: SequenceRegion | None = None
+        self.region: Stream | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         region = self.region
         if region is not None:
-            x = region.split(x, True)
+            x = region.enter_stack(x, True)
         x = x + self.call(self.layers[0], x)
-        return x if region is None else region.join(x)
+        return x if region is None else resolved(region.leave_stack(x))
 
 
 def cut(stack: Stack, axis: Axis, mode: str) -> Block:
     """What the sharder does to a layer."""
     if mode != "plain":
-        stack.region = SequenceRegion(axis, overlap=mode == "overlap")
-    block, gate = Block(axis, stack.region), stack.layers[0]
+        stack.region = Stream(SEQUENCE_PARALLEL, axis, overlap=mode == "overlap")
+    block, gate = Block(stack.region or Stream(StreamLayout(), axis)), stack.layers[0]
     for name in ("up", "gate"):
         column: Any = Linear1D_Col.from_native_module(getattr(gate, name), axis)
         column.block = block
@@ -211,7 +214,7 @@ def cut(stack: Stack, axis: Axis, mode: str) -> Block:
     row: Any = Linear1D_Row.from_native_module(gate.down, axis)
     row.block = block
     gate.down = row
-    register_entry(gate, block)
+    block.register_entry(gate)
     return block
 
 
@@ -236,13 +239,13 @@ def compared(
     for out in outs:
         if out.requires_grad:
             (out * w).sum().backward()
-    specs = param_specs(ours)
+    specs = specs_of(ours)
     pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {
         "output": (outs[0], outs[1]),
         "x": (xs[0].grad, xs[1].grad),
     }
     for name, p in ours.named_parameters():
-        whole = None if p.grad is None else gather_param(p.grad, specs[name], axis)
+        whole = None if p.grad is None else gather_full(p.grad, specs[name], lambda _: axis)
         if whole is not None and mode != "plain" and name.endswith("down.bias"):
             whole = gather_sum(whole, axis)  # it sees a stretch of the sequence: the policy has it summed
         pairs[name] = (plain.get_parameter(name).grad, whole)
@@ -348,7 +351,7 @@ def with_a_shorter_input(mode: str) -> None:
 
 def test_an_input_that_is_no_stretch_is_refused_on_all_ranks(pool2: WorkerPool) -> None:
     for mode in ("sequence", "overlap"):
-        with pytest.raises(ConfigError, match="this rank's stretch of 7 positions"):
+        with pytest.raises(ConfigError, match="this rank's part of 7 positions"):
             pool2.run(with_a_shorter_input, mode)
 
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from shardformer.comm.params import gather_param, param_specs
+from shardformer.comm.gather import gather_full
 from shardformer.comm.recorder import Recorder
-from shardformer.comm.threads import ThreadGroup
 from shardformer.errors import ConfigError, InputError
 from shardformer.layers.tensor.embedding import Embedding1D, VocabParallelEmbedding1D
+from shardformer.layout.state import specs_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.testing.threads import run_as_threads
 
 KINDS = {"vocabulary": VocabParallelEmbedding1D, "width": Embedding1D}
 B, S, V, H = 2, 5, 127, 10
@@ -38,9 +39,9 @@ def compared(kind: str, padding_idx: int | None, options: dict[str, Any]) -> dic
         want, w = want[..., own], w[..., own]
     with Recorder(axis) as backward:
         (found * w).sum().backward()
-    spec, grad = param_specs(table)["weight"], table.weight.grad
+    spec, grad = specs_of(table)["weight"], table.weight.grad
     assert plain.weight.grad is not None and grad is not None
-    whole = gather_param(grad, spec, axis)
+    whole = gather_full(grad, spec, lambda _: axis)
     return {
         "output": float((found - want).detach().abs().max()),
         "gradient": float((whole - plain.weight.grad).abs().max()),
@@ -84,7 +85,7 @@ def constructed(kind: str) -> list[float]:
     state = torch.get_rng_state()
     torch.manual_seed(11)
     ours = [KINDS[kind](V, H, 3, process_group=axis) for _ in range(2)]
-    parts = [(b.shard_specs["weight"].slice(a.weight, axis.rank), b.weight) for a, b in zip(plain, ours, strict=True)]
+    parts = [(b.shard_specs["weight"].slice(a.weight, b.coords), b.weight) for a, b in zip(plain, ours, strict=True)]
     return [float((state - torch.get_rng_state()).abs().max()), *(float((a - b).abs().max()) for a, b in parts)]
 
 
@@ -166,11 +167,11 @@ def test_an_embedding_that_scales_what_it_gives_is_cut_with_its_factor(kind: str
         out: torch.Tensor = table(ids)
         out.square().sum().backward()
         weight: Any = table.weight
-        return out.detach(), gather_param(weight.grad, param_specs(table)["weight"], context.tensor)
+        return out.detach(), gather_full(weight.grad, specs_of(table)["weight"], context.axis)
 
     expected = native(ids)
     expected.square().sum().backward()
-    for out, gradient in ThreadGroup(2).run(look_up):
+    for out, gradient in run_as_threads(look_up, tensor=2):
         assert torch.equal(out, expected)
         assert torch.allclose(gradient, native.weight.grad)
 

@@ -11,12 +11,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardformer.comm.params import gather_param, param_specs
+from shardformer.comm.gather import gather_full
 from shardformer.comm.recorder import Recorder
 from shardformer.errors import ConfigError
 from shardformer.layers.tensor.linear import FusedLinear1D_Col, Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
 from shardformer.layers.vocab.logits import VocabParallelLogits
-from shardformer.layout.spec import Split
+from shardformer.layout.split import Split
+from shardformer.layout.state import specs_of
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext
 from shardformer.testing.pool import Pools, WorkerPool
@@ -96,14 +97,14 @@ def compared(case: Case) -> Found:
     loss = (y * (w[..., own] if gives_part else w)).sum()
     with Recorder(axis) as backward:
         loss.backward()
-    specs = param_specs(layer)
+    specs = specs_of(layer)
     wants = {
         "output": (y, want[..., own] if gives_part else want),
         "input's gradient": (x.grad, want_x.grad[..., own] if takes_part else want_x.grad),
     }
     for name, p in layer.named_parameters():
-        wants[name] = (gather_param(p, specs[name], axis), plain.get_parameter(name))
-        wants[f"{name}'s gradient"] = (gather_param(p.grad, specs[name], axis), plain.get_parameter(name).grad)
+        wants[name] = (gather_full(p, specs[name], lambda _: axis), plain.get_parameter(name))
+        wants[f"{name}'s gradient"] = (gather_full(p.grad, specs[name], lambda _: axis), plain.get_parameter(name).grad)
     assert [n for n, _ in layer.named_parameters()] == [n for n, _ in plain.named_parameters()]
     return Found(
         {name: float((a - b).detach().abs().max()) for name, (a, b) in wants.items()},
@@ -193,7 +194,7 @@ def constructed(kind: str) -> list[float]:
     out = [float((state - torch.get_rng_state()).abs().max())]
     for a, b in zip(plain, ours, strict=True):
         for name, spec in b.shard_specs.items():
-            local = spec.slice(a.get_parameter(name).detach(), axis.rank)
+            local = spec.slice(a.get_parameter(name).detach(), {axis.name: axis.rank})
             out.append(float((local - b.get_parameter(name)).abs().max()))
     return out
 
@@ -324,11 +325,11 @@ def head_losses() -> dict[str, float]:
     with Recorder(axis) as recorder:
         loss = nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels)
     loss.backward()
-    spec = param_specs(head)["weight"]
+    spec = specs_of(head)["weight"]
     assert plain.weight.grad is not None
     return {
         "loss": float((loss - want).detach().abs()),
-        "gradient": float((gather_param(head.weight.grad, spec, axis) - plain.weight.grad).abs().max()),
+        "gradient": float((gather_full(head.weight.grad, spec, lambda _: axis) - plain.weight.grad).abs().max()),
         "logits": float((logits.full_tensor() - plain(x)).detach().abs().max()),
         "choice": float((logits.argmax(-1) != plain(x).argmax(-1)).sum()),
         "collectives beside the loss's one": recorder.count() - 1,

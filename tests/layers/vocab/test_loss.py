@@ -16,7 +16,7 @@ from shardformer.comm.recorder import Recorder
 from shardformer.errors import ConfigError, InputError
 from shardformer.layers.vocab import loss as loss_module
 from shardformer.layers.vocab.loss import DistCrossEntropyLoss, cross_entropy_1d, vocab_parallel_cross_entropy
-from shardformer.layout.spec import even_bounds
+from shardformer.layout.split import even_bounds
 from shardformer.mesh.axis import Axis
 from shardformer.testing.pool import Pools, WorkerPool
 

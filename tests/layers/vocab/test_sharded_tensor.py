@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from shardformer.comm.recorder import Recorder
 from shardformer.errors import InputError
 from shardformer.layers.vocab.logits import VocabParallelLogits, shard_logits
-from shardformer.layout.spec import even_bounds
+from shardformer.layout.split import even_bounds
 from shardformer.mesh.axis import Axis
 from shardformer.testing.pool import WorkerPool
 from tests.layers.vocab.vocab import SHAPE, B, S, V, make, own, plain_of, same

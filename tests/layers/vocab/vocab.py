@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardformer.comm.recorder import Recorder
 from shardformer.layers.vocab.logits import VocabParallelLogits, shard_logits
-from shardformer.layout.spec import even_bounds
+from shardformer.layout.split import even_bounds
 from shardformer.mesh.axis import Axis
 
 B, S, V = 2, 3, 127

@@ -1,0 +1,44 @@
+"""Which layer takes the place of which plain module, by ``tensor_parallel_mode``: the one place that says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardformer.layers.tensor.embedding import Embedding1D, VocabParallelEmbedding1D
+from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
+from shardformer.layers.tensor.parallel_module import ParallelModule
+from shardformer.layers.tensor.split_norm import SplitNorm
+
+
+@dataclass(frozen=True)
+class ParallelLayers:
+    """The layers of one mode.
+
+    Args:
+        column: for the linears that read what enters a block.
+        row: for the linear at its exit.
+        norm: for a norm between them, over features that ranks have parts of.
+        table: for an embedding inside of a block, with columns for heads.
+        embedding: for the embedding of the vocabulary.
+        head: for the linear that gives its logits.
+    """
+
+    column: type[ParallelModule]
+    row: type[ParallelModule]
+    norm: type[ParallelModule]
+    table: type[ParallelModule]
+    embedding: type[ParallelModule]
+    head: type[ParallelModule]
+
+
+MODES = {
+    "1d": ParallelLayers(
+        column=Linear1D_Col,
+        row=Linear1D_Row,
+        norm=SplitNorm,
+        table=Embedding1D,
+        embedding=VocabParallelEmbedding1D,
+        head=VocabParallelLMHead1D,
+    ),
+}
+"""``tensor_parallel_mode`` -> its layers."""

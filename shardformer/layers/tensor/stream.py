@@ -1,0 +1,226 @@
+"""The stream of one stack of layers at run time: what its first layer is given, what its blocks ask, what leaves it."""
+
+# B batch, S sequence, H hidden; s: this rank's slice of the sequence (S / tensor)
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.comm.collectives import all_gather, start_all_reduce
+from shardformer.comm.conjugates import join_dim, own_slices, scatter_output, split_dim
+from shardformer.errors import ConfigError, InputError
+from shardformer.layers.random_stream import RandomStream
+from shardformer.layers.tensor.edges import EDGES, SEQUENCE, Edges, SequenceEdges, WholeEdges, own_length
+from shardformer.layers.tensor.pending import PendingTensor
+from shardformer.layout.stream import Cut, Dim, Order, StreamLayout
+from shardformer.mesh.axis import Axis
+
+
+class Stream:
+    """The activations between the blocks of one stack.
+
+    Args:
+        layout: how they lie.
+        axis: the axis over which the blocks are cut.
+        overlap: whether the communication at the edges runs in steps under the matmuls beside it.
+        random: whether the model draws random numbers when it trains.
+
+    Where the stack cuts the sequence, it cuts it before the first layer and joins it behind the last; ``full`` is the
+    length of the sequence that went in last, and each rank holds consecutive positions, as many as others or one more.
+    """
+
+    def __init__(self, layout: StreamLayout, axis: Axis, *, overlap: bool = False, random: bool = False) -> None:
+        self.layout, self.axis, self.overlap = layout, axis, overlap
+        cut = layout.cut_at_stack(axis.name) if axis.size > 1 else None
+        if cut is not None and (cut.dim not in EDGES or cut.order is not Order.CONTIGUOUS):
+            raise ConfigError(
+                f"A stack that cuts {cut}",
+                rule=f"Blocks know streams whose {', '.join(d for d in EDGES if d)} is cut into consecutive positions",
+                remedy="Let the cut begin at the model's inputs, or write its edges (layers/tensor/edges.py)",
+            )
+        self._dim: Dim | None = None if cut is None else cut.dim
+        self.samples, self.full = 0, 0
+        self._is_open = False
+        self._lengths: set[int] = set()
+        self._are_alike = False
+        self._random = RandomStream(axis) if random and self._dim is not None else None
+        self._is_random = False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether each rank holds a part of the stream just now."""
+        return self._dim is not None and self._is_open
+
+    def edges(self, x: Tensor) -> Edges:
+        """The edges of a block that is given x."""
+        if self._dim is None:
+            return WholeEdges(self.axis)
+        if x.dim() != 2:  # a layer's MLP that is given (B*s, H) follows its attention
+            self.recall(x)
+        return SequenceEdges(self.axis, self.full, self.overlap) if self._is_open else WholeEdges(self.axis)
+
+    # --- where the stack begins and ends
+
+    def enter_stack(self, x_BSH: Tensor, training: bool) -> Tensor:
+        """The stack's input (B, S, H) becomes this rank's (B, s, H). Backward: one all-gather of B*S*H.
+
+        Where x is the embedding's sum, that is not made: forward one reduce-scatter of B*S*H.
+        """
+        self.samples, self.full = x_BSH.shape[0], x_BSH.shape[SEQUENCE]
+        # A decoding step is shorter than the axis and has no gradient: there is nothing to split. A checkpoint that
+        # will be recomputed has none either, but is in training.
+        self._is_open = training or torch.is_grad_enabled() or self.full >= self.axis.size
+        if not self._is_open:
+            return x_BSH
+        if self.full not in self._lengths:
+            near = [n for n in self._lengths if abs(n - self.full) < self.axis.size]
+            self._lengths.add(self.full)
+            self._are_alike = self._are_alike or bool(near)  # of two that near, some rank holds as many of both
+        self._is_random = training
+        if self._random is not None and training:
+            self._random.enter(x_BSH)
+        if isinstance(x_BSH, PendingTensor) and x_BSH.is_pending and x_BSH.known is None and x_BSH.edges is None:
+            return scatter_output(x_BSH.local, self.axis, SEQUENCE)
+        return split_dim(x_BSH, self.axis, SEQUENCE, self._split())
+
+    def leave_stack(self, x_BsH: Tensor) -> Tensor:
+        """The stack's output is whole again, for whoever reads it.
+
+        Forward one all-gather of B*S*H, when it is read; backward nothing, or one reduce-scatter of B*S*H where a
+        column-parallel head reads it.
+        """
+        if not self.is_cut:
+            return x_BsH
+        if self._random is not None and self._is_random:
+            self._random.leave()
+        axis, full, split = self.axis, self.full, self._split()
+        shape = (*x_BsH.shape[:SEQUENCE], full, *x_BsH.shape[SEQUENCE + 1 :])
+        return PendingTensor.make(
+            x_BsH,
+            shape,
+            axis,
+            SequenceEdges(axis, full, self.overlap),
+            lambda x: all_gather(x, axis, SEQUENCE, full),
+            lambda grad: own_slices(grad, axis, SEQUENCE, split),
+        )
+
+    def _split(self) -> Any:
+        return Cut(Dim.SEQUENCE, self.axis.name).split(self.full, self.axis.size)
+
+    def register(self, first: nn.Module, last: nn.Module) -> None:
+        """Cuts before the forward of the stack's first module, and joins behind that of the last."""
+        if self._dim is not None:
+            first.register_forward_pre_hook(self._enter_module, with_kwargs=True)
+            last.register_forward_hook(self._leave_module)
+
+    def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return with_first_tensor(args, kwargs, lambda x: self.enter_stack(x, module.training))
+
+    def _leave_module(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return with_first_output(output, self.leave_stack)
+
+    def register_whole(self, module: nn.Module, random: bool) -> GatheredModule | None:
+        """Gives ``module`` the whole sequence, which its forward needs outside of its block too: it adds its residual.
+
+        Forward: one all-gather of B*S*H; backward the same. What is inside of the module and outside of a block is
+        computed by every rank.
+        """
+        return None if self._dim is None else GatheredModule(self, module, random)
+
+    def abandon(self) -> None:
+        """After a forward that an error broke off: back to the random numbers outside."""
+        if self._random is not None:
+            self._random.leave()
+
+    # --- lengths
+
+    def recall(self, x_BsH: Tensor) -> None:
+        """In a recomputation under checkpointing: ``full`` becomes the length in the forward that is repeated.
+
+        Communicates one number, where that forward cannot be told by this rank's length alone.
+        """
+        if torch._C._current_graph_task_id() < 0 or self._dim is None:
+            return
+        self._is_open = True
+        if self._are_alike:
+            length = torch.tensor(x_BsH.shape[SEQUENCE], device=x_BsH.device)
+            self.full = int(start_all_reduce(length, self.axis, purpose="check").wait())
+            return
+        own = x_BsH.shape[SEQUENCE]
+        self.full = next((n for n in self._lengths if own_length(n, self.axis) == own), self.full)
+
+    def check(self, x_BsH: Tensor) -> None:
+        """Raises ConfigError when x is not this rank's part: gathering it would wait for bytes that never come."""
+        length = own_length(self.full, self.axis)
+        if x_BsH.dim() != 3 or x_BsH.shape[SEQUENCE] != length:
+            raise ConfigError(
+                f"A block with sequence parallelism was given a tensor of shape {tuple(x_BsH.shape)}",
+                rule=f"Its input is (batch, {length}, hidden): this rank's part of {self.full} positions",
+                remedy="Switch off what cuts the sequence itself (chunk_size_feed_forward), or sequence parallelism",
+            )
+
+    def unflatten(self, x: Tensor) -> Tensor:
+        """(B*s, H), as some layers hand it to their MLP, as (B, s, H)."""
+        length = own_length(self.full, self.axis)
+        samples = x.shape[0] // length if length else self.samples
+        return x.view(samples, length, x.shape[-1]) if x.dim() == 2 and x.shape[0] == samples * length else x
+
+
+class GatheredModule:
+    """Around a module that needs the whole sequence: see ``Stream.register_whole``."""
+
+    def __init__(self, stream: Stream, module: nn.Module, random: bool) -> None:
+        self._stream = stream
+        self._random = RandomStream(stream.axis, aligned=True) if random else None
+        module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        module.register_forward_hook(self._leave)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def join(x: Tensor) -> Tensor:
+            stream = self._stream
+            stream.recall(x)
+            if not stream.is_cut:
+                return x
+            stream.check(x)
+            if self._random is not None and module.training:
+                self._random.enter(x)
+            return join_dim(x, stream.axis, SEQUENCE, stream._split())
+
+        return with_first_tensor(args, kwargs, join)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self._stream.is_cut:
+            return output
+        self.abandon()
+        return with_first_output(output, lambda x: split_dim(x, self._stream.axis, SEQUENCE, self._stream._split()))
+
+    def abandon(self) -> None:
+        """Behind the module, or after a forward that an error broke off: back to the random numbers outside."""
+        if self._random is not None:
+            self._random.leave()
+
+
+def with_first_tensor(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a module with its hidden states changed: the first tensor that it is given."""
+    if args and isinstance(args[0], Tensor):
+        return (change(args[0]), *args[1:]), kwargs
+    tensors = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+    if not tensors:
+        raise InputError(
+            "A layer was called without a tensor",
+            rule="The first tensor that a layer of a sharded model is given are its hidden states",
+            remedy="Call it with them, as the model itself does",
+        )
+    name = "hidden_states" if "hidden_states" in tensors else tensors[0]
+    return args, {**kwargs, name: change(kwargs[name])}
+
+
+def with_first_output(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """What a module gave with its hidden states changed: all of it, or the first of several."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)

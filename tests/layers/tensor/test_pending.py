@@ -1,0 +1,95 @@
+"""A tensor that is pending is the full one to whoever uses it, whatever is done with it, and with its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardformer.layers.tensor.pending import PendingTensor
+
+
+def doubled(x: Tensor, calls: list[int] | None = None) -> PendingTensor:
+    """Two times x; ``calls`` counts how often that was computed."""
+
+    def resolve(local: Tensor) -> Tensor:
+        if calls is not None:
+            calls.append(1)
+        return local * 2
+
+    return PendingTensor.make(x, tuple(x.shape), None, None, resolve, lambda grad: grad * 2)
+
+
+def add_in_place(x: Tensor, y: Tensor) -> Tensor:
+    x += y
+    return x
+
+
+def add_by_method(x: Tensor, y: Tensor) -> Tensor:
+    x.add_(y)
+    return x
+
+
+def set_a_part(x: Tensor, y: Tensor) -> Tensor:
+    x[:, 1] = y[:, 0]
+    return x
+
+
+def relu_in_place(x: Tensor, y: Tensor) -> Tensor:
+    return F.relu(x, inplace=True) + y * x
+
+
+def twice(x: Tensor, y: Tensor) -> Tensor:
+    first = x + y
+    x += y
+    return first + x + x.view(-1, 3).flatten()[:12].view(4, 3)
+
+
+USES: list[Callable[[Tensor, Tensor], Tensor]] = [add_in_place, add_by_method, set_a_part, relu_in_place, twice]
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_is_written_into_it_is_in_it(use: Callable[[Tensor, Tensor], Tensor], trains: bool) -> None:
+    found: list[list[Any]] = []
+    for make in (lambda x: x * 2, doubled):
+        torch.manual_seed(0)
+        x, y = (torch.randn(4, 3, dtype=torch.float64, requires_grad=trains) for _ in range(2))
+        out = use(make(x), y)
+        out = out.value() if isinstance(out, PendingTensor) else out
+        if trains:
+            (out**2).sum().backward()
+        found.append([out.detach(), x.grad, y.grad])
+    for ours, want in zip(*found[::-1], strict=True):
+        assert ours is want is None or torch.equal(ours, want)
+
+
+def same_slices(x: Tensor) -> Tensor:
+    return x[:, 0:, :]
+
+
+def same_view(x: Tensor) -> Tensor:
+    return x.view(-1, x.shape[1], x.shape[2])
+
+
+def same_reshape(x: Tensor) -> Tensor:
+    return x.reshape((2, 5, 3))
+
+
+@pytest.mark.parametrize("use", [same_slices, same_view, same_reshape])
+def test_what_asks_for_all_of_it_computes_nothing(use: Callable[[Tensor], Tensor]) -> None:
+    calls: list[int] = []
+    x = doubled(torch.randn(2, 5, 3, requires_grad=True), calls)
+    assert use(x) is x and not calls and x.is_pending
+
+
+def test_what_asks_for_a_part_or_another_shape_gets_the_values_computed_once() -> None:
+    calls: list[int] = []
+    plain = torch.randn(2, 5, 3)
+    x = doubled(plain, calls)
+    assert torch.equal(x[:, 1:], plain[:, 1:] * 2) and torch.equal(x.view(10, 3), plain.view(10, 3) * 2)
+    assert torch.equal(x.view(torch.int32), (plain * 2).view(torch.int32)) and calls == [1]
