@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import all_reduce
-from shardformer.comm.params import param_specs, pipe_place, tensor_axis
 from shardformer.errors import ConfigError
-from shardformer.mesh.axis import Axis
+from shardformer.layout.spec import ShardSpec
+from shardformer.layout.split import Coords
+from shardformer.layout.state import Entry, ShardedState, known_state
 
 
 def clip_grad_norm_(
@@ -48,39 +49,48 @@ def clip_grad_norm_(
 
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     """The norm of all gradients: see ``clip_grad_norm_``."""
-    axis = tensor_axis(model)
-    terms = list(_terms(model, norm_type, axis))
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    dtype = torch.float64 if any(t.dtype == torch.float64 for t in terms) else torch.float32
-    if not terms:
-        local = torch.zeros((), dtype=dtype, device=device)
-    elif math.isinf(norm_type):
-        local = torch.stack([t.to(dtype) for t in terms]).max()
-    else:
-        local = torch.stack([t.to(dtype) for t in terms]).sum()
-    op, pipe = "max" if math.isinf(norm_type) else "sum", pipe_place(model).axis
-    total = all_reduce(local, axis, op=op, purpose="norm")
-    if pipe.size > 1:  # a stage may have nothing, and then does not know in which precision the others count
-        total = all_reduce(total.double(), pipe, op=op, purpose="norm")
-    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+    state = known_state(model)
+    entries = state.by_param()
+    asked = [entries.get(id(p)) or Entry("", p, ShardSpec(p.shape)) for p in model.parameters()]
+    return norm_of(asked, state, norm_type)
 
 
-def _terms(model: nn.Module, norm_type: float, axis: Axis) -> Iterator[Tensor]:
-    """For each parameter the p-th power of its norm (or its largest element), weighted so that ranks add up to one."""
-    specs, elsewhere = param_specs(model), pipe_place(model).counted_elsewhere
-    for name, p in model.named_parameters():
-        if p.grad is None or name in elsewhere:
-            continue
-        magnitude = p.grad.detach().abs()
-        if magnitude.dtype in (torch.float16, torch.bfloat16):
-            magnitude = magnitude.float()
-        if math.isinf(norm_type):
-            yield magnitude.max() if magnitude.numel() else magnitude.new_zeros(())
-            continue
-        powers = magnitude**norm_type
-        spec = specs[name]
-        held_by = spec.multiplicity(axis.rank)
-        if isinstance(held_by, Tensor):
-            yield (powers / held_by.to(powers)).sum()
-        elif spec.is_sharded or axis.rank == 0:
-            yield powers.sum()
+def norm_of(entries: Sequence[Entry], state: ShardedState, norm_type: float) -> Tensor:
+    """The norm of the gradients of some parameters of one table, the same on all ranks.
+
+    Communicates one all-reduce of one number over each axis that any parameter of the table is cut over.
+    """
+    op = "max" if math.isinf(norm_type) else "sum"
+    coords = state.coords
+    names = [name for name in coords if any(name in e.reduction.norm_over for e in state.entries)]
+    terms = [t for e in entries if (t := _term(e, norm_type, coords, names)) is not None]
+    # what all ranks know, not what this one has a gradient of: a rank, or a stage, may have none
+    is_wide = any(e.param.dtype == torch.float64 for e in state.entries)
+    device = next((e.param.device for e in state.entries), torch.device("cpu"))
+    dtype = torch.float64 if is_wide or "pipe" in names else torch.float32
+    total = torch.zeros((), dtype=dtype, device=device)
+    for term in terms:
+        total = torch.maximum(total, term.to(total)) if op == "max" else total + term.to(total)
+    for name in names:
+        total = all_reduce(total, state.axis(name), op=op, purpose="norm")
+    total = total if op == "max" else total ** (1.0 / norm_type)
+    return total if is_wide else total.float()
+
+
+def _term(entry: Entry, norm_type: float, coords: Coords, names: Sequence[str]) -> Tensor | None:
+    """The p-th power of a gradient's norm (or its largest element), weighted so that the ranks' add up to one.
+
+    None where there is no gradient, or another rank counts it: of what several ranks hold alike, the first.
+    """
+    grad, reduction = entry.param.grad, entry.reduction
+    others = [coords[name] for name in names if name not in reduction.norm_over]
+    if grad is None or any(others) or (reduction.stages and reduction.stages[0] != coords["pipe"]):
+        return None
+    magnitude = grad.detach().abs()
+    if magnitude.dtype in (torch.float16, torch.bfloat16):
+        magnitude = magnitude.float()
+    if math.isinf(norm_type):
+        return magnitude.max() if magnitude.numel() else magnitude.new_zeros(())
+    powers = magnitude**norm_type
+    held_by = entry.spec.multiplicity(coords)
+    return (powers / held_by.to(powers) if isinstance(held_by, Tensor) else powers).sum()

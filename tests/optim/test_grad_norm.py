@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.params import gather_param, param_specs
+from shardformer.comm.gather import gather_full
 from shardformer.comm.recorder import Recorder
-from shardformer.comm.threads import ThreadGroup
+from shardformer.layout.state import specs_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.grad_norm import clip_grad_norm_, grad_norm
 from shardformer.policies.role_policy import Experts, RolePolicy, Stack
 from shardformer.sharder import shard_model
 from shardformer.testing.pool import Pools
+from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import Batches, Sample
 
 
@@ -30,11 +31,11 @@ def _clip(family: str, norm_type: float, max_norm: float) -> tuple[float, float,
     want = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type))
     with Recorder(context) as recorder:
         got = float(clip_grad_norm_(model, max_norm, norm_type))
-    specs, grads = param_specs(model), {n: p.grad for n, p in plain.named_parameters()}
+    specs, grads = specs_of(model), {n: p.grad for n, p in plain.named_parameters()}
     worst = 0.0
     for name, p in model.named_parameters():
         assert p.grad is not None and grads[name] is not None
-        worst = max(worst, float((gather_param(p.grad, specs[name], context.tensor) - grads[name]).abs().max()))
+        worst = max(worst, float((gather_full(p.grad, specs[name], context.axis) - grads[name]).abs().max()))
     return got, want, worst, len(recorder.calls)
 
 
@@ -47,7 +48,7 @@ def test_clipping_is_torchs_on_the_plain_model(pools: Pools, family: str, norm_t
         assert calls == 1
 
 
-class _Bank(nn.Module):
+class Bank(nn.Module):
     """Experts whose weights are stacked; each sees every token."""
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class _Bank(nn.Module):
 class _OfExperts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleDict({"experts": _Bank()}) for _ in range(2))
+        self.layers = nn.ModuleList(nn.ModuleDict({"experts": Bank()}) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -84,7 +85,7 @@ def test_a_model_without_one_parallel_layer_has_the_norm_of_all_its_parts() -> N
         return float(clip_grad_norm_(model, 0.01))
 
     want = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01))
-    assert ThreadGroup(2).run(clip) == pytest.approx([want, want], rel=1e-6)
+    assert run_as_threads(clip, tensor=2) == pytest.approx([want, want], rel=1e-6)
 
 
 def _nonfinite() -> str:

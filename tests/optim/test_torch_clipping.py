@@ -1,0 +1,140 @@
+"""``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` on parts does what it does on the plain model."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+import shardformer
+from shardformer.comm.gather import gather_full
+from shardformer.errors import ConfigError
+from shardformer.layout.state import specs_of
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import Batches, Sample
+from tests.policies.toy import ToyLM, ToyPolicy, toy_batch, toy_loss
+
+
+def plain_model() -> nn.Module:
+    torch.manual_seed(0)
+    return ToyLM().double()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def backward(model: nn.Module) -> nn.Module:
+    loss: Any = toy_loss(model, toy_batch(0))
+    loss.backward()
+    return model
+
+
+def sharded_models(number: int) -> list[nn.Module]:
+    plain = plain_model()
+    return [copy.deepcopy(plain) for _ in range(number)]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_norm_and_what_it_leaves_are_those_of_the_plain_model(norm_type: float, sequence: bool) -> None:
+    plain, models = backward(plain_model()), sharded_models(2)
+    want = float(clip_grad_norm_(plain.parameters(), 0.01, norm_type))
+    expected = gradients(plain)
+
+    def clip(context: ParallelContext) -> tuple[float, float]:
+        model = models[context.tensor.rank]
+        model = shardformer.shard_model(model, ToyPolicy(), context=context, enable_sequence_parallelism=sequence)
+        got = float(clip_grad_norm_(backward(model).parameters(), 0.01, norm_type))
+        specs = specs_of(model)
+        full = {name: gather_full(g, specs[name], context.axis) for name, g in gradients(model).items()}
+        return got, max(float((full[name] - expected[name]).abs().max()) for name in expected)
+
+    for got, worst in run_as_threads(clip, tensor=2):
+        assert got == pytest.approx(want, rel=1e-12) and want > 0.01
+        assert worst < 1e-14
+
+
+def test_parameters_of_a_model_that_is_not_sharded_count_beside_those_that_are() -> None:
+    plain, extra, models = backward(plain_model()), nn.Linear(3, 3).double(), sharded_models(2)
+    extra(torch.ones(1, 3).double()).sum().backward()
+    asked = [*gradients(plain).values(), *gradients(extra).values()]
+    want = float(get_total_norm(asked))
+
+    def measure(context: ParallelContext) -> float:
+        model = backward(shardformer.shard_model(models[context.tensor.rank], ToyPolicy(), context=context))
+        return float(get_total_norm([*gradients(model).values(), *gradients(extra).values()]))
+
+    assert run_as_threads(measure, tensor=2) == pytest.approx([want, want], rel=1e-12)
+
+
+def test_a_group_of_parameters_has_the_norm_of_its_own() -> None:
+    plain, models = backward(plain_model()), sharded_models(2)
+    want = float(clip_grad_norm_(plain.get_submodule("layers.0").parameters(), 1.0))
+
+    def measure(context: ParallelContext) -> float:
+        model = backward(shardformer.shard_model(models[context.tensor.rank], ToyPolicy(), context=context))
+        return float(clip_grad_norm_(model.get_submodule("layers.0").parameters(), 1.0))
+
+    assert run_as_threads(measure, tensor=2) == pytest.approx([want, want], rel=1e-12)
+
+
+def test_a_norm_that_is_no_number_is_refused_where_that_is_asked() -> None:
+    models = sharded_models(2)
+
+    def clip(context: ParallelContext) -> None:
+        model = backward(shardformer.shard_model(models[context.tensor.rank], ToyPolicy(), context=context))
+        next(g for name, g in gradients(model).items() if "fc1" in name).fill_(math.nan)
+        clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+    with pytest.raises(RuntimeError, match="nan"):
+        run_as_threads(clip, tensor=2)
+
+
+def test_what_is_no_gradient_of_a_sharded_model_stays_torchs() -> None:
+    model = nn.Linear(3, 3)
+    model(torch.ones(1, 3)).sum().backward()
+    want = math.sqrt(sum(float((g**2).sum()) for g in gradients(model).values()))
+    assert float(clip_grad_norm_(model.parameters(), 1.0)) == pytest.approx(want)
+    assert float(clip_grad_norm_([], 1.0)) == 0.0
+
+
+def _clip_stages() -> tuple[float, float]:
+    """All gradients, then those of the last norm, of which the first stage has none: measured, less the plain ones."""
+    torch.manual_seed(0)
+    plain = Sample("llama")().double().train()
+    model = shardformer.shard_model(copy.deepcopy(plain), context=ParallelContext.from_world({"pipe": 2}))
+    batch = Batches(Sample("llama").head_class)(0)
+    plain(**batch).loss.backward()
+    shardformer.Pipeline(model, micro_batches=1).step(batch)
+    found = []
+    for ending in ("", "model.norm.weight"):
+        norms = [
+            float(clip_grad_norm_([p for n, p in m.named_parameters() if n.endswith(ending)], 1e9))
+            for m in (plain, model)
+        ]
+        found.append(abs(norms[1] / norms[0] - 1))
+    return found[0], found[1]
+
+
+def test_all_stages_have_the_norm_of_what_some_of_them_hold(pool2: WorkerPool) -> None:
+    for everything, last_norm in pool2.run(_clip_stages):
+        assert everything < 1e-6 and last_norm < 1e-6
+
+
+def test_a_stage_without_gradients_does_not_guess_between_two_models() -> None:
+    models = sharded_models(2)
+
+    def clip(context: ParallelContext) -> None:
+        shardformer.shard_model(models[context.pipe.rank], ToyPolicy(), context=context)
+        clip_grad_norm_([], 1.0)
+
+    with pytest.raises(ConfigError, match="stages of 2 models"):
+        run_as_threads(clip, pipe=2)  # two ranks, and so two models, in one process
