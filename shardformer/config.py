@@ -9,10 +9,11 @@ from typing import Any
 import torch.distributed as dist
 
 from shardformer.errors import ConfigError, nearest
+from shardformer.layers.tensor.modes import MODES
+from shardformer.layout.stream import SEQUENCE_PARALLEL, StreamLayout
 from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.stage_manager import PipelineStageManager
 
-TENSOR_PARALLEL_MODES = ("1d",)
 EXTRA_KWARGS = ("check_inputs", "bucket_bytes")
 
 
@@ -27,14 +28,15 @@ class ShardConfig:
         enable_tensor_parallelism: whether weights are cut over the tensor axis.
         enable_fused_normalization: torch's fused layer and RMS norm in place of the model's own classes.
         enable_flash_attention: torch's flash or memory-efficient attention, or the flash-attn package where it fits.
-        enable_jit_fused: element-wise chains (bias and activation; bias, dropout, residual; gate) in one kernel.
-        enable_sequence_parallelism: between blocks each tensor rank holds a stretch of the sequence.
+        enable_jit_fused: an MLP's activation in one kernel, with the bias before it and the gate behind it.
+        enable_sequence_parallelism: between blocks each tensor rank holds a part of the sequence.
         enable_sequence_overlap: the gathers and scatters of sequence parallelism run under the matmuls beside them.
         enable_all_optimization: all five of the above.
         tensor_parallel_mode: "1d".
         extra_kwargs: ``check_inputs`` (default True: at the first forward, the tensor ranks compare what they were
             fed), ``bucket_bytes`` (size of a bucket of gradients, default 25 MB).
         context: the grid from ``launch_from_torch``; it brings the data axis too.
+        stream: how the activations between the blocks lie, where that is not what the options say.
     """
 
     tensor_parallel_process_group: dist.ProcessGroup | None = None
@@ -49,6 +51,7 @@ class ShardConfig:
     tensor_parallel_mode: str = "1d"
     extra_kwargs: dict[str, Any] = field(default_factory=dict)
     context: ParallelContext | None = None
+    stream: StreamLayout | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.extra_kwargs, Mapping):
@@ -75,10 +78,10 @@ class ShardConfig:
                 rule="The sequence is cut over the tensor axis, between tensor-parallel blocks",
                 remedy="Set enable_tensor_parallelism=True, or leave sequence parallelism off",
             )
-        if self.tensor_parallel_mode not in TENSOR_PARALLEL_MODES:
+        if self.tensor_parallel_mode not in MODES:
             raise ConfigError(
                 f"tensor_parallel_mode={self.tensor_parallel_mode!r}",
-                rule=f"The modes are {', '.join(TENSOR_PARALLEL_MODES)}",
+                rule=f"The modes are {', '.join(MODES)}",
                 remedy="Use tensor_parallel_mode='1d'",
             )
         for name in self.extra_kwargs:
@@ -112,8 +115,24 @@ class ShardConfig:
                 remedy="Write 25 * 2**20 for 25 MB, or leave it out",
             )
 
+    def stream_layout(self) -> StreamLayout:
+        """How the activations between the blocks are to lie."""
+        if self.stream is not None:
+            return self.stream
+        return SEQUENCE_PARALLEL if self.enable_sequence_parallelism else StreamLayout()
+
     def resolve_context(self) -> ParallelContext:
         """The grid to shard over: the one given, one around the group given, or all processes as the tensor axis."""
+        context = self._given_context()
+        if context.sequence.size > 1 and all(cut.axis != "sequence" for cut in self.stream_layout().cuts):
+            raise ConfigError(
+                f"The grid has sequence={context.sequence.size}",
+                rule="A model is sharded over the data, pipe and tensor axes, and those that its stream is cut over",
+                remedy="Leave sequence out: enable_sequence_parallelism cuts the sequence along the tensor axis",
+            )
+        return context
+
+    def _given_context(self) -> ParallelContext:
         manager = self.pipeline_stage_manager
         if manager is not None and self.context is None and self.tensor_parallel_process_group is None:
             return manager.context

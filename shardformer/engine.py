@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import all_gather, broadcast, broadcast_object, checksum
-from shardformer.errors import ConfigError, InputError
+from shardformer.comm.collectives import all_gather, all_reduce, broadcast, broadcast_object, checksum
+from shardformer.comm.values import numbers_in
+from shardformer.errors import InputError
+from shardformer.layers.random_stream import align_random, forked_random
+from shardformer.layout.state import ShardedState, state_of
 from shardformer.mesh.axis import Axis
 from shardformer.pipeline.exchange import StageExchange
+from shardformer.pipeline.head import Batch, Head, LossFn, NoOutput
 from shardformer.pipeline.loss import LossWeight, LossWeights
-from shardformer.pipeline.microbatches import batch_size_of, check_sizes, merge_outputs, sizes_of, split_batch
-from shardformer.pipeline.placeholders import is_placeholder
+from shardformer.pipeline.microbatches import batch_size_of, check_sizes, sizes_of, split_batch
 from shardformer.pipeline.runtime import Runtime, StepJob, Trace
 from shardformer.pipeline.schedule import Schedule, fitting_micro_batches, forward_only, make_schedule
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.pipeline.targets import tensors_of
-from shardformer.sharding.describe import ShardRecord, record_of
 from shardformer.sharding.regions import uses_dropout
 from shardformer.sharding.stages import Stages, make_stages
-
-Batch = Mapping[str, Any]
-LossFn = Callable[[Any, Batch], Tensor]
 
 
 class Pipeline:
@@ -47,8 +46,11 @@ class Pipeline:
         micro_batch_size: or how many samples each part has; the last may be short.
         loss_fn: (output, micro-batch) -> loss, for a model that gives none itself.
         loss_weight: micro-batch -> how much counts in it, for a loss that is no mean of torch's functions.
+        average_over_data: whether the batches of all data ranks are one batch, whose every token that counts weighs the
+            same. Without it the loss is the mean of the data ranks' losses, as in other data-parallel training.
 
     Every rank is given the same batch, but for data ranks, which each have their own.
+    ``exchange`` knows what the stages hand to each other, which a rank that is traced alone has to be given.
     """
 
     def __init__(
@@ -59,21 +61,24 @@ class Pipeline:
         micro_batch_size: int | None = None,
         loss_fn: LossFn | None = None,
         loss_weight: LossWeight | None = None,
+        average_over_data: bool = False,
     ) -> None:
-        record = record_of(model)
-        self._model, self._record, self._context = model, record, record.context
+        state = state_of(model)
+        self._model, self._state, self._context = model, state, state.context
         if micro_batches is None and micro_batch_size is None:
-            micro_batches = 1 if record.stages is None else record.stages.manager.num_stages
+            micro_batches = 1 if state.stages is None else state.stages.manager.num_stages
         check_sizes(micro_batches, micro_batch_size)
         self._micro_batches, self._micro_batch_size = micro_batches, micro_batch_size
-        self._loss_fn, self._loss_weight = loss_fn, loss_weight
-        self._stages = record.stages or _single_stage(model, record)
+        self._loss_fn, self._loss_weight, self._averages = loss_fn, loss_weight, average_over_data
+        self._stages: Stages = state.stages or _single_stage(model, state)
         self._found: dict[int, Any] = {}
-        self._compares = bool(record.extra_kwargs.get("check_inputs", True))
+        self._compares = bool(state.request.extra.get("check_inputs", True))
         manager, stage_forward = self._stages.manager, self._stages.stage_forward
         assert stage_forward is not None
-        exchange = StageExchange(manager.point_to_point, self._context.tensor, self._context.device)
-        self._runtime = Runtime(model, stage_forward, self._stages.chain, self._stages.spans, exchange, manager.stage)
+        self.exchange = StageExchange(manager.point_to_point, self._context.tensor, self._context.device)
+        self._runtime = Runtime(
+            model, stage_forward, self._stages.chain, self._stages.spans, self.exchange, manager.stage, state.stream
+        )
         if micro_batches is not None:
             self._schedule(micro_batches)  # refuses a number that it forbids
 
@@ -92,13 +97,13 @@ class Pipeline:
         Returns the loss of the whole batch, on every rank. Communicates over pipe, for each micro-batch and boundary,
         its activations forward and their gradients backward, one small all-gather before and one broadcast behind.
         """
-        averagers = [averager for averager in self._record.averagers if not averager.is_paused]
-        with self._paused():
+        reducers = [reducer for reducer in self._state.reducers if not reducer.is_paused]
+        with self._state.paused():
             loss = self._run(batch, backward=True).loss
-        for averager in averagers:
-            averager.start()
-        for averager in averagers:
-            averager.finish()
+        for reducer in reducers:
+            reducer.start()
+        for reducer in reducers:
+            reducer.finish()
         assert loss is not None
         return loss
 
@@ -136,35 +141,55 @@ class Pipeline:
 
     # --- one batch
 
-    def _run(self, batch: Batch | Sequence[Batch], *, backward: bool, wants_output: bool = False) -> _Head:
+    def _run(self, batch: Batch | Sequence[Batch], *, backward: bool, wants_output: bool = False) -> Head:
         self._runtime.check_goes_on()
         batches = _as_batches(batch)
         parts, sizes = self._cut(batches)
-        if self._record.check_call is not None:  # here, where it is the same on all stages, and none waits for another
-            self._record.check_call(self._model, parts[0])
+        if self._state.check_call is not None:  # here, where it is the same on all stages, and none waits for another
+            self._state.check_call(self._model, parts[0])
         schedule = self._schedule(len(parts))
         if not backward:
             schedule = forward_only(schedule)
-        draws = self._model.training and self._stages.draws
-        keys, seed = self._agree(parts, backward, int(torch.randint(2**62, (), device="cpu")) if draws else 0)
-        seeds = [(seed + 7919 * i) % 2**62 if draws else None for i in range(len(parts))]
-        self._take_over_checkpointing()
-        head = _Head(self, parts, sizes, wants_output)
         device = self._context.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=draws):
+        if self._draws():
+            align_random(self._context.tensor, device)
+        with forked_random(device):
+            keys, seed = self._agree(parts, backward, _next_seed() if self._draws() else 0)
+            seeds = [(seed + 7919 * i) % 2**62 if seed and self._draws() else None for i in range(len(parts))]
+            self._take_over_checkpointing()
+            head = self._head(parts, sizes, wants_output)
             try:
-                self._runtime.run(StepJob(schedule, self._inputs(parts), keys, seeds, head))
+                with self._stages.installed(self._model):
+                    self._runtime.run(StepJob(schedule, self._inputs(parts), keys, seeds, head))
             finally:
                 head.close()
+        if self._draws():
+            _next_seed()
         head.finish()
         manager = self._stages.manager
         if not wants_output:
             given = head.loss if head.loss is not None else torch.zeros((), dtype=torch.float64)
             with self._runtime.named("at the end of a step"):
                 loss = broadcast(given.to(self._context.device), manager.axis, manager.last_stage)
+            if self._averages:
+                loss = all_reduce(loss, self._context.data, purpose="loss") / self._context.data.size
             in_fp64 = any(p.dtype == torch.float64 for p in self._model.parameters())
             head.loss = loss if in_fp64 else loss.float()
         return head
+
+    def _head(self, parts: Sequence[Batch], sizes: Sequence[int], wants_output: bool) -> Head:
+        stage_forward, weights = self._stages.stage_forward, None
+        assert stage_forward is not None
+        if not wants_output:
+            over = (self._context.data, self._context.device) if self._averages else None
+            weights = LossWeights(parts, sizes, self._loss_weight, self._found, over)
+        return Head(parts, sizes, stage_forward, weights, self._loss_fn)
+
+    def _draws(self) -> bool:
+        """Whether this stage may draw random numbers: by the config, or since it was seen to or not tried yet."""
+        stages = self._stages
+        assert stages.stage_forward is not None
+        return self._model.training and (stages.draws or stages.stage_forward.draws.seen is not False)
 
     def _cut(self, batches: Sequence[Batch]) -> tuple[list[dict[str, Any]], list[int]]:
         main = getattr(self._model, "main_input_name", None)
@@ -202,7 +227,7 @@ class Pipeline:
         return make_schedule(manager.schedule, manager.num_stages, micro_batches, manager.num_model_chunks)
 
     def _agree(self, parts: Sequence[Batch], backward: bool, seed: int) -> tuple[list[Hashable], int]:
-        """A key for each micro-batch, of its shapes and what else decides the shapes of activations; stage 0's seed.
+        """A key for each micro-batch, of its shapes and what else decides the shapes of activations; one seed of all.
 
         Raises InputError on every stage when they were not given batches of the same shapes, or in the first call,
         unless ``check_inputs=False``, not the same batches.
@@ -220,126 +245,16 @@ class Pipeline:
         if any(theirs[:-2] != every[0][:-2] for theirs in every):
             raise _different(every, axis)
         mode = (backward, self._model.training, tuple(theirs[-2] for theirs in every))
-        return [(s, mode) for s in shapes], every[0][-1]
+        return [(s, mode) for s in shapes], next((theirs[-1] for theirs in every if theirs[-1]), 0)
 
     def _take_over_checkpointing(self) -> None:
-        """``gradient_checkpointing_enable`` of transformers: here the stretches of a stage are checkpointed instead."""
+        """``gradient_checkpointing_enable`` of transformers: here the spans of a stage are checkpointed instead."""
         assert self._stages.stage_forward is not None
         for path in dict.fromkeys(self._stages.chain.units):
             layer: Any = self._model.get_submodule(path)
             if getattr(layer, "gradient_checkpointing", False) is True:
                 layer.gradient_checkpointing = False
                 self._stages.stage_forward.checkpoint_layer(path)
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        with ExitStack() as pauses:
-            for averager in self._record.averagers:
-                pauses.enter_context(averager.paused())
-            yield
-
-
-class _Head:
-    """What is done with the outputs of the last stage."""
-
-    def __init__(self, pipeline: Pipeline, parts: Sequence[Batch], sizes: Sequence[int], wants_output: bool) -> None:
-        self._loss_fn, self._wants_output = pipeline._loss_fn, wants_output
-        self._parts, self._sizes, self._stage_forward = parts, sizes, pipeline._stages.stage_forward
-        self._weights = LossWeights(parts, sizes, pipeline._loss_weight, pipeline._found)
-        self._outputs: dict[int, Any] = {}
-        self.loss: Tensor | None = None
-        self.output: Any = None
-
-    def before(self, micro_batch: int) -> None:
-        if not self._wants_output:
-            self._weights.start(micro_batch)
-
-    def after(self, micro_batch: int, output: Any) -> Tensor | None:
-        if self._wants_output:
-            self._outputs[micro_batch] = output
-            return None
-        try:
-            loss = self._loss_of(output, self._parts[micro_batch])
-        finally:
-            self._weights.stop()
-        self._check_first(loss, output)
-        loss = self._weights.of(micro_batch, loss)
-        part = loss.detach().double()
-        self.loss = part if self.loss is None else self.loss + part
-        return loss
-
-    def _loss_of(self, output: Any, part: Batch) -> Tensor:
-        loss = self._loss_fn(output, part) if self._loss_fn is not None else getattr(output, "loss", None)
-        if isinstance(loss, Tensor):
-            return loss
-        raise ConfigError(
-            f"The model gave a {type(output).__name__} with loss={loss!r:.40}",
-            rule="A step goes back from a loss, by default output.loss, which a model gives where a batch has labels",
-            remedy="Add labels to the batch, or give Pipeline(..., loss_fn=), a function (output, micro-batch) -> loss",
-        )
-
-    def _check_first(self, loss: Tensor, output: Any) -> None:
-        """The first loss of all is a number, unless the model gives none; not NaN that stands for another stage's."""
-        assert self._stage_forward is not None
-        ended_well, self._stage_forward.ended_well = self._stage_forward.ended_well, None
-        if ended_well and is_placeholder(loss) and any(is_placeholder(t) for _, t in tensors_of({"output": output})):
-            raise ConfigError(
-                "The loss is NaN: it reads something in the model's output that an earlier stage computed",
-                rule="The last stage has what its own layers and what stands behind them give",
-                remedy="Give Pipeline(..., loss_fn=) that reads the last states or the logits only; where the model's "
-                "head reads states between its layers, leave pipe out",
-            )
-
-    def close(self) -> None:
-        """After the last forward, or an error."""
-        self._weights.stop()
-
-    def finish(self) -> None:
-        if self._wants_output:
-            ordered = [self._outputs[i] for i in sorted(self._outputs)]
-            self.output = without_placeholders(merge_outputs(ordered, self._sizes)) if ordered else None
-        elif self.loss is not None:
-            self._weights.finish()
-
-
-class NoOutput:
-    """What ``Pipeline.forward`` gives on a stage that has no output."""
-
-    def __init__(self, stage: int, last: int) -> None:
-        self._stage, self._last = stage, last
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise self._error(name)
-
-    def __getitem__(self, key: Any) -> Any:
-        raise self._error(repr(key))
-
-    def _error(self, name: str) -> ConfigError:
-        return ConfigError(
-            f"{name} was asked of stage {self._stage}",
-            rule=f"The last stage, {self._last} on the pipe axis, has the model's outputs",
-            remedy="Call forward(batch, gather=True) on all stages, or look at the output on the last stage only",
-        )
-
-
-def without_placeholders(output: Any) -> Any:
-    """The output without what other stages made of it, which is NaN here where the output itself is not."""
-    tensors = [t for _, t in tensors_of({"output": output}) if t.is_floating_point() and t.numel()]
-    placeholders = {id(t) for t in tensors if bool(t.isnan().all())}
-    return _without(output, placeholders) if len(placeholders) < len(tensors) else output
-
-
-def _without(output: Any, placeholders: set[int]) -> Any:
-    if isinstance(output, Tensor):
-        return None if id(output) in placeholders else output
-    if isinstance(output, Mapping):
-        kept = {name: _without(value, placeholders) for name, value in output.items()}
-        return kept if type(output) is dict else type(output)(**kept)
-    if isinstance(output, list | tuple):
-        return type(output)(_without(value, placeholders) for value in output)
-    return output
 
 
 def _as_batches(batch: Any) -> list[Batch]:
@@ -363,9 +278,13 @@ def _number(thing: Any) -> int:
     return int.from_bytes(hashlib.sha256(repr(thing).encode()).digest()[:7], "big")
 
 
+def _next_seed() -> int:
+    return 1 + int(numbers_in(torch.randint(2**62 - 1, (), device="cpu")))
+
+
 def _gather_numbers(numbers: Sequence[int], axis: Axis, device: torch.device) -> list[tuple[int, ...]]:
     mine = torch.tensor([numbers], dtype=torch.int64, device=device)
-    return [tuple(row) for row in all_gather(mine, axis, 0, purpose="agreement").tolist()]
+    return [tuple(row) for row in numbers_in(all_gather(mine, axis, 0, purpose="agreement"))]
 
 
 def _different(every: Sequence[tuple[int, ...]], axis: Axis) -> InputError:
@@ -379,10 +298,10 @@ def _different(every: Sequence[tuple[int, ...]], axis: Axis) -> InputError:
     )
 
 
-def _single_stage(model: nn.Module, record: ShardRecord) -> Stages:
+def _single_stage(model: nn.Module, state: ShardedState) -> Stages:
     """The stages of a model that no pipeline cut: one, with all layers."""
-    assert record.policy is not None
-    record.stages = stages = make_stages(model, record.policy, PipelineStageManager(record.context, "1f1b"))
+    manager = PipelineStageManager(state.context, "1f1b")
+    state.stages = stages = make_stages(model, state.request.policy, manager)
     stages.draws = uses_dropout(model)
-    stages.open(model)
+    stages.open(model, state.stream)
     return stages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -13,19 +14,20 @@ from torch import Tensor, nn
 from torch.distributed import get_rank
 
 from shardformer.comm.collectives import all_reduce
-from shardformer.comm.params import gather_param, param_specs
+from shardformer.comm.gather import gather_full
 from shardformer.comm.recorder import Recorder
 from shardformer.config import ShardConfig
 from shardformer.engine import Pipeline
 from shardformer.errors import ConfigError, InputError, ShardFormerError
+from shardformer.layout.state import specs_of, state_of
 from shardformer.lazy.recorder import LazyInit
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.grad_norm import clip_grad_norm_
 from shardformer.pipeline.stage_manager import PipelineStageManager
+from shardformer.reduce.pause import no_sync
 from shardformer.sharder import ShardFormer, shard_model
-from shardformer.sharding.describe import no_sync
-from shardformer.sharding.guards import full_state_dict
+from shardformer.sharding.save import full_state_dict
 from shardformer.testing.pool import Pools, WorkerPool
 from shardformer.testing.zoo import Sample
 
@@ -68,13 +70,13 @@ def alone() -> nn.Module:
 def difference(model: nn.Module, reference: nn.Module) -> float:
     """Between the gradients of this rank's parameters and the plain model's."""
     theirs = dict(reference.named_parameters(remove_duplicate=False))
-    specs, axis = param_specs(model), model.__dict__["_shardformer_record"].context.tensor
+    specs, axis = specs_of(model), state_of(model).context.tensor
     found = [0.0]
     for name, p in model.named_parameters():
         expected = theirs[name].grad
         assert (p.grad is None) == (expected is None), name
         if p.grad is not None and expected is not None:
-            found.append(float((gather_param(p.grad, specs[name], axis) - expected).abs().max()))
+            found.append(float((gather_full(p.grad, specs[name], lambda _: axis) - expected).abs().max()))
     return max(found)
 
 
@@ -111,7 +113,7 @@ def _headers(lengths: list[int]) -> list[int]:
     model = sharded()
     pipeline, out = Pipeline(model, micro_batches=2), []
     for length in lengths:
-        with Recorder(model.__dict__["_shardformer_record"].context) as recorder:
+        with Recorder(state_of(model).context) as recorder:
             pipeline.step(batch_of(4, length))
         out.append(recorder.count("send", purpose="header"))
     return out
@@ -120,6 +122,16 @@ def _headers(lengths: list[int]) -> list[int]:
 def test_shapes_go_ahead_of_a_batch_only_where_they_are_new(pool2: WorkerPool) -> None:
     first, _ = pool2.run(_headers, [11, 11, 7, 11, 7])
     assert first == [1, 0, 1, 0, 0]
+
+
+def test_one_stage_leaves_the_model_as_it_was() -> None:
+    model = shard_model(plain(), context=ParallelContext.of({}))
+    before = {name: set(module.__dict__) for name, module in model.named_modules()}
+    Pipeline(model, micro_batches=2).step(batch_of(4, 7))
+    assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
+    twin = copy.deepcopy(model)
+    twin(**batch_of(2, 7)).loss.backward()
+    assert all(p.grad is not None for p in twin.parameters())
 
 
 def _several_batches() -> tuple[float, float]:
@@ -148,7 +160,7 @@ def _accumulated() -> float:
 
 
 def pipeline_data_rank(model: nn.Module) -> int:
-    rank: int = model.__dict__["_shardformer_record"].context.data.rank
+    rank: int = state_of(model).context.data.rank
     return rank
 
 
@@ -278,7 +290,7 @@ def test_checkpointing_that_the_model_was_asked_for_works_in_stages(pool2: Worke
 
 def _frozen(prefixes: tuple[str, ...]) -> tuple[float, float, int]:
     reference, model = plain(), sharded()
-    context, batch = model.__dict__["_shardformer_record"].context, batch_of(4, 11)
+    context, batch = state_of(model).context, batch_of(4, 11)
     for name, p in [*reference.named_parameters(), *model.named_parameters()]:
         p.requires_grad_(not name.startswith(prefixes))
     pipeline = Pipeline(model, micro_batches=2)
@@ -354,7 +366,7 @@ def _saved() -> tuple[bool, bool, int]:
     again = True
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        if model.__dict__["_shardformer_record"].context.pipe.rank == 0:
+        if state_of(model).context.pipe.rank == 0:
             loaded = transformers.GPT2LMHeadModel.from_pretrained(folder).state_dict()
             again = all(torch.equal(loaded[name].double(), whole[name].float().double()) for name in whole)
     return same, again, sum(p.numel() for p in model.parameters())
@@ -412,12 +424,12 @@ def _generated() -> None:
 
 def _stage_of_its_own_batch() -> None:
     model = sharded()
-    Pipeline(model, micro_batches=2).step(batch_of(4, 5 + model.__dict__["_shardformer_record"].context.pipe.rank))
+    Pipeline(model, micro_batches=2).step(batch_of(4, 5 + state_of(model).context.pipe.rank))
 
 
 def _stage_of_its_own_tokens() -> None:
     model = sharded()
-    Pipeline(model, micro_batches=2).step(batch_of(4, 5, model.__dict__["_shardformer_record"].context.pipe.rank))
+    Pipeline(model, micro_batches=2).step(batch_of(4, 5, state_of(model).context.pipe.rank))
 
 
 def _no_labels() -> None:

@@ -1,4 +1,4 @@
-"""The chain: a model as layers that run one behind the other, which a pipeline cuts into stretches.
+"""The chain: a model as layers that run one behind the other, which a pipeline cuts into spans.
 
 A *unit* is one call of a layer. Most layers are called once, so unit and layer are the same; ALBERT calls one layer
 again and again. The units of all stacks, in the order in which they run, are the chain: of an encoder-decoder first
@@ -18,35 +18,39 @@ from shardformer.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Segment:
-    """One stack as the chain sees it.
+class StackDescription:
+    """A stack of layers, which sequence parallelism runs through and a pipeline cuts.
 
     Args:
-        layers: path of the stack.
-        units: path of the module that each unit calls, in order.
-        entry: (path of a module, name of its argument): where the states that the stack before it made come in. None:
-            they come in as the hidden states of the first unit.
+        layers: path of the ModuleList.
+        final_norm: path of the norm behind it, which still sees a part of the sequence.
+        context: (path of a module, name of its argument): states from another stack that all layers read. In a chain,
+            where those of the stack before come in; None: as the hidden states of the first unit.
+        whole_sequence: why sequence parallelism does not cut its sequence: its blocks enter and leave with all of it.
+        units: path of the module that each unit calls, in order; of a stack of its own the layers, each once.
         before, after: paths of what goes with the first unit, and with the last, where the order in which the model
             registers its modules does not tell.
         from_first: attributes of the first unit's module, modules among them, that the first unit of every stage
             has too.
         everywhere: paths of what every stage with a unit of this stack has.
         returns: how many things a layer returns; 0 for its hidden states alone.
-        is_stretched: whether a tensor rank has a stretch of the sequence between its layers.
+        reads_context: whether blocks read the context as it comes in; else it enters none of them there.
     """
 
     layers: str
-    units: tuple[str, ...]
-    entry: tuple[str, str] | None = None
+    final_norm: str | None = None
+    context: tuple[str, str] | None = None
+    whole_sequence: str | None = None
+    units: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     from_first: tuple[str, ...] = ()
     everywhere: tuple[str, ...] = ()
     returns: int = 0
-    is_stretched: bool = False
+    reads_context: bool = True
 
-    def within(self, path: str) -> Segment:
-        """The same segment of a model that holds this one's at ``path``."""
+    def within(self, path: str) -> StackDescription:
+        """The same stack of a model that holds this one's at ``path``."""
 
         def join(inner: str) -> str:
             return ".".join(part for part in (path, inner) if part)
@@ -54,8 +58,9 @@ class Segment:
         return replace(
             self,
             layers=join(self.layers),
+            final_norm=join(self.final_norm) if self.final_norm else None,
+            context=(join(self.context[0]), self.context[1]) if self.context else None,
             units=tuple(map(join, self.units)),
-            entry=(join(self.entry[0]), self.entry[1]) if self.entry else None,
             before=tuple(map(join, self.before)),
             after=tuple(map(join, self.after)),
             everywhere=tuple(map(join, self.everywhere)),
@@ -83,29 +88,38 @@ class UnitRange:
 
 @dataclass(frozen=True)
 class Chain:
-    """The segments of a model in the order in which they run."""
+    """The stacks of a model in the order in which they run."""
 
-    segments: tuple[Segment, ...]
+    stacks: tuple[StackDescription, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, stacks: Sequence[StackDescription]) -> Chain:
+        """These stacks of a model: what the first is given are the model's inputs, and an empty one is left out."""
+        found = []
+        for at, stack in enumerate(stacks):
+            layers = [f"{stack.layers}.{name}" for name, _ in model.get_submodule(stack.layers).named_children()]
+            found.append(replace(stack, units=stack.units or tuple(layers), context=stack.context if at else None))
+        return cls(tuple(stack for stack in found if stack.units))
 
     @property
     def units(self) -> tuple[str, ...]:
-        return tuple(chain.from_iterable(s.units for s in self.segments))
+        return tuple(chain.from_iterable(s.units for s in self.stacks))
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The first unit of each segment."""
-        return tuple(accumulate((len(s.units) for s in self.segments[:-1]), initial=0))
+        """The first unit of each stack."""
+        return tuple(accumulate((len(s.units) for s in self.stacks[:-1]), initial=0))
 
-    def segment_of(self, unit: int) -> int:
-        """The segment that holds a unit."""
+    def stack_of(self, unit: int) -> int:
+        """The stack that holds a unit."""
         return max(i for i, start in enumerate(self.starts) if start <= unit)
 
     def carried(self, unit: int) -> tuple[str, ...]:
         """What the stage before hands over where a stage begins with ``unit``: "hidden", "context", or both."""
         if unit == 0:
             return ()
-        index = self.segment_of(unit)
-        has_context = index > 0 and self.segments[index].entry is not None
+        index = self.stack_of(unit)
+        has_context = index > 0 and self.stacks[index].context is not None
         begins = unit == self.starts[index]
         return (() if begins and has_context else ("hidden",)) + (("context",) if has_context else ())
 
@@ -119,7 +133,7 @@ def homes(model: nn.Module, units: Chain) -> dict[str, frozenset[int]]:
 
     What stands in a layer goes with every call of it. All else goes with the first or the last unit of a stack: what
     the model registers before a stack's first layer is its front, what it registers behind it (or inside of the module
-    that holds the stack before) goes with that stack's last; ``before`` and ``after`` of a segment say what differs.
+    that holds the stack before) goes with that stack's last; ``before`` and ``after`` of a stack say what differs.
     """
     order = {name: at for at, name in enumerate(_in_order(model))}
     return {name: frozenset(_homes_of(name, units, order)) for name in order}
@@ -141,35 +155,35 @@ def _in_order(model: nn.Module) -> Iterator[str]:
 
 
 def _homes_of(name: str, units: Chain, order: Mapping[str, int]) -> Iterable[int]:
-    for segment, start in zip(units.segments, units.starts, strict=True):
-        whole = range(start, start + len(segment.units))
-        from_first = [f"{segment.units[0]}.{path}" for path in segment.from_first]
-        if any(_is_under(name, path) for path in (*segment.everywhere, *from_first)):
+    for stack, start in zip(units.stacks, units.starts, strict=True):
+        whole = range(start, start + len(stack.units))
+        from_first = [f"{stack.units[0]}.{path}" for path in stack.from_first]
+        if any(_is_under(name, path) for path in (*stack.everywhere, *from_first)):
             return whole
-        inside = [u for u in whole if _is_under(name, segment.units[u - start])]
+        inside = [u for u in whole if _is_under(name, stack.units[u - start])]
         if inside:
             return inside
-    for segment, start in zip(units.segments, units.starts, strict=True):
-        if any(_is_under(name, path) for path in segment.before):
+    for stack, start in zip(units.stacks, units.starts, strict=True):
+        if any(_is_under(name, path) for path in stack.before):
             return [start]
-        if any(_is_under(name, path) for path in segment.after):
-            return [start + len(segment.units) - 1]
+        if any(_is_under(name, path) for path in (*stack.after, stack.final_norm) if path):
+            return [start + len(stack.units) - 1]
     return [_unit_beside(name, units, order)]
 
 
 def _unit_beside(name: str, units: Chain, order: Mapping[str, int]) -> int:
     """The unit that something outside of the layers goes with, by the place where the model registers it."""
     starts = units.starts
-    firsts = [min(at for n, at in order.items() if _is_under(n, s.units[0])) for s in units.segments]
+    firsts = [min(at for n, at in order.items() if _is_under(n, s.units[0])) for s in units.stacks]
     before = [i for i, first in enumerate(firsts) if order[name] < first]
-    follows = before[0] if before else len(firsts)  # the segment it stands before
-    shared = [_common(name, s.layers) for s in units.segments]
+    follows = before[0] if before else len(firsts)  # the stack it stands before
+    shared = [_common(name, s.layers) for s in units.stacks]
     nearest = max(shared[:follows], default=-1)
     if follows < len(firsts) and shared[follows] >= nearest:
         # what a stack hands to the next directly is made before it is handed on
-        return starts[follows] - (follows > 0 and units.segments[follows].entry is None)
+        return starts[follows] - (follows > 0 and units.stacks[follows].context is None)
     earlier = follows - 1 if not nearest else max(i for i in range(follows) if shared[i] == nearest)
-    return starts[earlier] + len(units.segments[earlier].units) - 1
+    return starts[earlier] + len(units.stacks[earlier].units) - 1
 
 
 def _common(name: str, layers: str) -> int:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardformer.comm.values import has_values
 from shardformer.pipeline.targets import Size, Tensors
 
 _CLASSES = "cross_entropy nll_loss linear_cross_entropy"
@@ -115,7 +116,9 @@ class LossCall:
             return self._reduced("none").numel()
 
     def count_in(self, basis: Tensor, ignored: int | None) -> Count:
-        """What the mean divides by where ``basis`` is the labels, or the weights."""
+        """What the mean divides by where ``basis`` is the labels, or the weights: all, if they have no values."""
+        if not has_values(basis):
+            return basis.numel()
         weight: Tensor | None = self.named.get("weight")
         if not self.has_classes:
             return basis.detach().sum(dtype=torch.float64)

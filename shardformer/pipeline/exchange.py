@@ -9,7 +9,7 @@ together: over the link goes one copy, not one a tensor rank.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -19,9 +19,11 @@ from torch import Tensor
 
 from shardformer.comm.collectives import all_gather
 from shardformer.comm.point_to_point import PointToPoint
-from shardformer.errors import InputError
-from shardformer.layout.spec import even_bounds
+from shardformer.comm.values import has_values
+from shardformer.errors import ConfigError, InputError
+from shardformer.layout.split import even_bounds
 from shardformer.mesh.axis import Axis
+from shardformer.mesh.traffic import Traffic
 from shardformer.pipeline.actions import Action, Kind
 from shardformer.pipeline.schedule import Schedule, messages
 
@@ -82,16 +84,24 @@ class StageExchange:
         point_to_point: along the pipe axis.
         tensor: the tensor axis, over which what is replicated is cut and gathered.
 
+    ``known`` has the shapes by boundary (the virtual stage behind it) and key of the micro-batch, from step to step.
+    Where a rank is traced alone no header says them: they are taken from ``given``, the ``known`` of stages before.
     ``waiting_for`` is the rank of the pipe axis whose parcel is waited for just now.
     """
 
     def __init__(self, point_to_point: PointToPoint, tensor: Axis, device: torch.device) -> None:
         self._point_to_point, self._tensor, self._device = point_to_point, tensor, device
-        self._known: dict[Hashable, Shapes] = {}  # by boundary and key of the micro-batch; from step to step
+        self.known: dict[tuple[int, Hashable], Shapes] = {}
+        self.given: Mapping[tuple[int, Hashable], Shapes] = {}
         self._kept: dict[tuple[Kind, int, int], list[Tensor]] = {}
         self._sent: deque[tuple[Any, Tensor]] = deque()
         self._incoming: dict[int, _Incoming] = {}
         self.waiting_for: int | None = None
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this process hands to collectives."""
+        return self._point_to_point.axis.traffic
 
     def begin(self, schedule: Schedule, keys: Sequence[Hashable]) -> None:
         """Makes ready for a step whose micro-batches have these keys."""
@@ -121,14 +131,14 @@ class StageExchange:
                 Shape(tuple(t.shape), t.dtype, t.requires_grad, c and self._tensor.size > 1)
                 for t, c in zip(given, is_cut, strict=True)
             )
-            is_new = key not in self._known
-            if self._known.setdefault(key, shapes) != shapes:
-                raise _changed(self._known[key], shapes)
+            is_new = key not in self.known
+            if self.known.setdefault(key, shapes) != shapes:
+                raise _changed(self.known[key], shapes)
             parts = [t.detach() for t in given]
             if receiver != self._point_to_point.axis.rank and is_new:
                 self._start(_header(shapes, self._device), receiver, "header")
         else:
-            wanted = [s for s in self._known[key] if s.trains]
+            wanted = [s for s in self.known[key] if s.trains]
             parts = [self._gradient(t, s) for t, s in zip(tensors, wanted, strict=True)]
             shapes = tuple(wanted)
         if receiver == self._point_to_point.axis.rank:
@@ -163,7 +173,7 @@ class StageExchange:
     def activations(self, stage: int, micro_batch: int) -> tuple[list[Tensor], Shapes]:
         """What the virtual stage before ``stage`` handed over, and what is known of it."""
         parts = self._take(Kind.FORWARD, stage, micro_batch, Action(Kind.FORWARD, stage - 1, micro_batch))
-        return parts, self._known[stage, self._keys[micro_batch]]
+        return parts, self.known[stage, self._keys[micro_batch]]
 
     def gradients(self, stage: int, micro_batch: int, kind: Kind) -> list[Tensor]:
         """The gradients of what ``stage`` handed on, of the tensors that train."""
@@ -197,7 +207,7 @@ class StageExchange:
             posted.append(_Posted(incoming.expected.popleft()))
             if shapes is None:
                 header = torch.empty(HEADER_NUMBERS, dtype=torch.int64, device=self._device)
-                posted[-1].header = header, self._point_to_point.receive(header, incoming.source)
+                posted[-1].header = header, self._point_to_point.receive(header, incoming.source, "header")
             else:
                 self._post(incoming.source, posted[-1], shapes)
 
@@ -207,14 +217,15 @@ class StageExchange:
             bounds = even_bounds(shape.numel, tensor.size) if shape.is_cut else []
             sizes = (bounds[tensor.rank + 1] - bounds[tensor.rank],) if shape.is_cut else shape.sizes
             part = torch.empty(sizes, dtype=shape.dtype, device=self._device)
+            purpose = "activation" if posted.action.kind is Kind.FORWARD else "gradient"
             posted.parts.append(part)
             if part.numel():
-                posted.works.append(self._point_to_point.receive(part, source))
+                posted.works.append(self._point_to_point.receive(part, source, purpose))
 
     def _shapes_of(self, action: Action) -> Shapes | None:
         if action.kind is Kind.FORWARD:
-            return self._known.get((action.stage + 1, self._keys[action.micro_batch]))
-        shapes = self._known.get((action.stage, self._keys[action.micro_batch]))
+            return self.known.get((action.stage + 1, self._keys[action.micro_batch]))
+        shapes = self.known.get((action.stage, self._keys[action.micro_batch]))
         return None if shapes is None else tuple(s for s in shapes if s.trains)
 
     def _finish(self, incoming: _Incoming, posted: _Posted) -> list[Tensor]:
@@ -222,14 +233,28 @@ class StageExchange:
         if posted.header is not None:
             header, work = posted.header
             work.wait()
-            shapes = self._known[action.stage + 1, self._keys[action.micro_batch]] = _read(header)
-            self._post(incoming.source, posted, shapes)
+            key = (action.stage + 1, self._keys[action.micro_batch])
+            self.known[key] = _read(header) if has_values(header) else self._unread(*key)
+            self._post(incoming.source, posted, self.known[key])
         for work in posted.works:
             work.wait()
         self.waiting_for = None
         known = self._shapes_of(action)
         assert known is not None
         return [self._whole(part, shape) for part, shape in zip(posted.parts, known, strict=True)]
+
+    def _unread(self, boundary: int, key: Hashable) -> Shapes:
+        """What a header without values would say: the same as at the nearest boundary before where it is known."""
+        before = {
+            b: shapes for (b, k), shapes in (*self.given.items(), *self.known.items()) if k == key and b <= boundary
+        }
+        if not before:
+            raise ConfigError(
+                f"Stage {boundary} is traced, and nothing says what the stages before it hand on",
+                rule="Tensors without values are sent and not received",
+                remedy="Trace stage 0 with the same batch first, and set exchange.given to its exchange.known",
+            )
+        return before[max(before)]
 
     def _whole(self, part: Tensor, shape: Shape) -> Tensor:
         if not shape.is_cut:

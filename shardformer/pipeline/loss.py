@@ -18,16 +18,21 @@ watched with the same factors, else a ConfigError tells to give ``loss_weight``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardformer.errors import ConfigError
+from shardformer.comm.collectives import all_reduce
+from shardformer.comm.values import has_values, numbers_in
+from shardformer.errors import ConfigError, InputError, ShardFormerError
+from shardformer.mesh.axis import Axis
 from shardformer.pipeline.counts import WATCHED, Count, LossCall
 from shardformer.pipeline.targets import Form, LabelTracer, evaluate, find, tensors_of
 
@@ -42,14 +47,11 @@ class _Loss:
     name: str
     is_mean: bool
     n_m: list[float] = field(default_factory=list)
+    total: float = 0.0  # of all micro-batches, and of those of other data ranks where these are averaged over
     seen: dict[int, Count] = field(default_factory=dict)
 
     def is_like(self, call: LossCall) -> bool:
         return (self.name, self.is_mean) == (call.name, call.is_mean)
-
-    @property
-    def total(self) -> float:
-        return sum(self.n_m)
 
 
 @dataclass
@@ -73,6 +75,9 @@ class LossWeights:
         loss_weight: micro-batch -> the number of what counts in it. The loss is then its share of their sum, and no
             loss is watched.
         found: what earlier steps found out of the model's losses. It is added to.
+        over: (the data axis, the device to communicate from), where the whole batch is that of all data ranks. Parts
+            are then this many times as large as there are ranks, since their gradients are averaged. Communicates one
+            number for each loss, before the first backward.
 
     The host waits for the device at the first forward and in ``finish`` alone; on the CPU all is checked at once.
     """
@@ -83,11 +88,15 @@ class LossWeights:
         sizes: Sequence[int],
         loss_weight: LossWeight | None = None,
         found: dict[int, Form] | None = None,
+        over: tuple[Axis, torch.device] | None = None,
     ) -> None:
         assert len(micro_batches) == len(sizes), (len(micro_batches), len(sizes))
         self._micro_batches, self._sizes = micro_batches, sizes
         self._found = {} if found is None else found
-        self._shares = None if loss_weight is None else _shares([float(loss_weight(m)) for m in micro_batches])
+        self._over = over if over is not None and over[0].size > 1 else None
+        self._num_ranks = 1 if self._over is None else self._over[0].size
+        self._is_whole = len(micro_batches) == 1 and self._over is None
+        self._shares = None if loss_weight is None else self._shares_by(loss_weight)
         self._losses: list[_Loss] = []
         self._first: int | None = None
         self._forwards: dict[int, _Forward] = {}
@@ -111,7 +120,7 @@ class LossWeights:
     def start(self, index: int) -> None:
         """From here on losses are those of micro-batch ``index``, until ``stop()``, which must follow in any case."""
         self.stop()
-        if self._shares is not None or len(self._micro_batches) == 1:
+        if self._shares is not None or self._is_whole:
             return
         if self._first is None:
             self._first = index
@@ -136,7 +145,7 @@ class LossWeights:
         if self._shares is not None:
             share = self._shares[index]
             return loss * share if share else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
-        if len(self._micro_batches) == 1:
+        if self._is_whole:
             return loss
         forward = self._forwards.pop(index, _Forward())
         if not forward.parts:
@@ -155,7 +164,7 @@ class LossWeights:
         """After all forwards: raises ConfigError for what was not right in one of them."""
         checks, self._later = self._later, []
         if checks:
-            good = torch.stack([ok for ok, _ in checks]).tolist()
+            good = numbers_in(torch.stack([ok for ok, _ in checks]))
             for (_, problem), ok in zip(checks, good, strict=True):
                 if not ok:
                     raise problem()
@@ -171,7 +180,7 @@ class LossWeights:
         if index == self._first:
             self._losses.append(_Loss(call.name, call.is_mean))
             if call.is_mean:
-                self._losses[-1].n_m = self._predict(index, trace, call, number)
+                self._total(self._losses[-1], partial(self._predict, index, trace, call, number))
         elif number >= len(self._losses) or not self._losses[number].is_like(call):
             raise _refused(f"{call.name} was called as loss {number} of micro-batch {index} alone")
         elif call.is_mean:
@@ -182,11 +191,46 @@ class LossWeights:
     def _part(self, loss: _Loss, index: int, call: LossCall) -> Tensor:
         if not call.is_mean:
             loss.seen[index] = call.count()
-            return call.given()
+            return call.given() * self._num_ranks if self._over is not None else call.given()
         n, total = loss.n_m[index], loss.total
         if not total:  # the whole batch's is not a number either
             return call.given()
-        return call.given() * (n / total) if n else call.summed() * 0.0
+        return call.given() * (n * self._num_ranks / total) if n else call.summed() * 0.0
+
+    def _total(self, loss: _Loss, counts: Callable[[], list[float]]) -> None:
+        """Notes what a loss counts here, and in the whole batch. No rank waits for one on which that cannot be told."""
+        try:
+            loss.n_m = counts()
+        except ShardFormerError:
+            self._summed(math.nan)
+            raise
+        loss.total = self._summed(sum(loss.n_m))
+
+    def _summed(self, here: float) -> float:
+        """A number of this rank's micro-batches, of all ranks'."""
+        if self._over is None:
+            return here
+        axis, device = self._over
+        summed = all_reduce(torch.tensor(here, dtype=torch.float64, device=device), axis, purpose="loss")
+        total = float(summed) if has_values(summed) else here * axis.size
+        if math.isnan(here) or not math.isnan(total):
+            return total
+        raise InputError(
+            "What counts in the loss could not be told on another data rank",
+            rule="Every data rank knows what counts in its own batch, before the loss is averaged over all of them",
+            remedy="Read the error of that rank",
+        )
+
+    def _shares_by(self, loss_weight: LossWeight) -> list[float]:
+        weights = [float(loss_weight(m)) for m in self._micro_batches]
+        total = self._summed(sum(weights))
+        if not total > 0 or min(weights) < 0:
+            raise ConfigError(
+                f"loss_weight gave {weights} for the micro-batches",
+                rule="It is the number of what counts in a micro-batch, and something counts",
+                remedy="Count the labels that are not ignored, such as int((micro_batch['labels'] != -100).sum())",
+            )
+        return [weight * self._num_ranks / total for weight in weights]
 
     def _predict(self, first: int, trace: LabelTracer | None, call: LossCall, number: int) -> list[float]:
         """What the call counts in each micro-batch."""
@@ -294,16 +338,17 @@ class LossWeights:
         """A sum that the model divides by what counts in the micro-batch is a mean by another name."""
         for number, loss in enumerate(self._losses):
             n_m = {m: float(n) for m, n in loss.seen.items()}
+            total = self._summed(sum(n_m.values())) if n_m else 0.0
             for m, n in n_m.items():
                 slope = float(self._factors[m][number]) if m in self._factors else 0.0
-                if n < sum(n_m.values()) and abs(slope * n - 1) < 1e-6:
+                if n < total and abs(slope * n - 1) < 1e-6:
                     raise _refused(f"The model divides the sum of {loss.name} by {n:g}, what micro-batch {m} counts")
 
     def _expect(self, ok: Tensor, problem: Problem) -> None:
         """Raises the problem now where that costs nothing, and in ``finish`` where the device would be waited for."""
         if ok.device.type != "cpu":
             self._later.append((ok, problem))
-        elif not ok:
+        elif not numbers_in(ok):
             raise problem()
 
 
@@ -326,19 +371,8 @@ class _Watch(TorchFunctionMode):
         return out
 
 
-def _shares(weights: list[float]) -> list[float]:
-    total = sum(weights)
-    if not total > 0 or min(weights) < 0:
-        raise ConfigError(
-            f"loss_weight gave {weights} for the micro-batches",
-            rule="It is the number of what counts in a micro-batch, and something counts",
-            remedy="Count the labels that are not ignored, such as int((micro_batch['labels'] != -100).sum())",
-        )
-    return [weight / total for weight in weights]
-
-
 def _is_alike(x: Tensor, basis: Tensor) -> bool:
-    return x.shape == basis.shape and bool((x.detach().to(basis) == basis.detach()).all())
+    return x.shape == basis.shape and bool(numbers_in((x.detach().to(basis) == basis.detach()).all()))
 
 
 def _refused(what: str) -> ConfigError:

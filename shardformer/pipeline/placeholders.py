@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardformer.comm.values import has_values
+
 
 class Placeholders:
     """The stand-ins in a model, by module and name; they follow when the model moves."""
@@ -98,4 +100,5 @@ def output_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 def is_placeholder(x: Any) -> bool:
     """Whether nothing but NaN is in it, as in what is computed of what another stage holds."""
-    return isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 0 and bool(x.isnan().all())
+    looks = isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 0 and has_values(x)
+    return looks and bool(x.isnan().all())

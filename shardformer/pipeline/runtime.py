@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import LaunchError, ShardFormerError
+from shardformer.layout.stream import Place, StreamLayout
 from shardformer.pipeline.actions import Action, Kind
 from shardformer.pipeline.backward import WeightBackward, backward_of_inputs
 from shardformer.pipeline.chain import Chain, UnitRange
@@ -79,9 +80,10 @@ class Runtime:
 
     Args:
         model: this rank's part.
-        stage_forward: that runs stretches of it.
+        stage_forward: that runs spans of it.
         spans: the units of each virtual stage.
         exchange: to the other ranks.
+        stream: how the activations between the layers lie: what all tensor ranks hold alike is sent once.
     """
 
     def __init__(
@@ -92,11 +94,13 @@ class Runtime:
         spans: Sequence[UnitRange],
         exchange: StageExchange,
         stage: int,
+        stream: StreamLayout,
     ) -> None:
         self._model, self._stage_forward, self._chain = model, stage_forward, chain
         self._spans, self._exchange, self._stage = spans, exchange, stage
         self._live: dict[tuple[int, int], _Live] = {}
         self._weights: dict[tuple[int, int], WeightBackward] = {}
+        self._cuts_stream = "tensor" in stream.partial_over(Place.STACK)
         self._broken_off = ""
         self.trace: Trace | None = None
 
@@ -123,7 +127,7 @@ class Runtime:
         for action in job.schedule.actions[self._stage]:
             began = time.perf_counter()
             self._broken_off = _in_words(action)
-            with self.named(self._broken_off):
+            with self.named(self._broken_off), self._exchange.traffic.within(action=str(action)):
                 waited = self._do(action)
             if self.trace is not None:
                 self.trace.spans.append((action, began + waited - start, time.perf_counter() - start))
@@ -163,7 +167,7 @@ class Runtime:
         else:
             assert payload is not None
             live.handed_on = list(payload.values())
-            self._exchange.send(action, list(payload.values()), self._are_whole(span.end, payload))
+            self._exchange.send(action, list(payload.values()), self._lies_whole(span.end, payload))
         if torch.is_grad_enabled():
             self._live[stage, index] = live
         return waited
@@ -171,10 +175,10 @@ class Runtime:
     def _leaf(self, x: Tensor, trains: bool) -> Tensor:
         return x.requires_grad_() if trains and torch.is_grad_enabled() else x
 
-    def _are_whole(self, unit: int, payload: Payload) -> list[bool]:
+    def _lies_whole(self, unit: int, payload: Payload) -> list[bool]:
         """Which tensors of a payload all tensor ranks hold alike, at a boundary before ``unit``."""
-        stretched = self._chain.segments[self._chain.segment_of(unit)].is_stretched
-        return [name != "hidden" or not stretched for name in payload]
+        is_cut = self._cuts_stream and not self._chain.stacks[self._chain.stack_of(unit)].whole_sequence
+        return [name != "hidden" or not is_cut for name in payload]
 
     def _backward(self, action: Action) -> float:
         stage, index = action.stage, action.micro_batch

@@ -1,10 +1,11 @@
-"""One pass of a micro-batch through one stretch of a model: its own forward, in which the layers of others hand on."""
+"""One pass of a micro-batch through one span of a model: its own forward, in which the layers of others hand on."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline.chain import Chain, Segment, UnitRange
+from shardformer.layers.random_stream import DrawObserver, seed_random
+from shardformer.pipeline.chain import Chain, StackDescription, UnitRange
 from shardformer.pipeline.placeholders import Placeholders, is_placeholder, output_of
 
 Payload = dict[str, Tensor]
@@ -51,7 +54,7 @@ class _Left(BaseException):  # nothing that looks for a failure of the model tak
 
 
 class StageForward:
-    """Runs stretches of a model's chain. Made once; it stands in the forwards of the layers.
+    """Runs spans of a model's chain, standing in the forwards of its layers.
 
     Args:
         model: the model, sharded.
@@ -60,7 +63,9 @@ class StageForward:
         home: the units that each parameter goes with, by name.
         tables: classes of embeddings whose output can be told without computing it.
         checkpointed: the units whose activations are computed again in the backward instead of kept.
-        rank: this tensor rank, so that stretches of a sequence draw random numbers of their own.
+        random_stream: which stream of random numbers is drawn from between the layers; 0 where all ranks hold the same.
+        device: on which it runs.
+        lasting: whether it stands in the layers from now on, or while it is ``installed``.
     """
 
     def __init__(
@@ -71,19 +76,49 @@ class StageForward:
         home: Mapping[str, frozenset[int]],
         tables: Sequence[type[nn.Module]] = (nn.Embedding,),
         checkpointed: Iterable[int] = (),
-        rank: int = 0,
+        random_stream: int = 0,
+        device: torch.device | None = None,
+        *,
+        lasting: bool = True,
     ) -> None:
         self._chain, self._placeholders, self._tables = chain, placeholders, tuple(tables)
-        self._checkpointed, self._rank = set(checkpointed), rank
+        self._checkpointed, self._random_stream = set(checkpointed), random_stream
         self._num_units = len(chain.units)
         self._checked: set[int] = set()
         self.ended_well: bool | None = None  # whether the last layer gave numbers when it first ran, once it has
         self.now: StagePass | None = None
-        for index, (segment, start) in enumerate(zip(chain.segments, chain.starts, strict=True)):
-            for path in dict.fromkeys(segment.units):
-                self._stand_in_layer(model.get_submodule(path), index, start + segment.units.index(path))
-            if index > 0 and segment.entry is not None:
-                self._stand_at_entry(model.get_submodule(segment.entry[0]), segment, start)
+        self.draws = DrawObserver(device or torch.device("cpu"))
+        """Whether what runs on this stage draws random numbers."""
+        self._replaced: list[tuple[nn.Module, Any]] = []
+        self._hooks: list[RemovableHandle] = []
+        self._home = home
+        if lasting:
+            self._install(model)
+
+    @contextmanager
+    def installed(self, model: nn.Module) -> Iterator[None]:
+        """Stands in the forwards of the layers while this lasts."""
+        self._install(model)
+        try:
+            yield
+        finally:
+            for module, before in self._replaced:
+                if before is None:
+                    del module.__dict__["forward"]
+                else:
+                    module.forward = before
+            for hook in self._hooks:
+                hook.remove()
+            self._replaced, self._hooks = [], []
+
+    def _install(self, model: nn.Module) -> None:
+        """Stands in the forwards of the layers, behind all else that changes them."""
+        chain, home = self._chain, self._home
+        for index, (stack, start) in enumerate(zip(chain.stacks, chain.starts, strict=True)):
+            for path in dict.fromkeys(stack.units):
+                self._stand_in_layer(model.get_submodule(path), index, start + stack.units.index(path))
+            if index > 0 and stack.context is not None:
+                self._stand_at_entry(model.get_submodule(stack.context[0]), stack, start)
         inside = {id(m) for path in chain.units for m in model.get_submodule(path).modules()}
         outside: dict[nn.Module, frozenset[int]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
@@ -91,6 +126,10 @@ class StageForward:
                 outside[module] = outside.get(module, frozenset()) | home.get(f"{path}.weight", frozenset())
         for module, units in outside.items():
             self._stand_outside(module, units)
+
+    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._replaced.append((module, module.__dict__.get("forward")))
+        module.forward = _StandIn(forward, module.forward)
 
     def checkpoint_layer(self, path: str) -> None:
         """From now on the layer at ``path`` computes its activations again in the backward."""
@@ -103,8 +142,7 @@ class StageForward:
         """
         self._placeholders.follow(model)
         self.now = run
-        if run.seed is not None:
-            _seed(run.seed, 0)
+        self._seed(run, 0)
         if not self._num_units and run.at_end is not None:
             run.at_end()
         try:
@@ -113,9 +151,17 @@ class StageForward:
             return None, left.payload
         finally:
             self.now = None
+            self.draws.end()
+
+    def _seed(self, run: StagePass, part: int) -> None:
+        """A part of the pass draws from its own seed, which no number of stages changes."""
+        self.draws.end()
+        if run.seed is not None:
+            seed_random((run.seed + SEED_STEP * part) % 2**63)
+        self.draws.begin()
 
     def _stand_in_layer(self, module: nn.Module, index: int, unit: int) -> None:
-        segment, original = self._chain.segments[index], module.forward
+        stack, original = self._chain.stacks[index], module.forward
         first = self._chain.starts[index]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -123,26 +169,25 @@ class StageForward:
             if run is None:
                 return original(*args, **kwargs)
             at = unit
-            if segment.calls_again:
-                at = first + sum(first <= u < first + len(segment.units) for u in run.calls)
+            if stack.calls_again:
+                at = first + sum(first <= u < first + len(stack.units) for u in run.calls)
             if at in run.calls:
-                raise _called_twice(segment)
+                raise _called_twice(stack)
             run.calls.append(at)
             if at < run.span.start:
-                return _handed_on(segment, args, kwargs)
+                return _handed_on(stack, args, kwargs)
             if at >= run.span.end:
                 raise _Left(self._payload(run, at, args, kwargs))
             if at == run.span.start and "hidden" in run.received:
                 args, kwargs = _with_hidden(args, kwargs, run.received["hidden"])
-            return self._run_unit(run, at, segment, original, args, kwargs)
+            return self._run_unit(run, at, stack, original, args, kwargs)
 
-        module.forward = _StandIn(forward, original)
+        self._replace(module, forward)
 
     def _run_unit(
-        self, run: StagePass, at: int, segment: Segment, original: Callable[..., Any], args: Any, kwargs: Any
+        self, run: StagePass, at: int, stack: StackDescription, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        if run.seed is not None:
-            _seed(run.seed, at + 1 + (self._num_units + 2) * (self._rank + 1 if segment.is_stretched else 0))
+        self._seed(run, at + 1 + (self._num_units + 2) * (0 if stack.whole_sequence else self._random_stream))
         is_first = at not in self._checked
         if is_first:
             self._checked.add(at)
@@ -156,8 +201,7 @@ class StageForward:
         if at == self._num_units - 1:
             if is_first:
                 self.ended_well = run.is_computed
-            if run.seed is not None:
-                _seed(run.seed, self._num_units + 1)
+            self._seed(run, self._num_units + 1)
             if run.at_end is not None:
                 run.at_end()
         return output
@@ -185,9 +229,9 @@ class StageForward:
             payload["context"] = run.context
         return payload
 
-    def _stand_at_entry(self, module: nn.Module, segment: Segment, start: int) -> None:
-        assert segment.entry is not None
-        name = segment.entry[1]
+    def _stand_at_entry(self, module: nn.Module, stack: StackDescription, start: int) -> None:
+        assert stack.context is not None
+        name = stack.context[1]
         parameters = list(inspect.signature(module.forward).parameters)
         position = parameters.index(name) if name in parameters else len(parameters)
 
@@ -197,7 +241,7 @@ class StageForward:
                 return None
             value = kwargs.get(name) if name in kwargs else (args[position] if position < len(args) else None)
             if run.span.start >= start and "context" in run.received:
-                if run.span.start in range(start, start + len(segment.units)):
+                if run.span.start in range(start, start + len(stack.units)):
                     run.context = run.received["context"]
                     if name in kwargs:
                         return args, {**kwargs, name: run.context}
@@ -210,7 +254,7 @@ class StageForward:
             run.context = value
             return None
 
-        module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+        self._hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
 
     def _stand_outside(self, module: nn.Module, home: frozenset[int]) -> None:
         """A table or linear outside of the layers that is of another stage, on this rank or not, costs nothing."""
@@ -222,7 +266,7 @@ class StageForward:
                 return output_of(module, args, kwargs)
             return original(*args, **kwargs)
 
-        module.forward = _StandIn(forward, original)
+        self._replace(module, forward)
 
 
 class _StandIn:
@@ -243,9 +287,9 @@ class _StandIn:
         )
 
 
-def _handed_on(segment: Segment, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _handed_on(stack: StackDescription, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     hidden = _hidden_of(args, kwargs)
-    return (hidden, *[None] * (segment.returns - 1)) if segment.returns else hidden
+    return (hidden, *[None] * (stack.returns - 1)) if stack.returns else hidden
 
 
 def _hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
@@ -281,16 +325,9 @@ def _of_another_stage(path: str, name: str) -> ConfigError:
     )
 
 
-def _called_twice(segment: Segment) -> ConfigError:
+def _called_twice(stack: StackDescription) -> ConfigError:
     return ConfigError(
-        f"The layers at {segment.layers} were run a second time in one forward",
+        f"The layers at {stack.layers} were run a second time in one forward",
         rule="A pipeline runs the layers of a model once, one behind the other, from the first stage to the last",
-        remedy="StagePass this head without a pipeline, or compute its loss in two steps",
+        remedy="Run this head without a pipeline, or compute its loss in two steps",
     )
-
-
-def _seed(seed: int, part: int) -> None:
-    number = (seed + SEED_STEP * part) % 2**63
-    torch.default_generator.manual_seed(number)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed(number)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from shardformer.comm.point_to_point import PointToPoint
 from shardformer.errors import ConfigError, nearest
 from shardformer.mesh.axis import Axis
-from shardformer.mesh.context import AXES, ParallelContext
+from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.balance import CUTS
 from shardformer.pipeline.schedule import check_names, default_chunks, placement_of
 
@@ -54,7 +52,7 @@ class PipelineStageManager:
         self.placement = placement_of(schedule, self.axis.size, self.num_model_chunks)
         self.cut, self.costs, self.checkpoint_layers = cut, costs, checkpoint_layers
         self._check_cut()
-        self.point_to_point = PointToPoint(self.axis, _groups_along(context, "pipe"))
+        self.point_to_point = PointToPoint(context)
 
     @property
     def axis(self) -> Axis:
@@ -144,31 +142,3 @@ class PipelineStageManager:
                 rule="Costs decide where to cut, and here something else does",
                 remedy="Leave one of the two out",
             )
-
-
-def _groups_along(context: ParallelContext, name: str) -> list[list[int]]:
-    """The ranks of every group along an axis of the grid, in an order that all processes know."""
-    if context.mesh is None:
-        return [list(context.axis(name).ranks)]
-    at = AXES.index(name)
-    lines = context.mesh.mesh.movedim(at, -1).reshape(-1, context.mesh.mesh.shape[at])
-    return [[int(rank) for rank in line] for line in lines]
-
-
-def groups_of(context: ParallelContext, stages: Sequence[int], names: Sequence[str]) -> Axis:
-    """The axis over some stages and over all ranks of other axes, as this process sees it; all processes call it.
-
-    Of a process on none of the stages: an axis of size 1.
-    """
-    assert context.mesh is not None, "a pipeline lives on a grid of launch_from_torch"
-    label = "_".join([*(n for n in names if context.axes[n].size > 1), "pipe"])
-    mesh = context.mesh.mesh
-    pipe = AXES.index("pipe")
-    joined = [AXES.index(n) for n in names]
-    rest = [d for d in range(len(AXES)) if d != pipe and d not in joined]
-    lines = mesh.index_select(pipe, mesh.new_tensor(list(stages))).permute(*rest, *joined, pipe)
-    groups = [sorted(g) for g in lines.reshape(-1, int(lines[(0,) * len(rest)].numel())).tolist()]
-    mine, _ = dist.new_subgroups_by_enumeration(groups)
-    ranks = next((tuple(g) for g in groups if dist.get_rank() in g), (dist.get_rank(),))
-    size = len(ranks)
-    return Axis(label, size, ranks.index(dist.get_rank()), mine if size > 1 else None, ranks, context.traffic)

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardformer.comm.values import numbers_in
+
 Name = tuple[Any, ...]
 """Where a tensor is in a micro-batch: the key, and those within it."""
 
@@ -246,7 +248,7 @@ def _forms(size: int, tensors: Tensors, clamped: bool) -> Iterator[Form]:
 
 
 def _is_same(form: Tensor, flat: Tensor) -> bool:
-    return form.shape == flat.shape and bool((form.to(flat.device) == flat).all())
+    return form.shape == flat.shape and bool(numbers_in((form.to(flat.device) == flat).all()))
 
 
 def _is_named(name: Name) -> bool:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardformer.errors import ConfigError
 from shardformer.pipeline.actions import Action, Kind
@@ -15,6 +15,7 @@ from shardformer.pipeline.zero_bubble import most_held
 
 DURATIONS: Mapping[Kind, float] = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
 """In the time of the forward of one chunk. A backward is two matrix products for a forward's one."""
+Durations = Mapping[Kind, float] | Mapping[Kind | tuple[Kind, int], float]
 _SHOWN_PROBLEMS = 5
 
 
@@ -45,21 +46,29 @@ class Timeline:
     in_flight: tuple[int, ...]
 
 
-def simulate(schedule: Schedule, durations: Mapping[Kind, float] = DURATIONS, send: float = 0.0) -> Timeline:
+def simulate(schedule: Schedule, durations: Durations = DURATIONS, send: float = 0.0) -> Timeline:
     """Plays a schedule through: each rank begins its next action as soon as what the action needs is there.
 
     Args:
-        durations: of each kind of action, in any unit. Those that are left out are ``DURATIONS``.
+        durations: of each kind of action, in any unit, or by (kind, virtual stage) where the stages differ. Those that
+            are left out are ``DURATIONS``.
         send: how long a result is on its way to another rank; the sender goes on meanwhile.
 
-    Raises ConfigError for a duration that cannot be, and for a schedule that stands still.
+    Raises ConfigError for a duration that cannot be or is of no stage, and for a schedule that stands still.
     """
-    durations = {**DURATIONS, **durations}
-    for name, number in [*((f"duration {kind}", number) for kind, number in durations.items()), ("send", send)]:
+    of: dict[Any, float] = {**DURATIONS, **durations}
+    named = {f"duration {f'{k[0]}@{k[1]}' if isinstance(k, tuple) else k}": number for k, number in of.items()}
+    for name, number in [*named.items(), ("send", send)]:
         least = "0 or more" if name == "send" else "a positive number"
         if not (0 <= number < inf) or (number == 0 and name != "send"):
             raise ConfigError(f"{name}={number:g}", rule=f"A time is finite, this one {least}", remedy=f"Use {least}")
-    spans, stuck = _play(schedule, durations, send)
+    if beyond := [key for key in durations if isinstance(key, tuple) and not 0 <= key[1] <= schedule.last]:
+        raise ConfigError(
+            f"A duration is given for stage {beyond[0][1]}",
+            rule=f"The virtual stages are 0 to {schedule.last}",
+            remedy="Name one of them, or the kind of action alone",
+        )
+    spans, stuck = _play(schedule, of, send)
     if stuck:
         raise _broken(schedule, [stuck])
     makespan = max((row[-1].end for row in spans if row), default=0.0)
@@ -119,7 +128,7 @@ def problems(schedule: Schedule) -> list[str]:
     return found + [stuck] if stuck else found
 
 
-def _play(schedule: Schedule, durations: Mapping[Kind, float], send: float) -> tuple[list[list[Span]], str]:
+def _play(schedule: Schedule, durations: Mapping[Any, float], send: float) -> tuple[list[list[Span]], str]:
     """The spans of each rank, and how it stands when no rank can go on ("" when all is done)."""
     spans: list[list[Span]] = [[] for _ in schedule.actions]
     ended: dict[Action, tuple[float, int]] = {}
@@ -134,7 +143,8 @@ def _play(schedule: Schedule, durations: Mapping[Kind, float], send: float) -> t
                     break
                 there = [end + (send if other != rank else 0.0) for end, other in map(ended.__getitem__, needs)]
                 start = max([spans[rank][-1].end if spans[rank] else 0.0, *there])
-                ended[action] = start + durations[action.kind], rank
+                at_stage = (action.kind, action.stage)
+                ended[action] = start + durations.get(at_stage, durations[action.kind]), rank
                 spans[rank].append(Span(action, start, ended[action][0]))
                 moved = True
     waiting = []

@@ -16,9 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from shardformer.comm.recorder import Recorder
 from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
+from shardformer.layout.reduction import Reduction
+from shardformer.layout.spec import ShardSpec
+from shardformer.layout.state import Entry
 from shardformer.mesh.axis import Axis
 from shardformer.pipeline.backward import backward_of_inputs
-from shardformer.reduce.buckets import Entry, GradientAverager
+from shardformer.reduce.buckets import Gradient, GradientReducer
 from shardformer.testing.pool import WorkerPool
 
 H = 8
@@ -459,14 +462,16 @@ def test_gradients_are_averaged_in_one_backward() -> None:
     axis = Axis.of(None)
     ends: list[int] = []
 
-    class Counted(GradientAverager):
+    class Counted(GradientReducer):
         def _end_backward(self) -> None:
             ends.append(1)  # there is nobody to average with
 
-    averager = Counted([Entry(p, axis, 4) for p in model.parameters()], bucket_bytes=1 << 30)
+    quarter = Reduction(divisor=0.25)
+    gradients = [Gradient(Entry("", p, ShardSpec(p.shape), quarter), axis, {}) for p in model.parameters()]
+    reducer = Counted(gradients, bucket_bytes=1 << 30)
     plainly(plain, some(2, H))
     in_parts(model, some(2, H))[1]()
-    assert ends == [1] and averager is not None  # what it sends at the end of a backward goes out once
+    assert ends == [1] and reducer is not None  # what it sends at the end of a backward goes out once
     for key, grad in grads_of(plain).items():
         found = grads_of(model)[key]
         assert (found is None) == (grad is None) and (found is None or torch.equal(found, grad * 4))

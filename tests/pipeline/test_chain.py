@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardformer.comm.threads import ThreadGroup
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError
-from shardformer.pipeline.chain import Chain, Segment, UnitRange, holders, homes
+from shardformer.mesh.context import ParallelContext
+from shardformer.pipeline.chain import Chain, StackDescription, UnitRange, holders, homes
 from shardformer.pipeline.placeholders import Placeholders
 from shardformer.pipeline.stage_forward import StageForward, StagePass
 from shardformer.sharder import resolve_policy
@@ -23,8 +23,8 @@ def chain_of(sample: Sample) -> tuple[nn.Module, Chain]:
     model = sample()
     policy, _ = resolve_policy(model, None)
     policy.set_model(model)
-    policy.set_shard_config(ShardConfig(context=ThreadGroup(1).context(0)))
-    return model, Chain(tuple(policy.segments()))
+    policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 1})))
+    return model, policy.chain()
 
 
 def home_of(sample: Sample) -> dict[str, frozenset[int]]:
@@ -183,7 +183,7 @@ class LateNorm(nn.Module):
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_states_that_another_stage_should_have_made_are_refused_and_not_nan(before: int) -> None:
-    chain = Chain((Segment("layers", ("layers.0", "layers.1", "layers.2")),))
+    chain = Chain((StackDescription("layers", units=("layers.0", "layers.1", "layers.2")),))
     model = LateNorm(before)
     stage = stretch(model, chain, UnitRange(0, 2))
     said = rf"layers\.{before} is given input, which is computed of parameters that another stage holds.*before="
@@ -211,7 +211,7 @@ class Twice(nn.Module):
 
 
 def test_layers_that_run_a_second_time_are_refused() -> None:
-    model, chain = Twice(), Chain((Segment("layers", ("layers.0", "layers.1")),))
+    model, chain = Twice(), Chain((StackDescription("layers", units=("layers.0", "layers.1")),))
     stage = stretch(model, chain, UnitRange(0, 2))
     with pytest.raises(ConfigError, match="run a second time"):
         stage.run(model, StagePass(UnitRange(0, 2), {}), partial(model, torch.zeros(1, 4)))

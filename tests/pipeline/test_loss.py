@@ -13,7 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from shardformer.errors import ConfigError
 from shardformer.layers.vocab.logits import VocabParallelLogits, shard_logits
-from shardformer.layout.spec import even_bounds
+from shardformer.layout.split import even_bounds
 from shardformer.mesh.axis import Axis
 from shardformer.pipeline.loss import LossWeights
 from shardformer.testing.pool import WorkerPool

@@ -111,6 +111,15 @@ def test_every_action_begins_when_what_it_needs_is_there() -> None:
     assert timeline.bubble == pytest.approx(10 / 18)
 
 
+def test_a_stage_may_take_longer_than_the_others() -> None:
+    """The last stage has the head: 1F1B then goes at its pace."""
+    slow = simulate(make_schedule("1f1b", 2, 4), {F: 1, B: 2, (F, 1): 2, (B, 1): 4})
+    assert [span.end - span.start for span in slow.spans[0][:2]] == [1, 1]
+    assert slow.makespan == 1 + 4 * (2 + 4) + 2
+    with pytest.raises(ConfigError, match="stage 2"):
+        simulate(make_schedule("1f1b", 2, 4), {(F, 2): 2})
+
+
 def test_what_stays_on_a_rank_is_not_sent() -> None:
     """The bottom of the V, and all of a pipeline of one rank."""
     assert simulate(make_schedule("zbv", 1, 4), send=5).bubble == 0
@@ -139,6 +148,8 @@ def test_the_forwards_alone_fill_and_drain_the_pipeline_once() -> None:
 def test_a_duration_that_cannot_be_is_refused(time: float) -> None:
     with pytest.raises(ConfigError, match="duration B="):
         simulate(make_schedule("1f1b", 2, 2), {B: time})
+    with pytest.raises(ConfigError, match="duration B@1="):
+        simulate(make_schedule("1f1b", 2, 2), {(B, 1): time})
     if time:
         with pytest.raises(ConfigError, match="send="):
             simulate(make_schedule("1f1b", 2, 2), send=time)

@@ -1,0 +1,134 @@
+"""What the last stage does with its outputs: the batch's loss out of the micro-batches', or the batch's output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shardformer.errors import ConfigError
+from shardformer.pipeline.loss import LossWeights
+from shardformer.pipeline.microbatches import merge_outputs
+from shardformer.pipeline.placeholders import is_placeholder
+from shardformer.pipeline.stage_forward import StageForward
+from shardformer.pipeline.targets import tensors_of
+
+Batch = Mapping[str, Any]
+LossFn = Callable[[Any, Batch], Tensor]
+
+
+class Head:
+    """What is done with the outputs of the last stage: their losses are weighted, or they are kept.
+
+    Args:
+        parts, sizes: the micro-batches, and how many samples each has.
+        stage_forward: the forward of the last stage; others' heads see no output.
+        weights: of the micro-batches in the loss of the batch; None where the outputs are wanted.
+        loss_fn: (output, micro-batch) -> loss; None for the model's own.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Batch],
+        sizes: Sequence[int],
+        stage_forward: StageForward,
+        weights: LossWeights | None,
+        loss_fn: LossFn | None,
+    ) -> None:
+        self._parts, self._sizes, self._stage_forward = parts, sizes, stage_forward
+        self._weights, self._loss_fn = weights, loss_fn
+        self._outputs: dict[int, Any] = {}
+        self.loss: Tensor | None = None
+        self.output: Any = None
+
+    def before(self, micro_batch: int) -> None:
+        if self._weights is not None:
+            self._weights.start(micro_batch)
+
+    def after(self, micro_batch: int, output: Any) -> Tensor | None:
+        if self._weights is None:
+            self._outputs[micro_batch] = output
+            return None
+        try:
+            loss = self._loss_of(output, self._parts[micro_batch])
+        finally:
+            self._weights.stop()
+        self._check_first(loss, output)
+        loss = self._weights.of(micro_batch, loss)
+        part = loss.detach().double()
+        self.loss = part if self.loss is None else self.loss + part
+        return loss
+
+    def _loss_of(self, output: Any, part: Batch) -> Tensor:
+        loss = self._loss_fn(output, part) if self._loss_fn is not None else getattr(output, "loss", None)
+        if isinstance(loss, Tensor):
+            return loss
+        raise ConfigError(
+            f"The model gave a {type(output).__name__} with loss={loss!r:.40}",
+            rule="A step goes back from a loss, by default output.loss, which a model gives where a batch has labels",
+            remedy="Add labels to the batch, or give Pipeline(..., loss_fn=), a function (output, micro-batch) -> loss",
+        )
+
+    def _check_first(self, loss: Tensor, output: Any) -> None:
+        """The first loss of all is a number, unless the model gives none; not NaN that stands for another stage's."""
+        ended_well, self._stage_forward.ended_well = self._stage_forward.ended_well, None
+        if ended_well and is_placeholder(loss) and any(is_placeholder(t) for _, t in tensors_of({"output": output})):
+            raise ConfigError(
+                "The loss is NaN: it reads something in the model's output that an earlier stage computed",
+                rule="The last stage has what its own layers and what stands behind them give",
+                remedy="Give Pipeline(..., loss_fn=) that reads the last states or the logits only; where the model's "
+                "head reads states between its layers, leave pipe out",
+            )
+
+    def close(self) -> None:
+        """After the last forward, or an error."""
+        if self._weights is not None:
+            self._weights.stop()
+
+    def finish(self) -> None:
+        if self._weights is None:
+            ordered = [self._outputs[i] for i in sorted(self._outputs)]
+            self.output = without_placeholders(merge_outputs(ordered, self._sizes)) if ordered else None
+        elif self.loss is not None:
+            self._weights.finish()
+
+
+class NoOutput:
+    """What ``Pipeline.forward`` gives on a stage that has no output."""
+
+    def __init__(self, stage: int, last: int) -> None:
+        self._stage, self._last = stage, last
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._error(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        raise self._error(repr(key))
+
+    def _error(self, name: str) -> ConfigError:
+        return ConfigError(
+            f"{name} was asked of stage {self._stage}",
+            rule=f"The last stage, {self._last} on the pipe axis, has the model's outputs",
+            remedy="Call forward(batch, gather=True) on all stages, or look at the output on the last stage only",
+        )
+
+
+def without_placeholders(output: Any) -> Any:
+    """The output without what other stages made of it, which is NaN here where the output itself is not."""
+    tensors = [t for _, t in tensors_of({"output": output}) if t.is_floating_point() and t.numel()]
+    placeholders = {id(t) for t in tensors if is_placeholder(t)}
+    return _without(output, placeholders) if len(placeholders) < len(tensors) else output
+
+
+def _without(output: Any, placeholders: set[int]) -> Any:
+    if isinstance(output, Tensor):
+        return None if id(output) in placeholders else output
+    if isinstance(output, Mapping):
+        kept = {name: _without(value, placeholders) for name, value in output.items()}
+        return kept if type(output) is dict else type(output)(**kept)
+    if isinstance(output, list | tuple):
+        return type(output)(_without(value, placeholders) for value in output)
+    return output

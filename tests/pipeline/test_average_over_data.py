@@ -1,0 +1,121 @@
+"""``Pipeline(..., average_over_data=True)``: the batches of all data ranks are one, whatever counts in each."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardformer
+from shardformer.errors import ConfigError, ShardFormerError
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import Sample
+from tests.policies.toy import VOCAB, ToyLM, ToyPolicy
+
+Batch = dict[str, Tensor]
+
+
+def batch_of(samples: int, ignored: int, seed: int) -> Batch:
+    """Tokens of whose labels the first ones of each sample do not count."""
+    ids = torch.randint(VOCAB, (samples, 9), generator=torch.Generator().manual_seed(seed))
+    labels = ids.roll(-1, 1)
+    labels[:, :ignored] = -100
+    return {"ids": ids, "labels": labels}
+
+
+BATCHES = [batch_of(4, 0, 0), batch_of(3, 7, 1)]
+NONE_COUNT = [batch_of(4, 2, 0), batch_of(4, 9, 1)]
+
+
+def mean_loss(output: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
+
+
+def sum_loss(output: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def own_mean(output: Tensor, batch: Any) -> Tensor:
+    return sum_loss(output, batch) / (batch["labels"] != -100).sum()
+
+
+def num_counted(batch: Any) -> float:
+    return float((batch["labels"] != -100).sum())
+
+
+def run(batches: list[Batch], loss_fn: Any, **options: Any) -> tuple[float, float, float]:
+    """The loss of the plain model on all samples; and the largest differences of the loss and of a gradient."""
+    torch.manual_seed(0)
+    plain = ToyLM().double()
+    models = [copy.deepcopy(plain) for _ in batches]
+    whole = {name: torch.cat([b[name] for b in batches]) for name in batches[0]}
+    want = loss_fn(plain(whole["ids"]), whole)
+    want.backward()
+
+    def step(context: ParallelContext) -> tuple[float, dict[str, Tensor]]:
+        model = shardformer.shard_model(models[context.data.rank], ToyPolicy(), context=context)
+        pipeline = shardformer.Pipeline(model, loss_fn=loss_fn, **{"average_over_data": True, **options})
+        loss = float(pipeline.step(batches[context.data.rank]))
+        return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    found = run_as_threads(step, data=len(batches))
+    gradient = max(float((grads[name] - expected[name]).abs().max()) for _, grads in found for name in expected)
+    return float(want.detach()), max(abs(loss - float(want.detach())) for loss, _ in found), gradient
+
+
+@pytest.mark.parametrize("batches", [BATCHES, NONE_COUNT])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("how", ["mean", "sum", "loss_weight"])
+def test_the_loss_is_that_of_all_data_ranks_samples_at_once(batches: list[Batch], micro_batches: int, how: str) -> None:
+    weight = {"loss_weight": num_counted} if how == "loss_weight" else {}
+    whole, loss, gradient = run(batches, sum_loss if how == "sum" else mean_loss, micro_batches=micro_batches, **weight)
+    assert loss < 1e-12 * whole and gradient < 1e-12 * whole
+
+
+def test_without_it_the_loss_is_the_mean_of_the_data_ranks() -> None:
+    _, loss, gradient = run(BATCHES, mean_loss, micro_batches=2, average_over_data=False)
+    assert loss > 1e-3 and gradient > 1e-3
+
+
+def test_a_mean_that_the_model_takes_itself_is_refused() -> None:
+    with pytest.raises(ConfigError, match="The model divides the sum of cross_entropy by"):
+        run(BATCHES, own_mean, micro_batches=1)
+
+
+def test_a_rank_that_cannot_tell_what_counts_keeps_no_other_waiting() -> None:
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        labels = batch["labels"].flatten()
+        if (labels != -100).sum() > 10:  # on the first rank alone
+            labels = torch.tensor([-100 if i % 5 == 0 else n * 7 % VOCAB for i, n in enumerate(labels.tolist())])
+        return F.cross_entropy(output.flatten(0, 1), labels)
+
+    with pytest.raises(ShardFormerError, match=r"that the micro-batch does not hold|could not be told on another"):
+        run(BATCHES, loss, micro_batches=2)
+
+
+def _over_a_grid() -> tuple[float, float]:
+    torch.manual_seed(0)
+    plain: nn.Module = Sample("gpt2", changes={"n_layer": 4})().double()
+    context = ParallelContext.from_world({"pipe": 2, "data": 2})
+    model = shardformer.shard_model(copy.deepcopy(plain), context=context)
+    batches = [{"input_ids": b["ids"], "labels": b["labels"]} for b in BATCHES]
+    want = plain(**{name: torch.cat([b[name] for b in batches]) for name in batches[0]}).loss
+    want.backward()
+    pipeline = shardformer.Pipeline(model, micro_batches=2, average_over_data=True)
+    loss = abs(float(pipeline.step(batches[context.data.rank])) - float(want.detach()))
+    loss = max(loss, abs(float(pipeline.evaluate(batches[context.data.rank])) - float(want.detach())))
+    expected = dict(plain.named_parameters(remove_duplicate=False))
+    differences = [(p.grad - expected[n].grad).abs().max() for n, p in model.named_parameters() if p.grad is not None]
+    return loss, float(max(differences))
+
+
+def test_over_stages_and_data_ranks_it_is_the_plain_models_loss(pool4: WorkerPool) -> None:
+    for loss, gradient in pool4.run(_over_a_grid):
+        assert loss < 1e-6 and gradient < 1e-6  # GPT-2 computes its loss in fp32
