@@ -2,7 +2,7 @@
 
     python benchmarks/coverage.py --out coverage.jsonl                 # all of them, resumes where it was stopped
     python benchmarks/coverage.py --out coverage.jsonl --only "opt|bart"
-    python benchmarks/coverage.py --out coverage.jsonl --verify 30     # real processes, of those that were sharded
+    python benchmarks/coverage.py --out coverage.jsonl --verify 30     # real processes, of the sharded ones, or "all"
     python benchmarks/coverage.py --out coverage.jsonl --table         # writes docs/coverage.md
     python benchmarks/coverage_stages.py --out stages.jsonl            # before it: all of them over pipeline stages
 
@@ -40,10 +40,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.models.auto import modeling_auto
 
-from shardformer.comm.threads import ThreadGroup
 from shardformer.config import ShardConfig
 from shardformer.errors import ShardFormerError
 from shardformer.layers.tensor.linear import is_linear
+from shardformer.mesh.context import ParallelContext
 from shardformer.policies.infer.infer import OUTSIDE, InferredPolicy
 from shardformer.policies.infer.inputs import batches_for, runner
 from shardformer.policies.infer.prove import Reference, loss_of, mismatch
@@ -251,7 +251,7 @@ def survey(model_type: str, name: str, tell: Callable[[Record], None] = lambda r
 def cut(model: nn.Module, policy: Policy, called: set[str]) -> tuple[float, list[str]]:
     """The share of the weights that are cut, and the names of those of the others that stand outside of the layers."""
     policy.set_model(model)
-    policy.set_shard_config(ShardConfig(context=ThreadGroup(2).context(0)))
+    policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
     parts = set(make_plan(model, policy).cut())
     every = {anywhere(path) for path in called}
     weights: dict[int, tuple[str, int]] = {}
@@ -385,9 +385,11 @@ def page(
         ]
     if verdicts:
         passed = sum(v["passed"] for v in verdicts)
+        every = {r.type for r in built if r.outcome == "sharded"} <= {v["verify"] for v in verdicts}
+        number = f"all {len(verdicts)}" if every else f"{len(verdicts)}, drawn by chance,"
         lines += [
             "",
-            f"`shardformer.verify` compared {len(verdicts)} of those that are sharded, drawn by chance, in two "
+            f"`shardformer.verify` compared {number} of those that are sharded in two "
             f"processes over three steps, in fp64 where the model computes in it: {passed} equal the plain model.",
             *(f"- {v['verify']}: {v['said']}" for v in verdicts if not v["passed"]),
         ]
@@ -441,7 +443,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, default=Path("coverage.jsonl"), help="JSON lines; what is there is kept")
     parser.add_argument("--only", type=re.compile, default=re.compile(".*"), help="regular expression of types")
-    parser.add_argument("--verify", type=int, default=0, metavar="N", help="run verify on N of those that are sharded")
+    parser.add_argument("--verify", default="0", metavar="N", help="verify N of those that are sharded, or all of them")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of those N")
     parser.add_argument("--stages", type=Path, default=Path("stages.jsonl"), help="what coverage_stages.py found")
     parser.add_argument("--table", action="store_true", help=f"write {PAGE.name}")
@@ -462,7 +464,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with args.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    if not args.table and not args.verify:
+    count = len(records) if args.verify == "all" else int(args.verify)
+    if not args.table and not count:
         todo = [(t, n) for t, n in sorted(architectures().items()) if args.only.fullmatch(t) and t not in records]
         for model_type, name in track(todo, "architectures", console=console):
             record = records[model_type] = apart(model_type, name)
@@ -470,7 +473,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             said = f"{record.outcome}, {record.share:.0%}, {record.seconds:.1f} s, {record.kind}; {record.reason[:90]}"
             console.print(f"{model_type}: {said}", highlight=False)
     able = sorted(t for t, r in records.items() if r.outcome == "sharded" and args.only.fullmatch(t))
-    chosen = random.Random(args.seed).sample(able, min(args.verify, len(able)))
+    chosen = random.Random(args.seed).sample(able, min(count, len(able)))
     with WorkerPool(2, timeout_s=POOL_S) as pool:
         for model_type in track(
             [t for t in chosen if t not in verdicts], "verify", console=console, disable=not chosen

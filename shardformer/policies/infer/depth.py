@@ -130,7 +130,7 @@ class _Depth:
         home, beside = homes(self._model, chain), self._beside(chain)
         calls = _calls(self._truth, (*beside, *chain.units))
         out, end = list(stacks), len(chain.units) - 1
-        bounds = [(calls.index(s.units[0]), calls.index(s.units[-1])) for s in chain.segments]
+        bounds = [(calls.index(s.units[0]), calls.index(s.units[-1])) for s in chain.stacks]
         for path in (path for path in dict.fromkeys(calls) if path in beside):
             at, own = calls.index(path), self._own(path)
             unit = next(min(units) for name, units in home.items() if name.rpartition(".")[0] == path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -13,6 +12,7 @@ from torch import nn
 
 from shardformer.policies.infer.counts import Count, counted, head_counts, projections_of
 from shardformer.policies.infer.flow import Flow, Group
+from shardformer.policies.parts import expert_dims
 from shardformer.policies.paths import features_of, join, matching, relative
 from shardformer.policies.roles import MLP, Attention, Experts, Role
 
@@ -320,17 +320,20 @@ def _experts(model: nn.Module, flow: Flow) -> list[BlockDraft]:
         layers, layer = place
         at = path[len(layer) + 1 :]
         optional = len(_having(model, layers, at)) < len(_all_layers(model, layers))
-        down = next((n for n in stacked if re.search(r"down|w2|output|out_|fc2", n)), stacked[-1])
-        biases = [n for n, p in module.named_parameters(recurse=False) if p.dim() == 2]
-        summands = [n for n in biases if n.startswith(down)]
-        ups = [n for n in (*stacked, *biases) if n not in (down, *summands)]
-        summands += [n for n, m in module.named_children() if isinstance(m, nn.Identity)]
-        roles = [
-            Experts(at, ups if len(ups) > 1 else ups[0], down, summands, fused, interleaved, optional)
-            for fused, interleaved in ((2, False), (1, False), (2, True))
-        ]
+        roles = [replace(role, optional=optional) for role in _ways_of_experts(module, at, stacked)]
         found.setdefault((layers, at), BlockDraft(layers, roles, _everywhere(model, path)))
     return list(found.values())
+
+
+def _ways_of_experts(module: nn.Module, at: str, stacked: Sequence[str]) -> Iterator[Experts]:
+    """In every order of the weights and with every dim that could hold an expert's features: the last is the exit."""
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False) if p.dim() in (2, 3)}
+    identities = [name for name, m in module.named_children() if isinstance(m, nn.Identity)]
+    for down, (fused, interleaved) in product(reversed(stacked), ((2, False), (1, False), (2, True))):
+        for dims in expert_dims(shapes, down, fused):
+            ups = [name for name in dims if name != down]
+            summands = [*(name for name in shapes if name not in dims), *identities]
+            yield Experts(at, ups if len(ups) > 1 else ups[0], down, summands, fused, interleaved, dims)
 
 
 def _context(model: nn.Module, flow: Flow, group: Group, layers: str) -> tuple[str, str] | None:

@@ -69,7 +69,7 @@ def infer(model: nn.Module | Any, batch: Mapping[str, Tensor] | None = None) -> 
     Raises PolicyError when no twin can be built or run, and when no block of the model could be described.
     """
     twin = twin_of(model if isinstance(model, nn.Module) else model_of(model), batch)
-    with torch.random.fork_rng(devices=[]):
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         return infer_on(twin.model, twin.run)()
 
 
@@ -83,7 +83,7 @@ def infer_stacks(model: nn.Module) -> RolePolicy:
     except PolicyError as error:
         return _uncut([], None, f"No stack of layers was looked for: {error.what}.")()
     note = "Each rank has its layers whole, since no role was found that describes them."
-    with torch.random.fork_rng(devices=[]):
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         reference = Reference.of(twin.model, twin.run)
         found = found_stacks(reference)
         largest = sorted(found, key=lambda stack: -_numel(twin.model, stack.layers))
@@ -130,8 +130,11 @@ def infer_on(model: nn.Module, run: Forward) -> type[InferredPolicy]:
             remedy="Write the roles down (docs/policies.md)",
         )
     policy.stack = _with_returns(policy, given_by_layers(model, run, policy.layers))
+    proven = policy.stack
     stacks, policy.against_pipeline = along_depth(proof.reference, policy)
-    policy.stack = stacks[0] if isinstance(policy.stack, Stack) else stacks
+    policy.stack = stacks[0] if isinstance(proven, Stack) else stacks
+    if (problem := proof.of(policy, RANKS)) is not None:  # what is given back is what was proven
+        policy.stack, policy.against_pipeline = proven, problem
     policy.against_sequence = mismatch(proof.reference, policy, RANKS[0], enable_sequence_parallelism=True)
     policy.notes = _notes(whole, policy.against_pipeline)
     policy.whole = _left(model, policy())

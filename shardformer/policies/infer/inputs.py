@@ -43,6 +43,22 @@ def batches_for(model: nn.Module) -> list[dict[str, Tensor]]:
     return ways
 
 
+def labelled(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+    """The batch with labels, such that the model could make its own loss of them: tokens, or a class of each sample.
+
+    Of a model that makes its decoder's tokens of the labels, without those first.
+    """
+    if "labels" not in inspect.signature(model.forward).parameters or "labels" in batch:
+        return
+    tokens = batch.get("decoder_input_ids", batch.get("input_ids"))
+    if tokens is not None:
+        labels = tokens.clone()
+        labels[0, :2] = -100
+        yield {**{name: x for name, x in batch.items() if name != "decoder_input_ids"}, "labels": labels}
+        yield {**batch, "labels": labels}
+    yield {**batch, "labels": torch.arange(next(iter(batch.values())).shape[0]) % 2}
+
+
 def _inputs(model: nn.Module, names: set[str]) -> Iterator[tuple[str, Tensor]]:
     config: Any = getattr(model, "config", None)
     generator = torch.Generator().manual_seed(0)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardformer.comm.params import param_specs
-from shardformer.comm.threads import ThreadGroup
 from shardformer.config import ShardConfig
 from shardformer.errors import ShardFormerError
+from shardformer.layout.state import specs_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.policy import Policy
 from shardformer.sharding.apply import Sharding
+from shardformer.testing.threads import run_as_threads
 
 RELATIVE = 1e-4
 """Of the largest number of a gradient. Some models cast to fp32 inside; what is wrong is larger by far."""
@@ -46,8 +46,9 @@ class Reference:
     def of(model: nn.Module, run: Forward) -> Reference:
         """Runs ``model`` forward and backward."""
         model.zero_grad()
-        loss = loss_of(run(model))
-        loss.backward()
+        with torch.enable_grad():  # whoever infers may be about to compute without
+            loss = loss_of(run(model))
+            loss.backward()
         gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
         model.zero_grad()
         return Reference(model, run, loss.item(), gradients)
@@ -81,7 +82,7 @@ def mismatch(reference: Reference, policy: type[Policy], ranks: int, **options: 
         _compare_gradients(reference, model, context.tensor.rank)
 
     try:
-        ThreadGroup(ranks).run(train)
+        run_as_threads(train, tensor=ranks, in_turn=True)
         return None
     except Differs as difference:
         return str(difference)
@@ -127,13 +128,13 @@ def fields_of(output: Any) -> Any:
 
 
 def _compare_gradients(reference: Reference, model: nn.Module, rank: int) -> None:
-    specs = param_specs(model)
+    specs = specs_of(model)
     for name, param in model.named_parameters():
         expected = reference.gradients[name]
         if (expected is None) != (param.grad is None):
             raise Differs(f"{name} has {'a' if expected is None else 'no'} gradient")
         if expected is None or param.grad is None or not expected.numel():
             continue
-        own = specs[name].slice(expected, rank)
+        own = specs[name].slice(expected, {"tensor": rank})
         if own.shape != param.grad.shape or not (own - param.grad).abs().max().item() <= reference.allowed[name]:
             raise Differs(f"the gradient of {name} differs")

@@ -1,4 +1,4 @@
-"""The proof that a small model can be cut into stages: two stretches of it train as the whole does."""
+"""The proof that a small model can be cut into stages: two spans of it train as the whole does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def described(policy: type[RolePolicy], model: nn.Module) -> RolePolicy:
 def chain_of(model: nn.Module, policy: type[RolePolicy], stacks: Sequence[Stack]) -> Chain:
     """The layers of these stacks in a row."""
     with_stacks: Any = type(policy.__name__, (policy,), {"stack": tuple(stacks)})
-    return Chain(tuple(s for s in described(with_stacks, model).segments() if s.units))
+    return described(with_stacks, model).chain()
 
 
 def stage_mismatch(reference: Reference, policy: type[RolePolicy], stacks: Sequence[Stack]) -> str | None:

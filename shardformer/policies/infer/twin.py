@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import PolicyError
-from shardformer.policies.infer.inputs import batches_for, runner
-from shardformer.policies.infer.prove import Forward, Reference
+from shardformer.layers.dropout import silence_dropout
+from shardformer.policies.infer.inputs import batches_for, labelled, runner
+from shardformer.policies.infer.prove import Forward, Reference, loss_of
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, LAYERS, VOCAB, POSITIONS = 6, 2, 8, 70, 2, 127, 64
 MOST_LAYERS = 8
@@ -97,7 +98,7 @@ class Twin:
 
 
 def twin_of(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> Twin:
-    """A small model of the class of ``model`` that runs on the CPU, in eval mode, in fp64 or else in fp32.
+    """A small model of the class of ``model`` that trains on the CPU, in fp64 or else in fp32: see ``_runs``.
 
     Raises PolicyError where neither a twin can be built and run nor the model is small enough to be its own.
     """
@@ -165,17 +166,38 @@ def _layers_needed(model: nn.Module) -> int:
 
 
 def _runs(twin: nn.Module, batch: Mapping[str, Tensor] | None) -> tuple[Forward, Mapping[str, Tensor]]:
-    """What calls the twin with the first of the batches that it takes, and that batch."""
+    """The call that training makes, with the first of the batches that the twin takes, and that batch.
+
+    The twin comes to make its own loss, and to be in training mode, where it can.
+    """
     problem: Exception | None = None
-    for candidate in [batch] if batch is not None else batches_for(twin):
-        run = runner(twin, candidate)
-        try:
-            Reference.of(copy.deepcopy(twin), run).check_finite()  # some modules keep what a forward made
-            return run, candidate
-        except Exception as error:
-            problem = problem or error
+    for given in [batch] if batch is not None else batches_for(twin):
+        for candidate in (*labelled(twin, given), given):
+            run = runner(twin, candidate)
+            try:
+                native = copy.deepcopy(twin)  # some modules keep what a forward made
+                if candidate is not given and getattr(run(native), "loss", None) is None:
+                    continue
+                Reference.of(native, run).check_finite()
+                _train(twin, run)
+                return run, candidate
+            except Exception as error:
+                problem = error if problem is None or candidate is given else problem
     assert problem is not None
     raise problem
+
+
+def _train(twin: nn.Module, run: Forward) -> None:
+    """Puts the twin in training mode without dropout; or in eval mode, where it is random even so, or fails."""
+    silence_dropout(twin.train())
+    try:
+        first, again = copy.deepcopy(twin), copy.deepcopy(twin)
+        reference = Reference.of(first, run)
+        reference.check_finite()
+        is_random = loss_of(run(again)).item() != reference.loss
+    except Exception:
+        is_random = True
+    twin.train(not is_random)
 
 
 def model_of(config: Any) -> nn.Module:

@@ -26,13 +26,13 @@ from shardformer.verify import Pipelined, verify
 from tests.policies.toy import ToyLM
 
 FOUND: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "bart": ("BartForCausalLM", {"front": ("model.decoder.layernorm_embedding",)}),
+    "bart": ("BartForCausalLM", {"before": ("model.decoder.layernorm_embedding",)}),
     "fsmt": ("FSMTForConditionalGeneration", {"context": ("model.decoder", "encoder_hidden_states")}),
     "mt5": ("MT5ForConditionalGeneration", {"from_first": ("layer.0.SelfAttention.relative_attention_bias",)}),
     "cpmant": ("CpmAntForCausalLM", {"everywhere": ("cpmant.position_bias",)}),
     "voxtral_realtime": (
         "VoxtralRealtimeForConditionalGeneration",
-        {"behind": ("model.multi_modal_projector.linear_1", "model.multi_modal_projector.linear_2")},
+        {"after": ("model.multi_modal_projector.linear_1", "model.multi_modal_projector.linear_2")},
     ),
 }
 """Model type -> its class, and what one of its stacks needs that the place in the model does not tell."""

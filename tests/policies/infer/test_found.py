@@ -9,8 +9,8 @@ import torch
 import transformers
 from torch import nn
 
-from shardformer.comm.threads import ThreadGroup
 from shardformer.config import ShardConfig
+from shardformer.mesh.context import ParallelContext
 from shardformer.policies.infer.infer import infer_on
 from shardformer.policies.infer.inputs import batches_for, runner
 from shardformer.policies.infer.prove import Reference, mismatch
@@ -53,7 +53,7 @@ def test_it_is_found_and_its_weights_are_cut(family: str) -> None:
     assert mismatch(Reference.of(model, run), policy, 3) is None
     described = policy()
     described.set_model(model)
-    described.set_shard_config(ShardConfig(context=ThreadGroup(2).context(0)))
+    described.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
     cut = make_plan(model, described).cut()
     for end in FOUND[family][1]:
         weights = [p for name, p in model.named_parameters() if name.removesuffix(".weight").endswith(end)]

@@ -12,7 +12,6 @@ import transformers
 from torch import nn
 
 import shardformer
-from shardformer.comm.threads import ThreadGroup
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.mesh.context import ParallelContext
@@ -27,6 +26,7 @@ from shardformer.policies.registry import FAMILIES
 from shardformer.policies.role_policy import MLP, Attention, Stack
 from shardformer.sharder import shard_model
 from shardformer.sharding.plan import make_plan
+from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import SMALL, Sample
 from tests.policies.toy import ToyLM
 
@@ -71,7 +71,7 @@ def small(family: str) -> nn.Module:
 def cut_lines(model: nn.Module, policy: Policy) -> list[str]:
     """What the policy replaces by what, and the stacks."""
     policy.set_model(model)
-    policy.set_shard_config(ShardConfig(context=ThreadGroup(2).context(1)))
+    policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2}, {"tensor": 1})))
     plan = make_plan(model, policy)
     replaced = [line for line in plan.lines() if " -> " in line]
     blocks = sorted(str(block) for target in plan.targets for block in target.description.blocks or [])
@@ -111,7 +111,7 @@ def test_it_is_the_last_link_of_the_chain_and_said_so() -> None:
     def shard(context: ParallelContext) -> str:
         return str(shardformer.describe(shard_model(small("convbert"), context=context)))
 
-    said = ThreadGroup(2).run(shard)[0]
+    said = run_as_threads(shard, tensor=2)[0]
     assert "by a policy that was inferred and proven" in said
     assert "proven on a small twin over 2 and 4 tensor ranks" in said
     assert "Whole, since" in said and "encoder.layer.*.attention.self.query" in said
@@ -131,12 +131,13 @@ def test_what_is_printed_explains_what_stays_whole(family: str) -> None:
     model = small(family)
     names: dict[str, Any] = {}
     exec(source_of(infer(model), "Written"), names)
-    ThreadGroup(2).run(lambda context: shard_model(copy.deepcopy(model), names["Written"], context=context))
+    run_as_threads(lambda context: shard_model(copy.deepcopy(model), names["Written"], context=context), tensor=2)
     with pytest.raises(ConfigError, match="it is known that"):
-        ThreadGroup(2).run(
+        run_as_threads(
             lambda context: shard_model(
                 copy.deepcopy(model), names["Written"], context=context, enable_sequence_parallelism=True
-            )
+            ),
+            tensor=2,
         )
 
 
@@ -217,7 +218,7 @@ def test_a_layer_that_the_twin_does_not_have_is_refused() -> None:
     policy = infer(transformers.Olmo2ForCausalLM(shrunk(transformers.Olmo2Config())))
     policy.set_model(odd_one(3))
     with pytest.raises(PolicyError, match=r"model.layers.2 is made of other modules"):
-        policy.set_shard_config(ShardConfig(context=ThreadGroup(2).context(0)))
+        policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
 
 
 def test_a_small_model_whose_twin_lacks_a_layer_is_its_own_twin() -> None:
@@ -284,4 +285,6 @@ def test_sequence_parallelism_that_was_not_proven_is_refused() -> None:
     policy.set_model(ToyLM())
     policy.against_sequence = "the output differs"
     with pytest.raises(ConfigError, match="of this ToyLM it is known that the output differs"):
-        policy.set_shard_config(ShardConfig(enable_sequence_parallelism=True, context=ThreadGroup(2).context(0)))
+        policy.set_shard_config(
+            ShardConfig(enable_sequence_parallelism=True, context=ParallelContext.of({"tensor": 2}))
+        )

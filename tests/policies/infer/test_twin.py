@@ -7,8 +7,8 @@ import torch
 import transformers
 from torch import nn
 
-from shardformer.comm.threads import ThreadGroup
 from shardformer.config import ShardConfig
+from shardformer.mesh.context import ParallelContext
 from shardformer.policies.infer.infer import infer
 from shardformer.policies.infer.twin import HEAD_DIM, HEADS, kinds_of_layers, model_of, shrunk, twin_of
 from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
@@ -22,7 +22,7 @@ def native(model_type: str, name: str, **settings: object) -> nn.Module:
 def cut_in_layers(model: nn.Module, policy: RolePolicy) -> set[str]:
     """The last two names of each linear in the layers that the policy cuts everywhere."""
     policy.set_model(model)
-    policy.set_shard_config(ShardConfig(context=ThreadGroup(2).context(0)))
+    policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
     cut = make_plan(model, policy).cut()
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n}
     whole = {".".join(n.split(".")[-2:]) for n, m in linears.items() if id(m.weight) not in cut}

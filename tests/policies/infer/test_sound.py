@@ -1,0 +1,152 @@
+"""What inference gives back is what it has proven, in the call that training makes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from shardformer.errors import PolicyError
+from shardformer.layers.tensor.edges import enter
+from shardformer.mesh.context import ParallelContext
+from shardformer.policies.infer.infer import infer, infer_on
+from shardformer.policies.infer.inputs import batches_for, runner
+from shardformer.policies.infer.prove import Reference, mismatch
+from shardformer.policies.infer.twin import model_of, twin_of
+from shardformer.policies.lowering import LayerLowering
+from shardformer.policies.role_policy import MLP, Attention, Experts, Stack
+from shardformer.sharder import shard_model
+from shardformer.testing.threads import run_as_threads
+
+
+@pytest.mark.parametrize("name", ["T5Gemma2ForConditionalGeneration", "FSMTForConditionalGeneration"])
+def test_states_of_the_encoder_enter_once_although_a_pipeline_knows_where_they_come_in(name: str) -> None:
+    native: Any = getattr(transformers, name)
+    twin = twin_of(model_of(native.config_class(architectures=[name])))
+    policy: Any = infer_on(twin.model, twin.run)
+    assert policy.against_pipeline is None and policy.stack[1].context == ("decoder", "encoder_hidden_states")
+    assert any(block.inputs for block in policy.stack[1].blocks if isinstance(block, Attention))
+    assert mismatch(Reference.of(twin.model, twin.run), policy, 2) is None
+
+
+def test_states_that_a_table_lets_enter_twice_are_refused_when_it_is_written() -> None:
+    cross = Attention("cross", "o", q="q", k="k", v="v", reads_context=True)
+    other = Attention("attn", "o", q="q", k="k", v="v", inputs=["states"])
+    with pytest.raises(PolicyError, match=r"attention 'attn' twice: .* inputs=\['states'\]"):
+        Stack("layers", [cross, other], context=("decoder", "states"))
+    Stack("layers", [cross, other], context=("decoder", "other_states"))
+
+
+def test_a_view_of_what_has_entered_does_not_enter_again() -> None:
+    def twice(context: ParallelContext) -> None:
+        x = torch.ones(2, 3, 4, requires_grad=True)
+        enter(enter(x, context.tensor).transpose(0, 1), context.tensor)
+
+    with pytest.raises(PolicyError, match=r"shape \(3, 2, 4\) enters a block that has entered one already"):
+        run_as_threads(twice, tensor=2)
+
+
+def test_the_proof_is_the_call_that_training_makes() -> None:
+    twin = twin_of(transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=60, num_hidden_layers=2)))
+    assert twin.model.training and "labels" in twin.batch
+    output = twin.run(twin.model)
+    assert output.loss.requires_grad and torch.equal(output.loss, twin.run(twin.model).loss)
+
+
+def test_a_twin_that_is_random_without_dropout_is_proven_in_eval_mode() -> None:
+    class Noisy(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input + torch.rand(()) * self.training)
+
+    batch = {"input": torch.ones(2, 3)}
+    assert not twin_of(Noisy(3, 4), batch).model.training
+    assert twin_of(nn.Linear(3, 4), batch).model.training
+
+
+@pytest.fixture(scope="module")
+def bird() -> tuple[nn.Module, Any]:
+    """BigBird, and what is inferred of it. In training each head attends to blocks that it draws itself."""
+    model = model_of(transformers.BigBirdConfig(architectures=["BigBirdForMaskedLM"]))
+    return twin_of(model).model, infer(model)
+
+
+def test_heads_that_differ_by_their_index_in_training_stay_whole(bird: tuple[nn.Module, Any]) -> None:
+    assert [type(block) for block in bird[1].stack.blocks] == [MLP]
+
+
+BIRD = Attention("attention.self", ".attention.output.dense", q="query", k="key", v="value",
+                 attributes={"num_attention_heads": "heads", "all_head_size": "width"})  # fmt: skip
+
+
+@pytest.mark.parametrize("cuts_attention", [False, True])
+def test_a_module_that_takes_an_entrys_place_in_the_forward(bird: tuple[nn.Module, Any], cuts_attention: bool) -> None:
+    """BigBird puts another class in the attention's place where a batch is short."""
+    native, policy = bird
+    whole: Any = type(policy)
+    cut = {"stack": Stack(whole.stack.layers, [BIRD, *whole.stack.blocks])}
+    chosen = type("Cut", (whole,), cut) if cuts_attention else whole
+    ids = torch.randint(5, 60, (2, 4))
+    expected = copy.deepcopy(native).eval()(input_ids=ids).logits
+
+    def short(context: ParallelContext) -> torch.Tensor:
+        model = shard_model(copy.deepcopy(native), chosen, context=context).eval()
+        logits: torch.Tensor = model(input_ids=ids).logits.full_tensor()
+        return logits
+
+    if not cuts_attention:
+        assert torch.allclose(run_as_threads(short, tensor=2)[0], expected)
+        return
+    with pytest.raises(PolicyError, match=r"without the BigBirdBlockSparseAttention.*before the model is sharded"):
+        run_as_threads(short, tensor=2)
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(32, 16), (16, 16)])
+def test_of_experts_as_wide_as_the_hidden_states_the_dim_is_cut_that_was_proven_on_the_twin(
+    hidden: int, width: int
+) -> None:
+    """Twice the features of an expert are the hidden ones, as in the released OLMoE; or once."""
+    sizes = {"hidden_size": hidden, "intermediate_size": width, "vocab_size": 60, "num_experts": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+    model = transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**sizes, **heads)).double()
+    model.config._experts_implementation = "eager"
+    policy: Any = infer(model)
+    assert policy.stack.blocks[1].dims == {"gate_up_proj": 1, "down_proj": 2}
+    assert mismatch(Reference.of(model, runner(model, batches_for(model)[0])), type(policy), 2) is None
+
+
+def test_dims_that_sizes_do_not_tell_are_asked_for() -> None:
+    layer = nn.ModuleDict({"experts": nn.Module()})
+    for name in ("up", "down"):
+        layer["experts"].register_parameter(name, nn.Parameter(torch.zeros(3, 4, 4 if name == "down" else 8)))
+    lowering = LayerLowering(layer, "layers.*", ParallelContext.of({"tensor": 2}).tensor)
+    with pytest.raises(PolicyError, match=r"several dims could be cut.*dims=\{'up': 2, 'down': 2\}"):
+        lowering.experts(Experts("experts", "up", "down", fused=2))
+    said = lowering.experts(Experts("experts", "up", "down", fused=2, dims={"up": 2, "down": 1})).parameters
+    assert said is not None and {name: list(dims) for name, dims in said.items()} == {
+        "experts.up": [2],
+        "experts.down": [1],
+    }
+
+
+def test_what_a_pipeline_needs_is_left_out_where_ranks_would_differ_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    twin = twin_of(transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=60, num_hidden_layers=2)))
+    native: Any = infer_on(twin.model, twin.run)
+    attention, *others = native.stack.blocks
+    torn = [replace(native.stack, blocks=[replace(attention, attributes={}), *others])]
+    monkeypatch.setattr("shardformer.policies.infer.infer.along_depth", lambda reference, policy: (torn, None))
+    policy: Any = infer_on(twin.model, twin.run)
+    assert policy.stack.blocks == native.stack.blocks
+    assert "cut so, it does not run" in policy.against_pipeline
+
+
+@torch.no_grad()
+def test_a_policy_is_found_although_no_gradients_are_wanted() -> None:
+    model = transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=60, num_hidden_layers=2))
+    assert infer(model).against_pipeline is None
