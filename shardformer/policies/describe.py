@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardformer.layers.tensor.arguments import Bounds
-from shardformer.layout.spec import Split
+from shardformer.layout.split import Split
 
 ModuleKey = str | type[nn.Module]
 """Which modules a description is about: their class, their class's name, or their path with ``*`` for indices."""
@@ -34,7 +34,7 @@ class SubModuleReplacementDescription:
 
 @dataclass
 class BlockDescription:
-    """A stretch of the described module that enters the tensor-parallel region once and leaves it once.
+    """A part of the described module that enters the tensor-parallel region once and leaves it once.
 
     Args:
         entry: path of the module whose first tensor argument enters.
@@ -46,12 +46,13 @@ class BlockDescription:
         arguments: argument of the module at a path -> that path, which of its dims counts the heads, and (how many
             heads there are, from which to which this rank has).
         inputs: (path of a module, argument of its forward) that enters beside the first tensor of the entry.
-        joins: path of an earlier block's row-parallel linear, which leaves with this one's: the layer adds the two.
-        around: path of a module that needs the whole sequence, under sequence parallelism, outside of the block too.
-        encloses: whether the module at the entry is the block by itself: all that it is given enters, and what it gives
-            leaves. ``row`` names it too.
-        summands: parameters of a module that encloses its block, and modules in it, that stay whole and are added to
-            what it gives: each rank adds an equal part.
+        exits_with: path of an earlier block's row-parallel linear, which exits with this one's: the layer adds them.
+        gathers_around: path of a module that needs the whole sequence, under sequence parallelism, outside of the
+            block too.
+        is_whole_module: whether the module at the entry is the block by itself: all that it is given enters, and what
+            it gives leaves. ``row`` names it too.
+        summands: of such a module, parameters and modules in it that stay whole and are added to what it gives: each
+            rank adds an equal part.
     """
 
     entry: str
@@ -62,10 +63,15 @@ class BlockDescription:
     width: int | None = field(default=None, repr=False)  # ranks may differ in it, and agree on the rest
     arguments: Mapping[str, tuple[str, int, Bounds]] = field(default_factory=dict, repr=False)
     inputs: Sequence[tuple[str, str]] = ()
-    joins: str | None = None
-    around: str | None = None
-    encloses: bool = False
+    exits_with: str | None = None
+    gathers_around: str | None = None
+    is_whole_module: bool = False
     summands: Sequence[str] = ()
+
+    @property
+    def holds_exit(self) -> bool:
+        """Whether the module at the entry holds the linear at the exit too."""
+        return f"{self.row}.".startswith(f"{self.entry}." if self.entry else "")
 
 
 @dataclass
@@ -88,23 +94,6 @@ class ModulePolicyDescription:
     method_replacement: dict[str, Callable[..., Any]] | None = None
     blocks: list[BlockDescription] | None = None
     parameters: dict[str, dict[int, Split]] | None = None
-
-
-@dataclass
-class StackDescription:
-    """A stack of layers, which sequence parallelism runs through and a pipeline cuts.
-
-    Args:
-        layers: path of the ModuleList.
-        final_norm: path of the norm behind it, which still sees a part of the sequence.
-        context: (path of a module, name of its argument): states from another stack that all layers read.
-        whole_sequence: why sequence parallelism does not cut its sequence: its blocks enter and leave with all of it.
-    """
-
-    layers: str
-    final_norm: str | None = None
-    context: tuple[str, str] | None = None
-    whole_sequence: str | None = None
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from shardformer.errors import ConfigError, PolicyError, nearest
-from shardformer.layout.spec import Split, even_bounds
+from shardformer.layout.split import Split, even_bounds
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, PolicyError, nearest
-from shardformer.layers.tensor.embedding import Embedding1D
-from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
-from shardformer.layers.tensor.split_norm import SplitNorm
-from shardformer.layout.spec import Split
+from shardformer.layers.tensor.modes import MODES, ParallelLayers
+from shardformer.layout.split import Split
 from shardformer.mesh.axis import Axis
 from shardformer.policies.describe import BlockDescription, ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.heads import HeadLayout, unit_of
-from shardformer.policies.parts import merged, parameter_splits, without_lacking
+from shardformer.policies.parts import expert_dims, merged, parameter_splits, without_lacking
 from shardformer.policies.paths import (
     existing,
     features_of,
@@ -42,12 +40,14 @@ class LayerLowering:
         path: path of the layers, for messages.
         axis: the tensor axis.
         is_stage: whether the layers are one stage of several, of which the first may have few heads.
+        classes: the parallel layers of the mode.
     """
 
     layer: nn.Module
     path: str
     axis: Axis
     is_stage: bool = False
+    classes: ParallelLayers = MODES["1d"]
 
     def has(self, role: Role) -> bool:
         """Whether the layer has what the role describes. Raises PolicyError where it has not and should.
@@ -85,39 +85,47 @@ class LayerLowering:
                 )
         self._check_width(width, ups[0])
         split, row = Split.fused([width] * fused, self.axis.size), Split.even(width, self.axis.size)
-        description = _block(mlp.at, {up: {"split": split} for up in ups}, {}, down, row)
+        description = self._block(mlp.at, {up: {"split": split} for up in ups}, {}, down, row)
         norms = {mlp.norm: {"split": row}} if mlp.norm is not None else {}
         description = self._with_norms(description, mlp.at, norms)
-        has_norm = any(sub.target_module is SplitNorm for sub in description.sub_module_replacement or [])
+        has_norm = any(sub.target_module is self.classes.norm for sub in description.sub_module_replacement or [])
         for block in description.blocks or []:
             block.activated = fused == 1 and not has_norm
-            block.joins = mlp.joins
+            block.exits_with = mlp.exits_with
         return description
 
     def experts(self, experts: Experts) -> ModulePolicyDescription:
         module = module_at(self.layer, experts.at)
-        down = self._stacked(module, experts, experts.down)
         ups = [experts.up] if isinstance(experts.up, str) else list(experts.up)
-        first = self._stacked(module, experts, ups[0])
-        shapes = [tuple(down.shape[1:]), tuple(down.shape[:0:-1])]
-        wide = sorted(first.shape[1:])
-        width = next((w for hidden, w in shapes if wide == sorted((hidden, experts.fused * w))), 0)
-        if not width:
-            raise PolicyError(
-                f"{self.path}.{experts.at} has {ups[0]} {tuple(first.shape)} and {experts.down} {tuple(down.shape)}",
-                rule=f"For each expert the first holds H x {experts.fused} W numbers and the second W x H",
-                remedy="Correct the names, or `fused`",
-            )
+        shapes = {name: tuple(self._stacked(module, experts, name).shape) for name in (*ups, experts.down)}
+        dims = self._expert_dims(experts, shapes)
+        width = shapes[experts.down][dims[experts.down]]
         self._check_width(width, f"{experts.at}.{ups[0]}")
         up_split = Split.fused([width] * experts.fused, self.axis.size)
         if experts.interleaved:
             up_split = Split.even(experts.fused * width, self.axis.size, experts.fused)
-        parameters = {join(experts.at, experts.down): {_dim(down, width, 1): Split.even(width, self.axis.size)}}
-        for up in ups:
-            full = self._stacked(module, experts, up)
-            parameters[join(experts.at, up)] = {_dim(full, experts.fused * width, 2): up_split}
-        block = BlockDescription(experts.at, [], experts.at, encloses=True, summands=experts.summands)
+        splits = dict.fromkeys(ups, up_split) | {experts.down: Split.even(width, self.axis.size)}
+        parameters = {join(experts.at, name): {dims[name]: split} for name, split in splits.items()}
+        block = BlockDescription(experts.at, [], experts.at, is_whole_module=True, summands=experts.summands)
         return ModulePolicyDescription(blocks=[block], parameters=parameters)
+
+    def _expert_dims(self, experts: Experts, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int]:
+        """Which dim of each parameter is cut. Raises PolicyError where none fits, or several do and none is said."""
+        ways = [way for way in expert_dims(shapes, experts.down, experts.fused) if way.keys() == shapes.keys()]
+        if experts.dims or experts.fused == 1:
+            said = dict(experts.dims) or {experts.down: 2}
+            ways = [way for way in ways if way | said == way]
+        if len(ways) != 1:
+            found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+            raise PolicyError(
+                f"{self.path}.{experts.at} has {found}: {'several dims' if ways else 'none'} could be cut",
+                rule=f"For each expert the first holds H x {experts.fused} W numbers and the second W x H; where sizes "
+                "are equal, they do not tell which dim is W",
+                remedy=f"Say it: dims={ways[0]}, if the forward has it so"
+                if ways
+                else "Correct names, `fused`, `dims`",
+            )
+        return ways[0]
 
     def attention(self, attention: Attention, layout: HeadLayout) -> ModulePolicyDescription:
         attention = without_lacking(attention, self.layer)
@@ -129,14 +137,14 @@ class LayerLowering:
         others = {name: kwargs for name, kwargs in columns.items() if name in apart}
         entry = attention.at if attention.entry is None else relative(attention.at, attention.entry)
         out = relative(attention.at, attention.out)
-        description = _block(entry, entering, others, out, layout.query_split())
+        description = self._block(entry, entering, others, out, layout.query_split())
         description.parameters = parameter_splits(attention, self.layer, layout)
         rank = self.axis.rank
         values = layout.values(rank)
         for block in description.blocks or []:
             block.width = values["width"] if attention.width_of_input else None
             bounds = (layout.partition.num_heads, layout.query_bounds[rank], layout.query_bounds[rank + 1])
-            block.around = attention.at if attention.whole_sequence else None
+            block.gathers_around = attention.at if attention.whole_sequence else None
             block.inputs = [(attention.at, name) for name in attention.inputs]
             block.arguments = {name: (attention.at, dim, bounds) for name, dim in attention.arguments.items()}
         description.attribute_replacement = {
@@ -147,7 +155,7 @@ class LayerLowering:
             *(
                 Replacement(
                     relative(attention.at, table.rstrip("?")),
-                    Embedding1D,
+                    self.classes.table,
                     {"split": layout.query_split(1), "gather_output": False},
                     ignore_if_not_exist=table.endswith("?"),
                 )
@@ -237,9 +245,23 @@ class LayerLowering:
                 raise no_match(self.path, path, self.layer)
             if module is not None and not isinstance(module, nn.Identity):
                 description.sub_module_replacement = [
-                    *(description.sub_module_replacement or []), Replacement(path, SplitNorm, dict(kwargs))
+                    *(description.sub_module_replacement or []), Replacement(path, self.classes.norm, dict(kwargs))
                 ]  # fmt: skip
         return description
+
+    def _block(
+        self,
+        at: str,
+        entering: Mapping[str, dict[str, Any]],
+        others: Mapping[str, dict[str, Any]],
+        row: str,
+        row_split: Split,
+    ) -> ModulePolicyDescription:
+        columns = {**entering, **others}
+        subs = [Replacement(name, self.classes.column, dict(kwargs)) for name, kwargs in columns.items()]
+        subs.append(Replacement(row, self.classes.row, {"split": row_split}))
+        block = BlockDescription(at, list(entering), row, list(others))
+        return ModulePolicyDescription(sub_module_replacement=subs, blocks=[block])
 
     def _features(self, name: str, *, out: bool) -> int:
         return features_of(linear_at(self.layer, name, self.path), out=out)
@@ -275,18 +297,3 @@ def check_exits(stack: Stack, path: str, layers: Sequence[nn.Module]) -> None:
                 remedy=nearest(out, [name for name, _ in there[0].named_modules() if name])
                 + " Correct the path, or leave the role out",
             )
-
-
-def _dim(full: Tensor, size: int, prefer: int) -> int:
-    """The dim of that size behind the experts' own; ``prefer`` where several have it."""
-    dims = [d for d in range(1, full.dim()) if full.shape[d] == size]
-    return dims[0] if len(dims) == 1 else prefer
-
-
-def _block(
-    at: str, entering: Mapping[str, dict[str, Any]], others: Mapping[str, dict[str, Any]], row: str, row_split: Split
-) -> ModulePolicyDescription:
-    subs = [Replacement(name, Linear1D_Col, dict(kwargs)) for name, kwargs in {**entering, **others}.items()]
-    subs.append(Replacement(row, Linear1D_Row, {"split": row_split}))
-    block = BlockDescription(at, list(entering), row, list(others))
-    return ModulePolicyDescription(sub_module_replacement=subs, blocks=[block])

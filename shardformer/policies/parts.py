@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import TypeVar
 
 from torch import nn
 
 from shardformer.errors import PolicyError
-from shardformer.layout.spec import Split
+from shardformer.layout.split import Split
 from shardformer.policies.describe import ModulePolicyDescription
 from shardformer.policies.heads import HeadLayout
 from shardformer.policies.paths import find, relative
@@ -84,3 +85,21 @@ def merged(descriptions: Sequence[ModulePolicyDescription]) -> ModulePolicyDescr
         out.blocks += d.blocks or []
         out.parameters.update(d.parameters or {})
     return out
+
+
+def expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int) -> list[dict[str, int]]:
+    """Each way in which the parameters of stacked experts fit together: which dim holds an expert's features.
+
+    Of these ``down`` has one set, and the others ``fused`` times as many; biases without them are left out. Where they
+    are as many as the hidden features, several ways fit.
+    """
+    ways = []
+    for at in (2, 1):
+        width, hidden = shapes[down][at], shapes[down][3 - at]
+        of = {
+            name: [d for d in range(1, len(s)) if s[d] == fused * width and (len(s) == 2 or s[3 - d] == hidden)]
+            for name, s in shapes.items()
+        } | {down: [at]}
+        of = {name: dims for name, dims in of.items() if dims or len(shapes[name]) == 3}
+        ways += [dict(zip(of, dims, strict=True)) for dims in product(*of.values())]
+    return ways

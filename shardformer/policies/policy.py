@@ -16,8 +16,8 @@ from torch import nn
 
 from shardformer.config import ShardConfig
 from shardformer.mesh.axis import Axis
-from shardformer.pipeline.chain import Segment
-from shardformer.policies.describe import ModuleKey, ModulePolicyDescription, StackDescription
+from shardformer.pipeline.chain import Chain, StackDescription
+from shardformer.policies.describe import ModuleKey, ModulePolicyDescription
 from shardformer.policies.first_form import FirstForm, descriptions_of
 
 
@@ -64,23 +64,12 @@ class Policy(FirstForm):
         return model
 
     def stacks(self) -> list[StackDescription]:
-        """The model's stacks of layers; sequence parallelism needs them."""
+        """The model's stacks of layers; sequence parallelism and pipelines need them."""
         return []
 
-    def segments(self) -> list[Segment]:
-        """The stacks as a pipeline cuts them, in the order in which they run."""
-        return [
-            Segment(
-                stack.layers,
-                tuple(f"{stack.layers}.{name}" for name, _ in self.model.get_submodule(stack.layers).named_children()),
-                entry=stack.context if at else None,
-                after=(stack.final_norm,) if stack.final_norm else (),
-                is_stretched=self.shard_config.enable_sequence_parallelism
-                and self.axis.size > 1
-                and not stack.whole_sequence,
-            )
-            for at, stack in enumerate(self.stacks())
-        ]
+    def chain(self) -> Chain:
+        """The layers as a pipeline cuts them: one behind the other, in the order in which they run."""
+        return Chain.of(self.model, self.stacks())
 
     def refuses_pipeline(self) -> str | None:
         """Why the layers of this model cannot be on several stages; None where they can."""

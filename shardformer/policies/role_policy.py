@@ -15,15 +15,9 @@ from typing import Any
 from torch import nn
 
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.layers.tensor.embedding import VocabParallelEmbedding1D
-from shardformer.layers.tensor.linear import VocabParallelLMHead1D
-from shardformer.pipeline.chain import Segment
-from shardformer.policies.describe import (
-    ModuleKey,
-    ModulePolicyDescription,
-    StackDescription,
-    SubModuleReplacementDescription,
-)
+from shardformer.layers.tensor.modes import MODES, ParallelLayers
+from shardformer.pipeline.chain import Chain, StackDescription
+from shardformer.policies.describe import ModuleKey, ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.heads import HeadLayout, no_count, unit_of
 from shardformer.policies.lowering import LayerLowering, check_exits
 from shardformer.policies.parts import merged
@@ -35,7 +29,7 @@ from shardformer.policies.roles import MLP, Attention, Experts, Role, Stack
 __all__ = ["MLP", "Attention", "Experts", "Role", "RolePolicy", "Stack"]
 
 
-BETWEEN_LAYERS = "it reads the states between its layers, of which a rank has a stretch"
+BETWEEN_LAYERS = "it reads the states between its layers, of which a rank has a part"
 BETWEEN_STAGES = "it reads the states between its layers, of which a stage has those between its own"
 
 
@@ -91,8 +85,8 @@ class RolePolicy(Policy):
         for _, policy in self._parts():
             policy.config_sanity_check()
 
-    def joins_exits(self) -> bool:
-        """Whether nothing stands between the exits that the table joins and their sum."""
+    def sums_exits(self) -> bool:
+        """Whether the layer adds what leaves the exits that the table names together, with nothing between."""
         return True
 
     def refuses_sequence(self) -> str | None:
@@ -106,12 +100,16 @@ class RolePolicy(Policy):
         """Why the layers of this model cannot be on several stages; None where they can."""
         if self.against_pipeline:
             return self.against_pipeline
-        layers = [segment.layers for segment in self.segments()]
+        layers = [stack.layers for stack in self.chain().stacks]
         for path, module in self.model.named_modules():
             is_backbone = hasattr(module, "out_features") and hasattr(module, "out_indices")
             if is_backbone and any(f"{inner}.".startswith(f"{path}.") or not path for inner in layers):
                 return BETWEEN_STAGES
         return next((why for _, policy in self._parts() if (why := policy.refuses_pipeline())), None)
+
+    @property
+    def _classes(self) -> ParallelLayers:
+        return MODES[self.shard_config.tensor_parallel_mode]
 
     @property
     def base(self) -> str:
@@ -122,9 +120,8 @@ class RolePolicy(Policy):
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
         self.notes = list(type(self).notes)
         self._few = []
-        single = [
-            d for role in self.single if (d := self._block(role, LayerLowering(self.model, "", self.axis))) is not None
-        ]
+        model = LayerLowering(self.model, "", self.axis, classes=self._classes)
+        single = [d for role in self.single if (d := self._block(role, model)) is not None]
         out: dict[ModuleKey, ModulePolicyDescription] = {"": merged([self._outside(), *single])}
         for stack, is_stage in self._present_stacks():
             out |= self._layers(join(self.base, stack.layers), stack.blocks, is_stage)
@@ -162,7 +159,7 @@ class RolePolicy(Policy):
         layers = list(module_at(self.model, path).children())
         if not layers:
             raise no_match(path, "0", module_at(self.model, path))
-        lowerings = [LayerLowering(layer, f"{path}.*", self.axis, is_stage) for layer in layers]
+        lowerings = [LayerLowering(layer, f"{path}.*", self.axis, is_stage, self._classes) for layer in layers]
         found = [[self._block(block, lowering) for block in blocks] for lowering in lowerings]
         descriptions = [merged([d for d in each if d is not None]) for each in found]
         if all(d == descriptions[0] for d in descriptions):
@@ -170,46 +167,34 @@ class RolePolicy(Policy):
         return {f"{path}.{i}": d for i, d in enumerate(descriptions)}
 
     def stacks(self) -> list[StackDescription]:
-        own = [
-            (self.base, StackDescription(s.layers, self._final_norm(s), s.context, s.whole_sequence))
-            for s, _ in self._present_stacks()
-        ]
-        inner = [(path, s) for path, policy in self._parts() for s in policy.stacks()]
-        return [
-            replace(
-                s,
-                layers=join(path, s.layers),
-                final_norm=join(path, s.final_norm) if s.final_norm else None,
-                context=(join(path, s.context[0]), s.context[1]) if s.context else None,
-            )
-            for path, s in own + inner
-        ]
+        return [*self._own_stacks(), *(s.within(path) for path, policy in self._parts() for s in policy.stacks())]
 
-    def segments(self) -> list[Segment]:
-        """The stacks, and those of the parts, as a pipeline cuts them."""
-        base = module_at(self.model, self.base)
-        cuts = self.shard_config.enable_sequence_parallelism and self.axis.size > 1
-        own = [
-            Segment(
+    def _own_stacks(self) -> list[StackDescription]:
+        return [
+            StackDescription(
                 s.layers,
-                tuple(f"{s.layers}.{name}" for name, _ in module_at(base, s.layers).named_children()),
-                entry=s.context if at else None,
+                self._final_norm(s),
+                s.context,
+                s.whole_sequence,
                 before=tuple(path.rstrip("?") for path in s.before),
-                after=tuple(path.rstrip("?") for path in [*s.after, *([s.final_norm] if s.final_norm else [])]),
+                after=tuple(path.rstrip("?") for path in s.after),
                 from_first=tuple(s.from_first),
                 everywhere=tuple(path.rstrip("?") for path in s.everywhere),
                 returns=s.returns,
-                is_stretched=cuts and not s.whole_sequence,
+                reads_context=s.reads_context,
             ).within(self.base)
-            for at, (s, _) in enumerate(self._present_stacks())
+            for s, _ in self._present_stacks()
         ]
-        every = own + [s.within(path) for path, policy in self._parts() for s in policy.segments()]
+
+    def chain(self) -> Chain:
+        own = Chain.of(self.model, self._own_stacks()).stacks
+        every = [*own, *(s.within(path) for path, policy in self._parts() for s in policy.chain().stacks)]
         if every:  # some models register their head before the layers
             heads = [self.head] if isinstance(self.head, str) else self.head
             tops = {head.partition(".")[0] for head in heads if find(self.model, head.rstrip("?")) is not None}
             beside = sorted(top for top in tops if not any(f"{s.layers}.".startswith(f"{top}.") for s in every))
             every[-1] = replace(every[-1], after=(*every[-1].after, *beside))
-        return every
+        return Chain(tuple(every))
 
     def _final_norm(self, stack: Stack) -> str | None:
         path = (stack.final_norm or "").rstrip("?")
@@ -256,11 +241,11 @@ class RolePolicy(Policy):
                 raise no_match(self.base, path, module_at(self.model, self.base))
         subs = [
             SubModuleReplacementDescription(
-                join(self.base, path.rstrip("?")), VocabParallelEmbedding1D, ignore_if_not_exist=path.endswith("?")
+                join(self.base, path.rstrip("?")), self._classes.embedding, ignore_if_not_exist=path.endswith("?")
             )
             for path in embeddings
         ]
-        subs += [SubModuleReplacementDescription(p, VocabParallelLMHead1D, ignore_if_not_exist=True) for p in heads]
+        subs += [SubModuleReplacementDescription(p, self._classes.head, ignore_if_not_exist=True) for p in heads]
         return ModulePolicyDescription(sub_module_replacement=subs)
 
     def _block(self, block: Role, lowering: LayerLowering) -> ModulePolicyDescription | None:
@@ -269,7 +254,7 @@ class RolePolicy(Policy):
         if isinstance(block, Attention) and self._has_few_heads(block, lowering):
             return None
         if isinstance(block, MLP):
-            return lowering.mlps(block if self.joins_exits() else replace(block, joins=None))
+            return lowering.mlps(block if self.sums_exits() else replace(block, exits_with=None))
         if isinstance(block, Experts):
             return lowering.experts(block)
         return lowering.attention(block, self._head_layout(block, lowering.layer, lowering.path))

@@ -91,7 +91,7 @@ class MLP:
         fused: how many blocks lie behind each other in each of ``up`` (2 for a fused gate and up); None: as many as
             the sizes say.
         norm: a norm over all features between entry and exit.
-        joins: the output projection of the attention before it, relative to the layer, where the layer adds both
+        exits_with: the output projection of the attention before it, relative to the layer, where the layer adds both
             outputs at once: they leave together, in one collective.
         optional: whether some layers or models lack it.
     """
@@ -101,7 +101,7 @@ class MLP:
     down: str
     fused: int | None = 1
     norm: str | None = None
-    joins: str | None = None
+    exits_with: str | None = None
     optional: bool = False
 
 
@@ -119,6 +119,7 @@ class Experts:
             that stands for experts that change nothing.
         fused: how many blocks lie behind each other in each of ``up``.
         interleaved: those of ``up`` lie feature by feature instead.
+        dims: parameter -> its dim of ``width``, where the sizes do not tell (as many features as the hidden states).
         optional: whether some layers or models lack them.
     """
 
@@ -128,6 +129,7 @@ class Experts:
     summands: Sequence[str] = ()
     fused: int = 1
     interleaved: bool = False
+    dims: Mapping[str, int] = field(default_factory=dict)
     optional: bool = False
 
 
@@ -162,7 +164,8 @@ class Stack:
         layers: path of the ModuleList, with ``*`` for an index where each stage of a model has one ("layers.*.blocks").
         blocks: the attentions, MLPs and experts of one layer.
         final_norm: the norm behind the last layer.
-        context: (path of a module, name of its argument): the states that ``reads_context`` attentions read.
+        context: (path of a module, name of its argument): the states that ``reads_context`` attentions read, which
+            enter there once for all of them; for a pipeline, where the states of the stack before come in.
         whole_sequence: why sequence parallelism cannot cut its sequence, where it does cut those of other stacks.
         optional: whether some models lack it.
         before, after: for a pipeline, what goes with the first layer and with the last, where the model does not
@@ -183,3 +186,19 @@ class Stack:
     returns: int = 0
     from_first: Sequence[str] = ()
     everywhere: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        name = self.context[1] if self.context and self.reads_context else None
+        for role in self.blocks:
+            if isinstance(role, Attention) and (name in role.inputs or (role.reads_context and role.inputs)):
+                raise PolicyError(
+                    f"The states of another stack enter the attention {role.at!r} twice: by the context of the stack "
+                    f"{self.layers!r} and by inputs={list(role.inputs)}",
+                    rule="The gradients of what enters are summed over the ranks once",
+                    remedy="Leave out `inputs` where an attention has reads_context=True, or say `inputs` of all",
+                )
+
+    @property
+    def reads_context(self) -> bool:
+        """Whether an attention reads the context as one; else it only tells a pipeline what comes in."""
+        return any(isinstance(role, Attention) and role.reads_context for role in self.blocks)

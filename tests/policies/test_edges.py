@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.comm.collectives import checksum, gather_objects
-from shardformer.comm.threads import ThreadGroup
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, InputError, PolicyError, ShardFormerError
 from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
@@ -30,6 +29,7 @@ from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 from shardformer.sharder import ModelSharder, ShardFormer, resolve_policy, shard_model
 from shardformer.testing.pool import WorkerPool
+from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
 from tests.policies.toy import HEADS, HIDDEN, VOCAB, Layer, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
 
@@ -37,7 +37,7 @@ from tests.policies.toy import HEADS, HIDDEN, VOCAB, Layer, SelfAttention, ToyLM
 def sharded(make: Callable[[], nn.Module], policy: Any = ToyPolicy, **options: Any) -> list[nn.Module]:
     """The model on each of two ranks."""
     models = [make(), make()]  # not in the ranks: threads share the random numbers, and what transformers imports
-    return ThreadGroup(2).run(lambda c: shard_model(models[c.tensor.rank], policy, context=c, **options))
+    return run_as_threads(lambda c: shard_model(models[c.tensor.rank], policy, context=c, **options), tensor=2)
 
 
 def refused(kind: type[ShardFormerError], make: Callable[[], nn.Module], *words: str, policy: Any = ToyPolicy) -> None:
@@ -120,7 +120,7 @@ def test_hooks_of_an_embedding_stay() -> None:
         model.disable_input_require_grads()
         return with_hooks, model.model.embed_tokens(ids).requires_grad
 
-    assert ThreadGroup(2).run(requires) == [(True, False)] * 2
+    assert run_as_threads(requires, tensor=2) == [(True, False)] * 2
 
 
 class LostExit(ToyPolicy):
@@ -174,7 +174,7 @@ def test_a_residual_around_the_exit_is_refused_at_the_first_forward() -> None:
         toy_loss(shard_model(model, ToyPolicy, context=context), toy_batch(0)).backward()
 
     with pytest.raises(PolicyError, match="hands on what entered a block beside"):
-        ThreadGroup(2).run(train)
+        run_as_threads(train, tensor=2)
 
 
 class EntersAtQ(ToyPolicy):
@@ -205,7 +205,7 @@ def test_an_attention_may_enter_at_its_first_projection(options: dict[str, bool]
         expected = [layer.norm1.weight.grad for layer in plain.layers]
         torch.testing.assert_close([layer.norm1.weight.grad for layer in model.layers], expected)
 
-    ThreadGroup(2).run(train)
+    run_as_threads(train, tensor=2)
 
 
 def test_a_second_derivative_is_an_error() -> None:
@@ -215,8 +215,8 @@ def test_a_second_derivative_is_an_error() -> None:
         grads = torch.autograd.grad(loss, [model.layers[0].norm1.weight], create_graph=True)
         (loss + grads[0].square().sum()).backward()
 
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        ThreadGroup(2).run(penalize)
+    with pytest.raises(ConfigError, match="create_graph=True came through a tensor-parallel block"):
+        run_as_threads(penalize, tensor=2)
 
 
 # ------------------------------------------------------------------------------------------------------- random numbers
@@ -312,7 +312,7 @@ def test_an_optimizer_that_was_made_before_is_refused() -> None:
         assert optimizer
 
     with pytest.raises(ConfigError, match=r"An optimizer holds '.*make the optimizer of model.parameters"):
-        ThreadGroup(2).run(shard)
+        run_as_threads(shard, tensor=2)
 
 
 def test_parameters_that_come_afterwards_are_refused() -> None:
@@ -321,8 +321,10 @@ def test_parameters_that_come_afterwards_are_refused() -> None:
         model.score = nn.Linear(HIDDEN, 2)
         toy_loss(model, toy_batch(0))
 
-    with pytest.raises(ConfigError, match=r"parameters, and had .* when it was sharded"):
-        ThreadGroup(2).run(use)
+    with pytest.raises(
+        ConfigError, match=r"2 parameters of this ToyLM came after it was sharded, such as score.weight"
+    ):
+        run_as_threads(use, tensor=2)
 
 
 def test_what_the_first_rank_cannot_write_all_say(tmp_path: Path) -> None:
@@ -337,7 +339,7 @@ def test_what_the_first_rank_cannot_write_all_say(tmp_path: Path) -> None:
             return type(error).__name__
         return "nothing"
 
-    assert ThreadGroup(2).run(save) == ["NotADirectoryError", "InputError"]
+    assert run_as_threads(save, tensor=2) == ["NotADirectoryError", "InputError"]
 
 
 def saved_by_one(folder: str) -> str:
@@ -366,7 +368,7 @@ def test_outputs_of_a_model_that_is_not_cut() -> None:
         model = shard_model(models[context.tensor.rank], context=context, enable_tensor_parallelism=False)
         return len(model(input_ids=torch.arange(6).view(1, 6), output_attentions=True).attentions)
 
-    assert ThreadGroup(2).run(run) == [2, 2]
+    assert run_as_threads(run, tensor=2) == [2, 2]
 
 
 # ---------------------------------------------------------------------------------------- models that nobody holds

@@ -9,9 +9,9 @@ import pytest
 from torch import nn
 
 from shardformer.comm.recorder import Recorder
-from shardformer.comm.threads import ThreadGroup
 from shardformer.mesh.context import ParallelContext
 from shardformer.sharder import shard_model
+from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
 
 PARALLEL = {"gptj": {}, "falcon": {}, "falcon of one KV head": {"new_decoder_architecture": False, "multi_query": True}}
@@ -27,7 +27,7 @@ def collectives(family: str, changes: dict[str, Any], training: bool = True, **o
             sample_loss(model, Batches(MAIN[family])(0))
         return Counter(call.op for call in recorder.calls if call.purpose == "block")
 
-    return ThreadGroup(2).run(forward)[0]
+    return run_as_threads(forward, tensor=2)[0]
 
 
 @pytest.mark.parametrize("name", PARALLEL)
@@ -36,7 +36,8 @@ def test_two_exits_are_one(name: str) -> None:
     changes |= PARALLEL[name]
     assert collectives(name.partition(" ")[0], changes)["all_reduce"] == 1 + 2  # the embedding, two layers
     cut = collectives(name.partition(" ")[0], changes, enable_sequence_parallelism=True)
-    assert cut["reduce_scatter"] == 2
+    # the layers read Falcon's embedding at once, so its sum is scattered too; GPT-J drops something out of it before
+    assert cut["reduce_scatter"] == 2 + (name != "gptj")
 
 
 def test_what_is_dropped_out_by_itself_leaves_by_itself() -> None:

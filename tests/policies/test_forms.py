@@ -15,11 +15,11 @@ import shardformer
 from shardformer.layers.tensor.embedding import VocabParallelEmbedding1D
 from shardformer.layers.tensor.linear import FusedLinear1D_Col, Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
 from shardformer.mesh.axis import Axis
+from shardformer.pipeline.chain import StackDescription
 from shardformer.policies.basepolicy import Policy
 from shardformer.policies.describe import (
     BlockDescription,
     ModulePolicyDescription,
-    StackDescription,
     SubModuleReplacementDescription,
 )
 from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.comm.recorder import Recorder
-from shardformer.comm.threads import ThreadGroup
 from shardformer.errors import PolicyError
 from shardformer.layers.tensor.split_norm import SplitNorm
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.infer.prove import Reference, mismatch
 from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 from shardformer.sharder import shard_model
+from shardformer.testing.threads import run_as_threads
 
 B, S, HIDDEN, HEADS = 2, 7, 30, 5
 
@@ -155,7 +155,7 @@ def test_a_block_still_enters_once(mode: str) -> None:
         return counts
 
     cut = {"all_gather": 4 + 4 + 1, "reduce_scatter": 4 + 3}
-    assert ThreadGroup(2).run(train)[0] == ({"all_reduce": 4 + 3} if mode == "plain" else cut)
+    assert run_as_threads(train, tensor=2)[0] == ({"all_reduce": 4 + 3} if mode == "plain" else cut)
 
 
 def test_layouts_are_told_and_full_weights_gathered() -> None:
@@ -166,7 +166,7 @@ def test_layouts_are_told_and_full_weights_gathered() -> None:
         model = shard_model(models[context.tensor.rank], PartsPolicy, context=context)
         return str(shardformer.describe(model)), shardformer.full_state_dict(model)
 
-    for said, state in ThreadGroup(2).run(shard):
+    for said, state in run_as_threads(shard, tensor=2):
         assert re.search(r"attn\.scale +parameter +a part +5 x 1 x 1 +[32] x 1 x 1", said), said
         assert all(torch.equal(state[name], plain[name]) for name in plain) and state.keys() == plain.keys()
 
@@ -203,7 +203,7 @@ def saved() -> nn.Module:
 )
 def test_what_does_not_fit_is_refused(make: Callable[[], nn.Module], parameters: dict[str, Any], said: str) -> None:
     with pytest.raises(PolicyError, match=said):
-        ThreadGroup(2).run(lambda context: shard_model(make(), changed(parameters=parameters), context=context))
+        run_as_threads(lambda context: shard_model(make(), changed(parameters=parameters), context=context), tensor=2)
 
 
 def test_a_wrong_count_is_refused_where_it_is_written() -> None:

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.comm.threads import ThreadGroup
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.policies.infer.prove import Reference, mismatch
 from shardformer.policies.paths import matching
 from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 from shardformer.sharder import shard_model
 from shardformer.sharding.describe import describe
+from shardformer.testing.threads import run_as_threads
 
 
 class Heads(nn.Module):
@@ -94,7 +94,9 @@ def test_each_stage_is_cut_by_its_own_heads(ranks: int) -> None:
 
 
 def test_a_stage_with_fewer_heads_than_ranks_keeps_its_attention_whole() -> None:
-    said = ThreadGroup(4).run(lambda context: str(describe(shard_model(Staged(), StagedPolicy, context=context))))[0]
+    said = run_as_threads(
+        lambda context: str(describe(shard_model(Staged(), StagedPolicy, context=context))), tensor=4
+    )[0]
     assert "Whole, since 3 heads are fewer than 4 ranks: layers.0.blocks.*.attn." in said
     assert "layers.1.blocks" not in said.partition("Whole, since")[2]
 
@@ -110,14 +112,15 @@ def test_an_index_stands_for_every_stage() -> None:
 
 def test_sequence_parallelism_is_refused() -> None:
     with pytest.raises(ConfigError, match="of this Staged it is known that windows"):
-        ThreadGroup(2).run(
-            lambda context: shard_model(Staged(), StagedPolicy, context=context, enable_sequence_parallelism=True)
+        run_as_threads(
+            lambda context: shard_model(Staged(), StagedPolicy, context=context, enable_sequence_parallelism=True),
+            tensor=2,
         )
 
 
 def test_an_attribute_that_is_not_there_is_named() -> None:
     with pytest.raises(PolicyError, match=r"'\.num_head', and the Heads has no such field.*'num_heads'"):
-        ThreadGroup(2).run(lambda context: shard_model(Staged(), Misnamed, context=context))
+        run_as_threads(lambda context: shard_model(Staged(), Misnamed, context=context), tensor=2)
 
 
 def test_a_stack_that_matches_nothing_is_refused() -> None:
@@ -125,4 +128,4 @@ def test_a_stack_that_matches_nothing_is_refused() -> None:
         stack = Stack("stages.*.blocks", StagedPolicy.stack.blocks)
 
     with pytest.raises(PolicyError, match=r"There is no module 'stages\.\*\.blocks'.*'layers"):
-        ThreadGroup(2).run(lambda context: shard_model(Staged(), Elsewhere, context=context))
+        run_as_threads(lambda context: shard_model(Staged(), Elsewhere, context=context), tensor=2)

@@ -1,6 +1,6 @@
 """ALBERT: an encoder that runs the same layer many times; the attention adds its residual itself."""
 
-from shardformer.pipeline.chain import Segment
+from shardformer.pipeline.chain import Chain, StackDescription
 from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 
 
@@ -21,8 +21,9 @@ class AlbertPolicy(RolePolicy):
         "pooler?",
     )
 
-    def segments(self) -> list[Segment]:
+    def chain(self) -> Chain:
         """As many units as there are layers to compute, each a call of one of the few groups there are."""
         config, groups = self.model.config, "encoder.albert_layer_groups"
         depth, kinds = config.num_hidden_layers, config.num_hidden_groups
-        return [Segment(groups, tuple(f"{groups}.{at * kinds // depth}" for at in range(depth))).within(self.base)]
+        units = tuple(f"{groups}.{at * kinds // depth}" for at in range(depth))
+        return Chain((StackDescription(groups, units=units).within(self.base),))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from shardformer.pipeline.chain import Segment
+from shardformer.pipeline.chain import Chain
 from shardformer.policies.role_policy import MLP, Attention, Role, RolePolicy, Stack
 
 VISION: list[Role] = [
@@ -64,16 +64,16 @@ class Blip2Policy(RolePolicy):
     )  # fmt: skip
     num_heads = ".num_attention_heads"
 
-    def segments(self) -> list[Segment]:
+    def chain(self) -> Chain:
         """Image encoder, Q-Former, language model: what the one before has made comes in by a door of its own."""
         doors = {
             "qformer.encoder.layer": ("qformer", "encoder_hidden_states"),
             "language_model": ("language_projection", "input"),
         }
-        found, entered = super().segments(), set()
-        for at, segment in enumerate(found):
-            door = next((d for d in doors if f"{segment.layers}.".startswith(f"{d}.")), None)
+        found, entered = list(super().chain().stacks), set()
+        for at, stack in enumerate(found):
+            door = next((d for d in doors if f"{stack.layers}.".startswith(f"{d}.")), None)
             if at and door is not None and door not in entered:
                 entered.add(door)
-                found[at] = replace(segment, entry=doors[door])
-        return found
+                found[at] = replace(stack, context=doors[door])
+        return Chain(tuple(found))

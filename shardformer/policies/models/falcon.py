@@ -15,7 +15,7 @@ class FalconPolicy(RolePolicy):
                 attributes={"num_heads": "heads", "num_kv_heads": "kv_heads"},
                 arguments={"alibi": 1, "attention_mask": 1},
             ),
-            MLP("mlp", up="dense_h_to_4h", down="dense_4h_to_h", joins="self_attention.dense"),
+            MLP("mlp", up="dense_h_to_4h", down="dense_4h_to_h", exits_with="self_attention.dense"),
         ],
         final_norm="ln_f",
         returns=1,
@@ -24,5 +24,5 @@ class FalconPolicy(RolePolicy):
     head = "lm_head"
     num_kv_heads = ".num_kv_heads"
 
-    def joins_exits(self) -> bool:
+    def sums_exits(self) -> bool:
         return bool(self.model.config.new_decoder_architecture or self.model.config.parallel_attn)

@@ -10,7 +10,7 @@ class GPTJPolicy(RolePolicy):
             Attention(
                 "attn", q="q_proj", k="k_proj", v="v_proj", out="out_proj", attributes={"num_attention_heads": "heads"}
             ),
-            MLP("mlp", up="fc_in", down="fc_out", joins="attn.out_proj"),
+            MLP("mlp", up="fc_in", down="fc_out", exits_with="attn.out_proj"),
         ],
         final_norm="ln_f",
         returns=1,
@@ -18,5 +18,5 @@ class GPTJPolicy(RolePolicy):
     embeddings = "wte"
     head = "lm_head"
 
-    def joins_exits(self) -> bool:
+    def sums_exits(self) -> bool:
         return bool(self.model.config.resid_pdrop == 0)  # else each is dropped out by itself

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardformer.pipeline.chain import Segment
+from shardformer.pipeline.chain import Chain
 from shardformer.policies.role_policy import MLP, Attention, Role, RolePolicy, Stack
 
 
@@ -60,6 +60,6 @@ class SamPolicy(RolePolicy):
     num_heads = ".num_attention_heads"
     against_sequence = SamVisionPolicy.against_sequence
 
-    def segments(self) -> list[Segment]:
+    def chain(self) -> Chain:
         """The image's encoder; the small decoder behind it, which hands on two streams, stays in one piece."""
-        return super().segments()[:1]
+        return Chain(super().chain().stacks[:1])

@@ -64,6 +64,6 @@ class _Refused:
             )
         raise ConfigError(
             f"{self.name} with sequence parallelism",
-            rule="Between the blocks each tensor rank holds its own stretch of the sequence only",
+            rule="Between the blocks each tensor rank holds its own part of the sequence only",
             remedy="Leave sequence parallelism off for it",
         )
