@@ -1,0 +1,113 @@
+"""What a script seeds a rank with does not reach the model: tensor ranks draw the same outside of their blocks."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardformer
+from shardformer.mesh.context import ParallelContext
+from shardformer.policies.role_policy import MLP, RolePolicy, Stack
+from shardformer.testing.pool import WorkerPool
+
+
+def seed_by_rank(rank: int) -> None:
+    torch.manual_seed(rank)
+    numpy.random.seed(rank)
+    random.seed(rank)
+
+
+def speech(pipe: int) -> list[float]:
+    """What two steps of a speech model give its encoder: frames are masked by numpy's random numbers, as by default."""
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    context = ParallelContext.from_world({"pipe": pipe, "tensor": 2})
+    torch.manual_seed(0)
+    nothing = dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"), 0.0)
+    config = Wav2Vec2Config(
+        vocab_size=32,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        conv_dim=(16, 16),
+        conv_kernel=(4, 3),
+        conv_stride=(4, 2),
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        mask_time_prob=0.3,
+        mask_time_length=2,
+        layerdrop=0.0,
+        final_dropout=0.0,
+        **nothing,
+    )
+    model = shardformer.shard_model(Wav2Vec2ForCTC(config).train(), context=context)
+    batch = {"input_values": torch.randn(2, 400), "labels": torch.randint(1, 32, (2, 6))}
+    seed_by_rank(torch.distributed.get_rank())
+    sums: list[float] = []
+    model.wav2vec2.encoder.register_forward_pre_hook(lambda module, args: sums.append(float(args[0].square().sum())))
+    step = shardformer.Pipeline(model, micro_batches=1, loss_weight=lambda part: 1.0).step if pipe > 1 else None
+    for _ in range(2):
+        step(batch) if step is not None else model(**batch)
+    return sums
+
+
+def test_a_model_that_draws_from_numpy_masks_the_same_frames_on_each_rank(pool2: WorkerPool) -> None:
+    first, second = pool2.run(speech, 1)
+    assert first == pytest.approx(second, rel=1e-6)
+    assert abs(first[0] - first[1]) > 1e-3, "the two steps draw other numbers"
+
+
+def test_the_stages_of_a_pipeline_mask_the_same_frames_too(pool4: WorkerPool) -> None:
+    first, second, *_ = pool4.run(speech, 2)
+    assert first == pytest.approx(second, rel=1e-6)
+    assert abs(first[0] - first[1]) > 1e-3
+
+
+class TwoLinears(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())  # type: ignore[no-any-return]
+
+
+class Noisy(nn.Module):
+    """Layers between which noise is added, by functions that no config tells of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"mlp": TwoLinears()}) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x * random.random() + float(numpy.random.rand()) + torch.rand(())
+            x = x + layer.get_submodule("mlp")(x)
+        return x
+
+
+class NoisyPolicy(RolePolicy):
+    stack = Stack("layers", [MLP("mlp", "up", "down")])
+
+
+def noise() -> list[list[float]]:
+    context = ParallelContext.from_world({"tensor": 2})
+    torch.manual_seed(0)
+    model = shardformer.shard_model(Noisy().train(), NoisyPolicy(), context=context)
+    x, found = torch.randn(2, 3, 8), []
+    for step in range(3):
+        seed_by_rank(10 * step + context.tensor.rank)
+        found.append(model(x).flatten().tolist())
+    return found
+
+
+def test_seeds_set_by_rank_between_two_steps_change_nothing(pool2: WorkerPool) -> None:
+    first, second = pool2.run(noise)
+    for a, b in zip(first, second, strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+    assert first[0] != first[1]
