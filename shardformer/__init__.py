@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardformer.errors import WorkerError as WorkerError
     from shardformer.layers.tensor.parallel_module import ParallelModule as ParallelModule
     from shardformer.layout.spec import ShardSpec as ShardSpec
-    from shardformer.layout.spec import Split as Split
+    from shardformer.layout.split import Split as Split
     from shardformer.lazy.materialize import materialize as materialize
     from shardformer.lazy.pretrained import from_pretrained as from_pretrained
     from shardformer.lazy.recorder import LazyInit as LazyInit
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from shardformer.policies.role_policy import Experts as Experts
     from shardformer.policies.role_policy import RolePolicy as RolePolicy
     from shardformer.policies.role_policy import Stack as Stack
+    from shardformer.reduce.pause import no_sync as no_sync
     from shardformer.sharder import ModelSharder as ModelSharder
     from shardformer.sharder import ShardFormer as ShardFormer
     from shardformer.sharder import measure_costs as measure_costs
     from shardformer.sharder import shard_model as shard_model
     from shardformer.sharding.describe import describe as describe
-    from shardformer.sharding.describe import no_sync as no_sync
-    from shardformer.sharding.guards import full_state_dict as full_state_dict
+    from shardformer.sharding.save import full_state_dict as full_state_dict
 
 _HOME = {
     "comm.recorder": ["Recorder"],
@@ -58,13 +58,14 @@ _HOME = {
     "engine": ["Pipeline"],
     "errors": ["ConfigError", "InputError", "LaunchError", "PolicyError", "ShardFormerError", "WorkerError"],
     "layers.tensor.parallel_module": ["ParallelModule"],
-    "layout.spec": ["ShardSpec", "Split"],
+    "layout.spec": ["ShardSpec"],
+    "layout.split": ["Split"],
     "lazy.materialize": ["materialize"],
     "lazy.pretrained": ["from_pretrained"],
     "lazy.recorder": ["LazyInit"],
     "optim.grad_norm": ["clip_grad_norm_", "grad_norm"],
     "config": ["ShardConfig"],
-    "sharding.guards": ["full_state_dict"],
+    "sharding.save": ["full_state_dict"],
     "pipeline.stage_manager": ["PipelineStageManager"],
     "policies.infer.infer": ["infer"],
     "policies.policy": ["Policy"],
@@ -77,7 +78,8 @@ _HOME = {
         "Row_Layer",
         "SubModuleReplacementDescription",
     ],
-    "sharding.describe": ["describe", "no_sync"],
+    "sharding.describe": ["describe"],
+    "reduce.pause": ["no_sync"],
     "policies.registry": ["register"],
     "policies.role_policy": ["MLP", "Attention", "Experts", "RolePolicy", "Stack"],
     "sharder": ["ModelSharder", "ShardFormer", "measure_costs", "shard_model"],

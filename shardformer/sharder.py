@@ -12,7 +12,7 @@ from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError, nearest
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext
-from shardformer.pipeline.chain import Chain, no_chain
+from shardformer.pipeline.chain import no_chain
 from shardformer.policies.infer.infer import infer, infer_stacks
 from shardformer.policies.policy import Policy
 from shardformer.policies.registry import FAMILIES, family_of, registered_policy
@@ -145,8 +145,8 @@ def measure_costs(
     chosen, _ = resolve_policy(model, policy, tensor=1)
     chosen.set_model(model)
     chosen.set_shard_config(ShardConfig(context=ParallelContext.from_group(Axis("tensor"))))
-    chain = Chain(tuple(s for s in chosen.segments() if s.units))
-    if not chain.segments:
+    chain = chosen.chain()
+    if not chain.stacks:
         raise no_chain(model, "...")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with torch.no_grad():

@@ -411,7 +411,6 @@ def _lay_grid(**sizes: Any) -> Refusal:
         ({"config": {"parallel": {"tensor": {"size": 2, "mode": "2d"}}}}, ("'2d'", "'1d'")),
         ({"config": {"parallel": {"tensor": {"sise": 2}}}}, ("'sise'", "'size'")),
         ({"config": {"parallel": {"tensor": "two"}}}, ("tensor='two'", "whole number")),
-        ({"config": {"parallel": {"sequence": 2}}}, ("sequence=2", "enable_sequence_parallelism")),
         ({"pipe": 3}, ("pipe=3 does not divide", "pipe=1 or pipe=2")),
         ({"config": {"paralel": {"tensor": 2}}}, ("paralel", "called parallel")),
         ({"config": {"tensor": 2}}, ("tensor = 2 outside of parallel", "dict(tensor=2)")),
@@ -421,6 +420,15 @@ def _lay_grid(**sizes: Any) -> Refusal:
 )
 def test_a_grid_that_the_processes_do_not_fill(pool2: WorkerPool, sizes: Any, words: tuple[str, ...]) -> None:
     refused(pool2.run(_lay_grid, **sizes), ConfigError, *words)
+
+
+def _shard_over(**sizes: int) -> Refusal:
+    context, model = launch_from_torch(**sizes), ToyLM()
+    return refusal_of(lambda: shard_model(model, ToyPolicy, context=context), model)
+
+
+def test_an_axis_over_which_nothing_is_cut(pool2: WorkerPool) -> None:
+    refused(pool2.run(_shard_over, sequence=2), ConfigError, "sequence=2", "enable_sequence_parallelism")
 
 
 def _lay_different_grids() -> Refusal:
@@ -605,7 +613,7 @@ def _use(how: str) -> Refusal:
         ("different batches", InputError, ("2 tensor ranks were fed different batches", "context.data.rank")),
         ("different shapes", InputError, ("2 tensor ranks were fed different batches", "context.data.rank")),
         ("attentions", ConfigError, ("output_attentions=True", "Leave output_attentions off")),
-        ("hidden states", ConfigError, ("output_hidden_states=True", "stretch of the sequence")),
+        ("hidden states", ConfigError, ("output_hidden_states=True", "each rank holds a part of the sequence")),
         ("resize", ConfigError, ("resize_token_embeddings", "Resize the plain model, then shard it")),
         ("resize inside", ConfigError, ("resize_token_embeddings", "Resize the plain model, then shard it")),
         ("save inside", ConfigError, ("save_pretrained on a GPT2Model", "Save the whole model")),

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,15 +20,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardformer.comm.collectives import gather_objects
-from shardformer.comm.params import gather_param, param_specs
+from shardformer.comm.gather import gather_full
 from shardformer.comm.recorder import Recorder
 from shardformer.config import ShardConfig
+from shardformer.layers.tensor import edges
 from shardformer.layers.vocab.logits import VocabParallelLogits
+from shardformer.layout.state import ROOT, specs_of, state_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.grad_norm import clip_grad_norm_
+from shardformer.reduce.pause import no_sync
 from shardformer.sharder import shard_model
-from shardformer.sharding.describe import ATTRIBUTE, no_sync, record_of
-from shardformer.sharding.guards import full_state_dict
+from shardformer.sharding.save import full_state_dict
 from shardformer.testing.pool import Pools, WorkerPool
 from shardformer.testing.zoo import LANGUAGE_MODEL, Batches, Sample
 
@@ -43,15 +46,15 @@ Feature = Callable[[nn.Module, str], Values]
 
 
 def is_sharded(model: nn.Module) -> bool:
-    return ATTRIBUTE in model.__dict__
+    return ROOT in model.__dict__
 
 
 def gradients(model: nn.Module) -> Values:
     """The full gradients; a parameter without one has none here."""
     if not is_sharded(model):
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    axis, specs = record_of(model).context.tensor, param_specs(model)
-    return {n: gather_param(p.grad, specs[n], axis) for n, p in model.named_parameters() if p.grad is not None}
+    axis, specs = state_of(model).context.tensor, specs_of(model)
+    return {n: gather_full(p.grad, specs[n], lambda _: axis) for n, p in model.named_parameters() if p.grad is not None}
 
 
 def weights(model: nn.Module) -> Values:
@@ -74,7 +77,7 @@ def loss_of(model: nn.Module, family: str, step: int = 0, sequence: int = 13) ->
     """The mean of the losses of the parts that the data ranks get; on a sharded model, of this rank's part."""
     batch = Batches(LANGUAGE_MODEL[family], sequence=sequence)(step)
     if is_sharded(model):
-        data = record_of(model).context.data
+        data = state_of(model).context.data
         each = len(batch["input_ids"]) // data.size
         batch = {k: v[data.rank * each : (data.rank + 1) * each] for k, v in batch.items()}
     loss: Tensor = model(**batch).loss
@@ -259,7 +262,7 @@ def _checkpointed(model: Any, family: str, use_reentrant: bool) -> Values:
 def _whole_loss(model: nn.Module, loss: Tensor) -> Tensor:
     if not is_sharded(model):
         return loss.detach()
-    every = gather_objects(loss.detach(), record_of(model).context.data)
+    every = gather_objects(loss.detach(), state_of(model).context.data)
     return torch.stack(every).mean()
 
 
@@ -593,6 +596,27 @@ def test_blocks_communicate_in_16_bit_under_autocast(pool2: WorkerPool) -> None:
     found = pool2.run(in_autocast, "gpt2", {}, False)[0]
     # two blocks of two layers and the head: each sums one bf16 tensor a direction; the embedding's sum stays in fp32
     assert sorted(found["bytes"]) == [2 * whole] * 9 + [4 * whole]
+
+
+def sent_by_blocks(options: Mapping[str, Any], enabled: bool) -> tuple[int, bool]:
+    """How many bytes the blocks of a step send in fp32 or under autocast, and whether a ring carries them."""
+    context = ParallelContext.from_world({})
+    model: Any = shard_model(build("llama").float(), config=ShardConfig(context=context, **options))
+    ring = mock.Mock(wraps=edges.ring_gather)
+    cast, watched = (
+        torch.autocast("cpu", torch.bfloat16, enabled=enabled),
+        mock.patch.object(edges, "ring_gather", ring),
+    )
+    with Recorder(context) as recorder, watched, cast:
+        loss_of(model, "llama").backward()
+    return recorder.payload_bytes(purpose="block"), ring.called
+
+
+@pytest.mark.parametrize("mode", ["sequence", "overlap"])
+def test_autocast_halves_what_is_sent_and_overlaps_as_without(pool2: WorkerPool, mode: str) -> None:
+    (whole, ring), (half, ring_too) = (pool2.run(sent_by_blocks, MODES[mode], on)[0] for on in (False, True))
+    assert whole / 2 <= half < 0.65 * whole  # the embedding's sum stays in fp32
+    assert ring_too == ring == (mode == "overlap")
 
 
 # ------------------------------------------------------------------------------------------------------------ generate

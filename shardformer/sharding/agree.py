@@ -9,19 +9,19 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
+from uuid import uuid4
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _get_default_store
 
 from shardformer.comm.collectives import broadcast, broadcast_object, checksum, gather_objects
-from shardformer.comm.threads import ThreadGroup
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, InputError, LaunchError, ShardFormerError
 from shardformer.lazy.materialize import named_tensors
 from shardformer.lazy.recipe import place_of, random_steps, text_of
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.processes import launcher_store
 
 ANNOUNCEMENTS = "shardformer/word"
 COME_S = 30.0
@@ -45,12 +45,12 @@ def agree_on_group(config: ShardConfig) -> ParallelContext:
         context = config.resolve_context()
     except ShardFormerError as error:
         problem = error
-    rehearsed = context is not None and isinstance(context.tensor.group, ThreadGroup)
-    if dist.is_initialized() and dist.get_world_size() > 1 and not rehearsed:
+    store = launcher_store() if context is None or context.world is None else context.world.store
+    if store is not None:
         ranks = list(context.tensor.ranks) if context is not None else []
         kind = "the grid of launch_from_torch" if config.context is not None else "the process group"
         word = _Announcement(ranks, f"{kind} {ranks}", str(problem or ""))
-        store, rank = _get_default_store(), dist.get_rank()
+        rank = dist.get_rank()
         store.set(f"{ANNOUNCEMENTS}/{rank}/{store.add(f'{ANNOUNCEMENTS}/{rank}', 1)}", json.dumps(astuple(word)))
         deadline = time.monotonic() + BYSTANDER_S
         # all are heard before anything is raised, so that a next call does not meet words of this one
@@ -160,27 +160,23 @@ def agree(context: ParallelContext, make: Callable[[], T], lines_of: Callable[[T
     return cast(T, made)  # without a problem it was made
 
 
-def wait_for_all(axis: Axis, call: str, count: int) -> None:
-    """Returns when all ranks of the axis have come to their ``count``-th ``call``: asked before its first collective.
+def wait_for_all(axis: Axis, call: str, key: str) -> None:
+    """Returns when all ranks of the axis have come to ``call``: asked before its first collective.
 
-    A rank that does not come is in another collective or none, and theirs would meet this one's. The word goes through
-    the launcher's store.
+    ``key`` tells this call from every other of these ranks.
+
+    A rank that does not come is in another collective or none, and theirs would meet this one's.
 
     Raises InputError when one has not come within ``COME_S`` seconds.
     """
-    if axis.size == 1 or isinstance(axis.group, ThreadGroup):
-        return
-    store, name = _get_default_store(), f"shardformer/{call}/{axis.ranks}/{count}"
-    store.set(f"{name}/{dist.get_rank()}", "here")
-    try:
-        store.wait([f"{name}/{rank}" for rank in axis.ranks], timedelta(seconds=COME_S))
-    except RuntimeError as error:  # DistStoreError is one; a FileStore raises it bare
-        absent = [str(rank) for rank in axis.ranks if not store.check([f"{name}/{rank}"])]
+    absent = axis.transport.absent(key, COME_S) if axis.size > 1 else []
+    if absent:
+        others = ", ".join(str(axis.ranks[rank]) for rank in absent)
         raise InputError(
-            f"Process {dist.get_rank()} called {call}, and within {COME_S:g} s process {', '.join(absent)} did not",
+            f"Process {axis.ranks[axis.rank]} called {call}, and within {COME_S:g} s process {others} did not",
             rule=f"All ranks of the {axis.name} axis give their parts, so all of them call {call}",
             remedy="Call it outside of `if rank == 0:`; the first rank writes alone by itself",
-        ) from error
+        )
 
 
 def _said(problem: Exception | None) -> str | None:
@@ -191,8 +187,8 @@ def _said(problem: Exception | None) -> str | None:
 
 def _gather(value: T, context: ParallelContext) -> list[tuple[int, T]]:
     """(global rank, value) of every rank of the grid."""
-    found = [(dist.get_rank() if dist.is_initialized() else 0, value)]
-    for axis in (context.tensor, context.pipe, context.data):
+    found = [(context.rank, value)]
+    for axis in reversed(list(context.axes.values())):
         found = [pair for row in gather_objects(found, axis) for pair in row]
     return found
 
@@ -209,6 +205,14 @@ def _raise_difference(all_lines: list[tuple[int, list[str]]]) -> None:
                 rule="All ranks shard the same model in the same way",
                 remedy="Build the model and the config from the same settings on every rank",
             )
+
+
+def agree_on_token(axes: list[Axis]) -> str:
+    """A word that the first rank chose, on all ranks. Communicates it once over each axis."""
+    token = uuid4().hex
+    for axis in axes:
+        token = broadcast_object(token, axis)
+    return token
 
 
 def model_lines(model: nn.Module) -> list[str]:

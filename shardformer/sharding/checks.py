@@ -12,15 +12,16 @@ from torch import nn
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.layers.tensor.parallel_module import ParallelModule
 from shardformer.layout.spec import ShardSpec
+from shardformer.layout.split import Coords
+from shardformer.layout.state import PART, ROOT
 from shardformer.lazy.materialize import check_recipes
-from shardformer.sharding.describe import ATTRIBUTE
 from shardformer.sharding.plan import Plan
 from shardformer.sharding.stages import Stages
 
 
 def check_plain(model: nn.Module) -> None:
     """Raises ConfigError for a model that is sharded already, in whole or in part, or whose values cannot be had."""
-    if any(ATTRIBUTE in m.__dict__ or isinstance(m, ParallelModule) for m in model.modules()):
+    if any({ROOT, PART} & m.__dict__.keys() or isinstance(m, ParallelModule) for m in model.modules()):
         raise ConfigError(
             f"This {type(model).__name__} is sharded already",
             rule="A model is sharded once, and before anything is wrapped around it",
@@ -48,7 +49,7 @@ def check_unheld(model: nn.Module, plan: Plan, stages: Stages | None = None) -> 
                 )
 
 
-def check_layouts(model: nn.Module, rank: int) -> None:
+def check_layouts(model: nn.Module, coords: Coords) -> None:
     """Raises PolicyError where a part is not what the layout beside it says: tied weights that were cut in two ways."""
     seen: dict[int, tuple[str, ShardSpec]] = {}
     for path, module in model.named_modules():
@@ -58,9 +59,9 @@ def check_layouts(model: nn.Module, rank: int) -> None:
             if param is None:
                 continue
             other, first = seen.setdefault(id(param), (f"{path}.{name}", spec))
-            if first != spec or tuple(param.shape) != spec.local_shape(rank):
+            if first != spec or tuple(param.shape) != spec.local_shape(coords):
                 raise PolicyError(
-                    f"{path}.{name} holds {tuple(param.shape)} on this rank, its layout says {spec.local_shape(rank)}"
+                    f"{path}.{name} holds {tuple(param.shape)} on this rank, its layout says {spec.local_shape(coords)}"
                     + (f"; it is tied to {other}" if other != f"{path}.{name}" else ""),
                     rule="Modules that share a weight are cut the same way",
                     remedy="Replace both by layers that cut the vocabulary, or leave both whole",

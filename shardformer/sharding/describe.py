@@ -1,104 +1,18 @@
-"""What was done to a model: kept beside it, and printed by ``describe``."""
+"""What was done to a model, in words and rows."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from torch import nn
 
-from shardformer.comm.params import param_specs
-from shardformer.errors import ConfigError
-from shardformer.layers.tensor.block import Block
-from shardformer.layers.tensor.sequence import SequenceRegion, WholeSequence
-from shardformer.mesh.context import ParallelContext
-from shardformer.policies.policy import Policy
-from shardformer.reduce.buckets import GradientAverager
+from shardformer.layout.state import ShardedState, specs_of, state_of
 from shardformer.sharding.describe_stages import StageRow, stage_lines, stage_rows
 from shardformer.sharding.stages import Stages
 from shardformer.sharding.text_table import percent, table, whole_rows
-
-ATTRIBUTE = "_shardformer_record"
-
-
-@dataclass(frozen=True)
-class Replacement:
-    """One thing that was replaced: where, what stood there, what stands there now."""
-
-    path: str
-    before: str
-    after: str
-    kind: str = "module"
-
-
-@dataclass
-class ShardRecord:
-    """Everything about how a model was sharded.
-
-    Args:
-        context: the grid it lives on.
-        source: which link of the chain gave the policy.
-        options: the options of the config.
-        policy: by which it was sharded.
-        extra_kwargs: those of the config.
-        check_call: raises ConfigError for arguments of a forward that the sharded model cannot do.
-        replacements: in the order in which they were made.
-        notes: things worth knowing, such as which attention kernel was chosen.
-        averagers: what agrees on gradients with other ranks.
-        stages: how a pipeline cut the model.
-        edges: where the tensor-parallel regions begin and end.
-        num_parameters: how many tensors the model trained when it was sharded.
-        gathers: how often its full weights were asked for.
-    """
-
-    context: ParallelContext
-    source: str
-    options: dict[str, bool | str]
-    replacements: list[Replacement] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    averagers: list[GradientAverager] = field(default_factory=list)
-    stages: Stages | None = None
-    edges: list[Block | SequenceRegion | WholeSequence] = field(default_factory=list)
-    num_parameters: int = 0
-    gathers: int = 0
-    policy: Policy | None = None
-    extra_kwargs: dict[str, Any] = field(default_factory=dict)
-    check_call: Callable[[nn.Module, Mapping[str, Any]], None] | None = None
-
-    def add(self, path: str, before: Any, after: Any, kind: str = "module") -> None:
-        self.replacements.append(Replacement(path, _name(before), _name(after), kind))
-
-
-def record_of(model: nn.Module) -> ShardRecord:
-    """The record of a sharded model. Raises ConfigError for one that is not."""
-    record = model.__dict__.get(ATTRIBUTE)
-    if not isinstance(record, ShardRecord):
-        raise ConfigError(
-            f"This {type(model).__name__} is not sharded",
-            rule="What was done to a model is kept by the model that shard_model returned",
-            remedy="Call shardformer.shard_model(model) first, and give the model itself, not a wrapper of it",
-        )
-    return record
-
-
-@contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backward in here accumulates gradients without agreeing on them with other ranks; the first one after it does.
-
-    For all but the last of the backwards of one optimizer step. Leaving it out is right too, and only costs traffic.
-
-    >>> with no_sync(model):                    # doctest: +SKIP
-    ...     model(**first_half).loss.backward()
-    >>> model(**second_half).loss.backward()    # doctest: +SKIP
-    """
-    with ExitStack() as pauses:
-        for averager in record_of(model).averagers:
-            pauses.enter_context(averager.paused())
-        yield
 
 
 @dataclass(frozen=True)
@@ -147,8 +61,9 @@ def describe(model: nn.Module) -> Description:
 
     Raises ConfigError for a model that is not sharded.
     """
-    record, specs = record_of(model), param_specs(model)
-    stages = record.stages if record.stages is not None and record.stages.manager.num_stages > 1 else None
+    state = state_of(model)
+    specs = specs_of(model)
+    stages = state.stages if state.stages is not None and state.stages.manager.num_stages > 1 else None
     layers: dict[str, int] = {}
 
     def pattern(path: str) -> str:
@@ -156,7 +71,7 @@ def describe(model: nn.Module) -> Description:
 
     rows: Counter[tuple[str, str, str, str, str]] = Counter()
     changes: Counter[tuple[str, str, str]] = Counter()
-    for r in record.replacements:
+    for r in state.replacements:
         if stages is not None and stages.is_elsewhere(r.path):
             continue
         shapes = _cut_shapes(model, r.path) if r.kind == "module" else None
@@ -175,24 +90,24 @@ def describe(model: nn.Module) -> Description:
     total = max(here if stages is None else stages.num_parameters, 1)
     rows_of_stages = [] if stages is None else stage_rows(stages)
     return Description(
-        _title(model, record, total),
+        _title(model, state, total),
         [(*row, n) for row, n in rows.items()],
         [(*change, n) for change, n in changes.items()],
         [(*of, n, size / total) for of, (n, size) in whole.items()],
-        list(record.notes),
+        list(state.notes),
         layers,
         rows_of_stages,
         [] if stages is None else stage_lines(rows_of_stages, stages),
     )
 
 
-def _title(model: nn.Module, record: ShardRecord, total: int) -> str:
+def _title(model: nn.Module, state: ShardedState, total: int) -> str:
     local = sum(p.numel() for p in model.parameters())
-    given = [name for name, value in record.options.items() if value is True]
-    effect = [n for n in given if n != "enable_tensor_parallelism" or record.context.tensor.size > 1]
+    given = [name for name, value in state.request.options.items() if value is True]
+    effect = [n for n in given if n != "enable_tensor_parallelism" or state.context.tensor.size > 1]
     on = ", ".join(name.removeprefix("enable_").replace("_", " ") for name in effect)
     return (
-        f"{type(model).__name__} over {record.context}, by {record.source}\n"
+        f"{type(model).__name__} over {state.context}, by {state.request.source}\n"
         + (f"on: {on}\n" if on else "")
         + f"{total:,} parameters, {local:,} of them on this rank ({local / total:.1%})"
     )
@@ -210,14 +125,6 @@ def _cut_shapes(model: nn.Module, path: str) -> tuple[str, str] | None:
         if param is not None and spec.is_sharded:
             return _shape(spec.shape), _shape(param.shape)
     return None
-
-
-def _name(thing: Any) -> str:
-    if isinstance(thing, str):
-        return thing
-    if isinstance(thing, nn.Module):
-        return type(thing).__name__
-    return getattr(thing, "__name__", repr(thing))
 
 
 def _pattern(model: nn.Module, path: str, layers: dict[str, int], stages: Stages | None = None) -> str:

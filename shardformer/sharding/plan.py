@@ -12,12 +12,12 @@ from torch import nn
 
 from shardformer.errors import ConfigError, PolicyError, nearest
 from shardformer.layers.tensor.linear import is_linear
-from shardformer.layout.spec import Split
+from shardformer.layout.split import Split
+from shardformer.pipeline.chain import StackDescription
 from shardformer.policies.describe import (
     BlockDescription,
     ModuleKey,
     ModulePolicyDescription,
-    StackDescription,
     SubModuleReplacementDescription,
 )
 from shardformer.policies.policy import Policy

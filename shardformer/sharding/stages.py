@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from shardformer.comm.params import PIPE_PLACE, PipePlace
 from shardformer.errors import ConfigError
-from shardformer.layers.tensor.embedding import VocabParallelEmbedding1D
+from shardformer.layers.tensor.modes import MODES
+from shardformer.layout.stream import Place, StreamLayout
 from shardformer.pipeline.balance import balanced, even, explicit
-from shardformer.pipeline.chain import Chain, Segment, UnitRange, holders, homes, no_chain
+from shardformer.pipeline.chain import Chain, StackDescription, UnitRange, holders, homes, no_chain
 from shardformer.pipeline.placeholders import Placeholders
 from shardformer.pipeline.stage_forward import StageForward
 from shardformer.pipeline.stage_manager import PipelineStageManager
@@ -40,13 +41,14 @@ class Asked(Protocol):
 
 @dataclass
 class Stages:
-    """How a model was cut into stages, and what runs its stretches on this rank.
+    """How a model was cut into stages, and what runs its spans on this rank.
 
     Args:
         home: the units that each parameter and buffer goes with, by name.
         holders: the virtual stages that hold each parameter and buffer, by name.
         shared: the stages that hold each parameter of which there are several, by name.
         draws: whether the model draws random numbers when it trains.
+        stream: how the activations between the layers lie.
         state: name -> (first name of that tensor, full shape) of all that the whole model saves.
         parameters: name -> (first name of that parameter, how many numbers it holds) of the whole model's.
     """
@@ -63,7 +65,13 @@ class Stages:
     placeholders: Placeholders = field(default_factory=Placeholders)
     stage_forward: StageForward | None = None
     draws: bool = False
+    stream: StreamLayout = field(default_factory=StreamLayout)
     shared_params: list[dict[int, Tensor]] = field(default_factory=list)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a pipeline calls the model just now."""
+        return self.stage_forward is not None and self.stage_forward.now is not None
 
     def stages_of(self, name: str) -> tuple[int, ...]:
         """The ranks of the pipe axis that hold a parameter or buffer."""
@@ -113,7 +121,7 @@ class Stages:
                 d.param_replacement,
                 [sub for sub in d.sub_module_replacement or [] if is_here(sub.suffix)],
                 d.method_replacement,
-                [b for b in d.blocks or [] if is_here(b.entry if b.encloses else b.row)],
+                [b for b in d.blocks or [] if is_here(b.entry if b.is_whole_module else b.row)],
                 parameters,
             ),
         )
@@ -123,30 +131,37 @@ class Stages:
         owner = target.submodule(owner_path)[1]
         return owner is not None and name in {**owner._parameters, **owner._buffers}
 
-    def open(self, model: nn.Module) -> None:
-        """Puts what runs a stretch of the model into its layers; after all else that changes them."""
+    def open(self, model: nn.Module, stream: StreamLayout) -> None:
+        """Makes what runs a part of the model, and puts it into the layers, after all else that changes them.
+
+        Where there is one stage it goes there for each step, and leaves the model as it was.
+        """
+        self.stream = stream
+        context = self.manager.context
         share_from_first(model, self.chain, self._own_spans())
         self.stage_forward = StageForward(
             model,
             self.chain,
             self.placeholders,
             self.home,
-            (nn.Embedding, VocabParallelEmbedding1D),
+            (nn.Embedding, *(layers.embedding for layers in MODES.values())),
             self._checkpointed(),
-            self.manager.context.tensor.rank,
+            stream.stream_of(Place.STACK, context.coords, context.sizes),
+            context.device,
+            lasting=self.manager.num_stages > 1,
         )
+
+    def installed(self, model: nn.Module) -> AbstractContextManager[None]:
+        """While this lasts the layers know of the pipeline; those of several stages always do."""
+        assert self.stage_forward is not None
+        return nullcontext() if self.manager.num_stages > 1 else self.stage_forward.installed(model)
 
     def _checkpointed(self) -> frozenset[int]:
         counts = self.manager.checkpointed([len(span) for span in self.spans])
         return frozenset(u for span, n in zip(self.spans, counts, strict=True) for u in range(span.start, span.end)[:n])
 
     def note_shared(self, model: nn.Module) -> None:
-        """Writes down the parameters that other stages hold too: stage -> this rank's own, for each that holds it.
-
-        The first of the stages counts such a parameter, in a norm and in what is saved.
-        """
-        elsewhere = frozenset(name for name, held in self.shared.items() if held[0] != self.manager.stage)
-        model.__dict__[PIPE_PLACE] = PipePlace(self.manager.axis, elsewhere)
+        """Writes down the parameters that other stages hold too: stage -> this rank's own, for each that holds it."""
         for name, param in model.named_parameters():
             if name in self.shared:
                 self.shared_params.append(dict.fromkeys(self.shared[name], param))
@@ -173,14 +188,14 @@ def cut_into(
     Raises as ``make_stages``.
     """
     count = asked.num_virtual_stages
-    chain = Chain(tuple(s for s in policy.segments() if s.units))
-    if count > 1 and not chain.segments:
+    chain = policy.chain()
+    if count > 1 and not chain.stacks:
         raise no_chain(model, str(asked.num_stages))
     if asked.num_stages > 1:
         _check_settings(model)
         if against := policy.refuses_pipeline():
             raise _refused(model, asked.num_stages, against)
-    home = homes(model, chain) if chain.segments else {}
+    home = homes(model, chain) if chain.stacks else {}
     costs = [float(c) for c in asked.costs] if asked.costs is not None else costs_of(model, chain, home)
     if len(costs) != len(chain.units):
         raise ConfigError(
@@ -237,18 +252,18 @@ def _tie(stages: Stages) -> None:
 
 def share_from_first(model: nn.Module, chain: Chain, spans: Sequence[UnitRange]) -> None:
     """The first layer of each stack in each of the spans gets what it needs of the first of all."""
-    for segment, start in zip(chain.segments, chain.starts, strict=True):
+    for stack, start in zip(chain.stacks, chain.starts, strict=True):
         for span in spans:
             at = max(span.start, start)
-            if start < at < min(span.end, start + len(segment.units)):
-                _share_from_first(model, segment, segment.units[at - start])
+            if start < at < min(span.end, start + len(stack.units)):
+                _share_from_first(model, stack, stack.units[at - start])
 
 
-def _share_from_first(model: nn.Module, segment: Segment, to: str) -> None:
+def _share_from_first(model: nn.Module, stack: StackDescription, to: str) -> None:
     """Lets a layer read attributes of the first one; not as modules of its own, which would name them twice."""
-    for path in segment.from_first:
+    for path in stack.from_first:
         owner, _, name = path.rpartition(".")
-        value = getattr(model.get_submodule(f"{segment.units[0]}.{owner}"), name)
+        value = getattr(model.get_submodule(f"{stack.units[0]}.{owner}"), name)
         model.get_submodule(f"{to}.{owner}").__dict__[name] = value
 
 

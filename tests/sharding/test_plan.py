@@ -12,6 +12,7 @@ from shardformer.errors import ConfigError, PolicyError, ShardFormerError
 from shardformer.layers.tensor.embedding import VocabParallelEmbedding1D
 from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
 from shardformer.mesh.axis import Axis
+from shardformer.pipeline.chain import StackDescription
 from shardformer.policies import first_form
 from shardformer.policies.describe import (
     Argument,
@@ -20,7 +21,6 @@ from shardformer.policies.describe import (
     Layer,
     ModulePolicyDescription,
     Row_Layer,
-    StackDescription,
     SubModuleReplacementDescription,
 )
 from shardformer.policies.policy import Policy

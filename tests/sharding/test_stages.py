@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardformer.comm.threads import ThreadGroup
 from shardformer.config import ShardConfig
+from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.balance import balanced
-from shardformer.pipeline.chain import Chain, homes
+from shardformer.pipeline.chain import homes
 from shardformer.sharder import measure_costs, resolve_policy
 from shardformer.sharding.costs import costs_of
 from shardformer.testing.zoo import Batches, Sample
@@ -19,8 +19,8 @@ from shardformer.testing.zoo import Batches, Sample
 def estimated(model: nn.Module) -> list[float]:
     policy, _ = resolve_policy(model, None)
     policy.set_model(model)
-    policy.set_shard_config(ShardConfig(context=ThreadGroup(1).context(0)))
-    chain = Chain(tuple(policy.segments()))
+    policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 1})))
+    chain = policy.chain()
     return costs_of(model, chain, homes(model, chain))
 
 

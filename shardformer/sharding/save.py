@@ -1,0 +1,114 @@
+"""Full weights out of a sharded model: gathered over tensor ranks and stages, and written by the first rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.comm.collectives import broadcast, gather_objects
+from shardformer.comm.gather import gather_full
+from shardformer.errors import ConfigError, InputError
+from shardformer.layout.state import ShardedState, state_of
+from shardformer.sharding.agree import wait_for_all
+from shardformer.sharding.stages import Stages
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The plain model's state dict: every parameter and buffer whole, on the CPU, on every rank.
+
+    All ranks of the tensor and pipe axes call it. One full tensor at a time is on the device. Communicates one
+    all-gather a sharded parameter over each axis that it is cut over, and over pipe one broadcast of each tensor.
+    """
+    state = state_of(model)
+    _wait(state, "full_state_dict or save_pretrained", state.context.tensor, state.context.pipe)
+    entries = state.by_param()
+    known: dict[int, Tensor] = {}
+    out = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            continue
+        if id(value) not in known:
+            entry = entries.get(id(value))
+            whole = value.detach() if entry is None else gather_full(value, entry.spec, state.axis)
+            known[id(value)] = whole.cpu()
+        out[name] = known[id(value)]
+    if state.stages is None or state.context.pipe.size == 1:
+        return out
+    return _of_all_stages(out, state.stages, state)
+
+
+def _wait(state: ShardedState, call: str, *axes: Any) -> None:
+    state.gathers += 1
+    for axis in axes:
+        wait_for_all(axis, call, f"{state.token}/{state.gathers}")
+
+
+def _of_all_stages(own: dict[str, Tensor], stages: Stages, state: ShardedState) -> dict[str, Tensor]:
+    """What the stages have together, in the order of the plain model's; tied names give one tensor."""
+    pipe, device = state.context.pipe, state.context.device
+    whole: dict[str, Tensor] = {}
+    dtypes = gather_objects({name: t.dtype for name, t in own.items()}, pipe)
+    for name, (first, shape) in stages.state.items():
+        if first not in whole:
+            source = stages.stages_of(name)[0]
+            here = own[name] if source == pipe.rank else torch.empty(shape, dtype=dtypes[source][name])
+            whole[first] = broadcast(here.to(device).contiguous(), pipe, source).cpu()
+    return {name: whole[first] for name, (first, _) in stages.state.items()}
+
+
+def install_saving(model: nn.Module, state: ShardedState) -> None:
+    """Lets ``save_pretrained`` write full weights, and refuses it of a part, and a resize of the vocabulary."""
+    for module in model.modules():
+        own = _save_pretrained if module is model else _refuse_part
+        for name, method in (("save_pretrained", own), ("resize_token_embeddings", _refuse_resize)):
+            if hasattr(module, name):
+                setattr(module, name, method.__get__(module))
+    if hasattr(model, "save_pretrained"):
+        state.notes.append("save_pretrained writes full weights; resize_token_embeddings is refused.")
+
+
+def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
+    """As on the plain model: full weights, written by the first rank. All ranks call it."""
+    state = state_of(self)
+    context = state.context
+    weights = kwargs.pop("state_dict", None) or full_state_dict(self)
+    _wait(state, "save_pretrained", context.data)
+    problem: Exception | None = None
+    if all(axis.rank == 0 for axis in context.axes.values()):
+        native: Callable[..., None] = type(self).save_pretrained
+        try:
+            native(self, save_directory, state_dict=weights, **kwargs)
+        except Exception as error:
+            problem = error
+    said = [str(problem) if problem else ""]
+    for axis in context.axes.values():
+        said = [word for words in gather_objects(said, axis) for word in words]
+    if problem is not None:
+        raise problem
+    if any(said):
+        raise InputError(
+            f"The first rank could not write to {save_directory!r}: {max(said)}",
+            rule="The first rank writes for all",
+            remedy="Give a folder that it can write to",
+        )
+
+
+def _refuse_resize(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Refused: the table is cut over the ranks."""
+    raise ConfigError(
+        "resize_token_embeddings on a sharded model",
+        rule="The vocabulary is cut over the tensor ranks when the model is sharded",
+        remedy="Resize the plain model, then shard it",
+    )
+
+
+def _refuse_part(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Refused: only the model that was sharded knows how to gather its weights."""
+    raise ConfigError(
+        f"save_pretrained on a {type(self).__name__} inside of a sharded model",
+        rule="The model that was sharded saves itself; what stands in it holds this rank's parts",
+        remedy="Save the whole model, or write shardformer.full_state_dict(model) yourself",
+    )
