@@ -36,6 +36,13 @@ class Dtype(StrEnum):
     FP32 = "fp32"
 
 
+class Reference(StrEnum):
+    """What the plain loss is with several data ranks."""
+
+    PARTS = "parts"
+    WHOLE = "whole"
+
+
 @dataclass(frozen=True)
 class VerifyOptions:
     """What the command takes."""
@@ -83,13 +90,18 @@ class VerifyOptions:
     overlap: Annotated[bool, "Communicate under computation; needs --sequence-parallel."] = False
     fused_norm: Annotated[bool, "Use torch's fused norms."] = False
     flash_attention: Annotated[bool, "Use flash attention."] = False
-    jit: Annotated[bool, "Compile the element-wise chains."] = False
+    jit: Annotated[bool, "Fuse activations with their bias and gate."] = False
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3
     dtype: Annotated[
         Dtype,
-        "Precision of both models: in fp64 a mistake cannot hide in the rounding. Models that cast to fp32 inside "
-        "(LLaMA and T5 in their norms, GPT-2 and LLaMA for logits and loss) are held to a looser bound in fp64.",
+        "Precision of both models: in fp64 a mistake cannot hide in the rounding. Where a model casts to fewer bits "
+        "(LLaMA in its norms, GPT-2 for the loss), it stays in fp64 then.",
     ] = Dtype.FP64
+    reference: Annotated[
+        Reference,
+        "The plain loss, with --data: the mean of the losses of the data ranks' parts of a batch, or the loss of the "
+        "whole batch, which a loss that balances experts, or parts with unlike numbers of labels, do not give.",
+    ] = Reference.PARTS
     head: Annotated[str, "The class of transformers to build, such as BertForTokenClassification."] = ""
     all_heads: Annotated[bool, "Every head class of the family, one after another."] = False
     batch: Annotated[int | None, typer.Option(min=1, help="Samples in a batch, by default 4 or a little more.")] = None
@@ -218,6 +230,7 @@ def _verify_one(options: VerifyOptions, source: ModelSource, policy: Any, pool: 
         policy,
         options.config(),
         pipeline=pipeline,
+        reference=options.reference.value,
         pool=pool,
     )
 

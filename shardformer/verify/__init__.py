@@ -38,6 +38,7 @@ def verify(
     config: Mapping[str, Any] | ShardConfig | None = None,
     *,
     pipeline: Pipelined | None = None,
+    reference: str = "parts",
     pool: WorkerPool | None = None,
 ) -> Report:
     """Trains the plain and the sharded model side by side and compares everything.
@@ -53,23 +54,19 @@ def verify(
         policy: the user's own policy.
         config: options of ``ShardConfig``, as one or as a dict.
         pipeline: runs batches as micro-batches, over the stages that it says: ``Pipelined(pipe=2, micro_batches=4)``.
+        reference: what the plain loss is where there are data ranks. "parts": the mean of the losses of the ranks'
+            parts of the batch, as data parallelism has it. "whole": the loss of the batch as a whole. The two differ
+            where parts count different numbers of labels, and for a loss that is no mean over samples, such as one
+            that balances the load of experts.
         pool: workers to run in, as many as needed; by default started and ended here.
-
-    With data ranks the plain loss is the mean of the losses of the ranks' parts of the batch: the loss of the whole
-    batch when the parts count equally many labels.
 
     Returns the report. Raises ShardFormerError when the model cannot be sharded, or compared, as asked; where the plan
     or the first batch shows it, before any process starts, from a model that is built here once for that.
     """
     refuse_import()
-    pipe = 1 if pipeline is None else pipeline.pipe
-    for name, count in (("tensor", tensor), ("pipe", pipe), ("data", data), ("steps", steps)):
-        if count < 1:
-            rule = "Each axis has one rank or more, and a comparison one step or more"
-            raise ConfigError(f"{name}={count}", rule=rule, remedy=f"Use {name}=1 or more")
     bounds_for(dtype)
+    job = Job(model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, _options_of(config), pipeline, reference)
     stages = None if pipeline is None else _stages_of(pipeline)
-    job = Job(model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, _options_of(config), pipeline)
     start = time.perf_counter()
     RemoteCall.of(report_here, (job,), {})  # refuses what cannot be sent
     check_split(model_fn, tensor, policy, job.config, stages)
@@ -77,7 +74,7 @@ def verify(
     if pool is not None:
         report = _run_in(pool, job)
     else:
-        with WorkerPool(tensor * pipe * data, timeout_s=3600.0) as own:
+        with WorkerPool(tensor * job.pipe * data, timeout_s=3600.0) as own:
             report = _run_in(own, job)
     report.seconds = time.perf_counter() - start
     return report

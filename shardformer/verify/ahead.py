@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardformer.comm.threads import ThreadGroup
 from shardformer.config import ShardConfig
 from shardformer.errors import ShardFormerError
+from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.schedule import default_chunks, make_schedule
 from shardformer.policies import first_form
 from shardformer.policies.policy import Policy
@@ -72,7 +72,7 @@ def check_split(
     check_plain(model)
     # a copy: the one that was given is sent to the workers, without this model in it
     chosen, _ = resolve_policy(model, policy if isinstance(policy, type) else deepcopy(policy), tensor=tensor)
-    config = ShardConfig(context=ThreadGroup(tensor).context(0), **(options or {}))
+    config = ShardConfig(context=ParallelContext.of({"tensor": tensor}), **(options or {}))
     chosen.set_model(model)
     chosen.set_shard_config(config)
     check_optimizations(model, config, chosen)

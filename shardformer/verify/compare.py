@@ -15,21 +15,9 @@ NOISE_FACTOR = 4.0
 
 
 def compare(job: Job, plain: Trajectory, sharded: Trajectory, name: str, layout: str) -> Report:
-    bounds = bounds_for(job.dtype, plain.casts)
-    loss = max(
-        (
-            _scalar(a, b, bounds.loss, f"step {i}")
-            for i, (a, b) in enumerate(zip(plain.losses, sharded.losses, strict=True))
-        ),
-        key=lambda d: d.used,
-    )
-    norm = max(
-        (
-            _scalar(a, b, bounds.gradient, f"step {i}")
-            for i, (a, b) in enumerate(zip(plain.norms, sharded.norms, strict=True))
-        ),
-        key=lambda d: d.used,
-    )
+    bounds = bounds_for(job.dtype)
+    loss = _worst_scalar(plain.losses, sharded.losses, bounds.loss)
+    norm = _worst_scalar(plain.norms, sharded.norms, bounds.gradient)
     gradient, missing = _worst_gradient(plain, sharded, bounds)
     weight, gone = _worst_weight(plain, sharded, bounds)
     options = [k.removeprefix("enable_") for k, v in job.config.items() if v is True]
@@ -49,9 +37,12 @@ def compare(job: Job, plain: Trajectory, sharded: Trajectory, name: str, layout:
     )
 
 
-def _scalar(a: float, b: float, bound: float, where: str) -> Difference:
-    relative = abs(a - b) / max(abs(a), 1e-30) if a == a and b == b else float("inf")
-    return Difference(relative, where, relative / bound)
+def _worst_scalar(plain: list[float], sharded: list[float], bound: float) -> Difference:
+    found = []
+    for step, (a, b) in enumerate(zip(plain, sharded, strict=True)):
+        relative = abs(a - b) / max(abs(a), 1e-30) if a == a and b == b else float("inf")
+        found.append(Difference(relative, f"step {step}", relative / bound))
+    return max(found, key=lambda d: d.used)
 
 
 def _worst_gradient(plain: Trajectory, sharded: Trajectory, bounds: Bounds) -> tuple[Difference, list[str]]:

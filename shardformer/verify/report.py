@@ -20,12 +20,11 @@ WIDTH = 120
 
 @dataclass(frozen=True)
 class Bounds:
-    """The largest relative differences allowed, and why these."""
+    """The largest relative differences allowed, and the rounding of the dtype."""
 
     loss: float
     gradient: float
     eps: float
-    why: str
 
 
 @dataclass(frozen=True)
@@ -84,14 +83,12 @@ class Report:
         return as_text(self)
 
 
-def bounds_for(dtype: torch.dtype, casts: str = "") -> Bounds:
-    """The bounds for a dtype; ``casts`` names the classes of modules in which an fp64 model computes in fp32."""
-    if dtype == torch.float64 and not casts:
-        return Bounds(1e-10, 1e-10, 2.2e-16, "fp64, in which the model stays")
+def bounds_for(dtype: torch.dtype) -> Bounds:
+    """The bounds for a dtype. Raises ConfigError for one in which nothing can be told."""
     if dtype == torch.float64:
-        return Bounds(1e-6, 1e-6, 1.2e-7, f"fp64, cast to fp32 by the model itself in {casts}")
+        return Bounds(1e-10, 1e-10, 2.2e-16)
     if dtype == torch.float32:
-        return Bounds(1e-5, 1e-4, 1.2e-7, "fp32")
+        return Bounds(1e-5, 1e-4, 1.2e-7)
     raise ConfigError(
         f"dtype={dtype}",
         rule="verify compares in fp64 or fp32: in 16 bits the noise is as wide as most mistakes",
@@ -112,9 +109,9 @@ def print_report(console: Console, report: Report, title: str = "") -> None:
     steps = "1 step" if report.steps == 1 else f"{report.steps} steps"
     came_from = f" ({escape(title)})" if title else ""
     console.print(f"[bold]{escape(report.model)}[/]{came_from}: plain, and over {escape(report.layout)}.")
-    console.print(f"{steps} in {report.dtype}, dropout off in both, {report.seconds:.1f} s.")
+    off = "dropout, and casts to fewer bits," if report.dtype == "float64" else "dropout"
+    console.print(f"{steps} in {report.dtype}, {off} off in both, {report.seconds:.1f} s.")
     _print_differences(console, report)
-    console.print(f"The bounds are those of {escape(report.bounds.why)}.")
     _print_collectives(console, report)
     told = [kind for kind, difference, _ in report.kinds if difference.used > 1]
     if report.missing:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardformer.comm.collectives import all_reduce, broadcast_object, gather_objects
-from shardformer.comm.params import gather_param, param_specs
+from shardformer.comm.gather import gather_all
 from shardformer.comm.recorder import Recorder
 from shardformer.config import ShardConfig
 from shardformer.engine import Pipeline
-from shardformer.errors import ConfigError, ShardFormerError
+from shardformer.errors import ConfigError, ShardFormerError, nearest
+from shardformer.layers.dropout import silence_dropout
+from shardformer.layers.random_stream import seed_random
+from shardformer.layout.state import specs_of, state_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.grad_norm import clip_grad_norm_
 from shardformer.pipeline.loss import LossWeight
@@ -25,16 +27,18 @@ from shardformer.pipeline.microbatches import sizes_of
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies.policy import Policy
 from shardformer.sharder import shard_model
-from shardformer.sharding.describe import record_of
+from shardformer.verify.arithmetic import RandomRounding, WithoutCasts
+from shardformer.verify.report import bounds_for
 
 ModelFn = Callable[[], nn.Module]
 BatchFn = Callable[[int], Mapping[str, Any]]
 LossFn = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
+REFERENCES = ("parts", "whole")
 MAX_NORM = 1.0
 LEARNING_RATE = 0.05
-MAX_NOISE = 1e-3
-"""Of the largest gradient: a model that moves more than that under another order of samples is not comparable."""
+DRAWS = 3
+"""Backwards with random rounding, over all steps or more: one alone may find a sum that is off by nothing."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +81,25 @@ class Job:
     policy: Policy | type[Policy] | None
     config: Mapping[str, Any]
     pipeline: Pipelined | None = None
+    reference: str = "parts"
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipe", "data", "steps"):
+            if (count := getattr(self, name)) < 1:
+                rule = "Each axis has one rank or more, and a comparison one step or more"
+                raise ConfigError(f"{name}={count}", rule=rule, remedy=f"Use {name}=1 or more")
+        if self.reference not in REFERENCES:
+            rule = f"The plain loss is that of the {' or the '.join(REFERENCES)}"
+            raise ConfigError(f"reference={self.reference!r}", rule=rule, remedy=nearest(self.reference, REFERENCES))
 
     @property
     def pipe(self) -> int:
         return 1 if self.pipeline is None else self.pipeline.pipe
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts the plain model is given a batch."""
+        return 1 if self.reference == "whole" else self.data
 
 
 @dataclass
@@ -93,7 +112,6 @@ class Trajectory:
     before: dict[str, Tensor] = field(default_factory=dict)
     after: dict[str, Tensor] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
-    casts: str = ""
     collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -111,7 +129,9 @@ def run_job(job: Job) -> tuple[Trajectory | None, Trajectory, str, str]:
     if problem is not None:
         raise problem
     sharded, name = _run_sharded(job, context)
-    return plain, sharded, name, f"{context}, {job.pipeline}" if job.pipeline is not None else str(context)
+    layout = [str(context), *([str(job.pipeline)] if job.pipeline is not None else [])]
+    layout += ["each batch plain in one"] if job.num_parts < job.data else []
+    return plain, sharded, name, ", ".join(layout)
 
 
 def build(job: Job) -> nn.Module:
@@ -122,20 +142,6 @@ def build(job: Job) -> nn.Module:
     if job.dtype == torch.float64 and getattr(config, "_experts_implementation", None):
         config._experts_implementation = "eager"  # transformers' others do not compute in fp64
     return model
-
-
-def silence_dropout(model: nn.Module) -> None:
-    """Sets every dropout to zero: two layouts draw different random numbers, of the same kind."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
-        config = getattr(module, "config", None)
-        for name, value in list(vars(config).items()) if config is not None else []:
-            if "drop" in name and isinstance(value, float):
-                setattr(config, name, 0.0)
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -154,10 +160,14 @@ def _loss(job: Job, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return loss
 
 
-def _loss_of_step(job: Job, model: nn.Module, part: Mapping[str, Any], step: int, data_rank: int) -> Tensor:
-    """The loss with random numbers of this step and part: an expert that is drawn is the same one in both layouts."""
-    torch.manual_seed(1 + step * job.data + data_rank)
+def _loss_of_step(job: Job, model: nn.Module, part: Mapping[str, Any], step: int, rank: int, seed: int = 0) -> Tensor:
+    """The loss with random numbers of this step and part: what is drawn between blocks is the same in both layouts."""
+    seed_random(1 + step * job.data + rank + seed * 2**31)
     return _loss(job, model, part)
+
+
+def _arithmetic(job: Job) -> AbstractContextManager[Any]:
+    return WithoutCasts() if job.dtype == torch.float64 else nullcontext()
 
 
 def _no_loss(model: nn.Module, output: Any) -> ConfigError:
@@ -174,17 +184,11 @@ def _no_loss(model: nn.Module, output: Any) -> ConfigError:
 
 def _run_plain(job: Job) -> Trajectory:
     model, trace = build(job), Trajectory()
-    trace.noise = _noise(job, model)
+    _check_repeats(job, model)
     optimizer = _optimizer(model)
     trace.before = {n: p.detach().clone() for n, p in model.named_parameters()}
     for step in range(job.steps):
-        parts = [_part(job, job.batch_fn(step), d) for d in range(job.data)]
-        with _watch_casts(trace, model) if step == 0 else nullcontext():
-            losses = [_loss_of_step(job, model, part, step, d).double() for d, part in enumerate(parts)]
-        loss = torch.stack(losses).mean()
-        loss.backward()
-        trace.losses.append(float(loss.detach()))
-        trace.grads.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
+        _backward(job, model, step, trace)
         trace.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
@@ -192,27 +196,45 @@ def _run_plain(job: Job) -> Trajectory:
     return trace
 
 
-def _noise(job: Job, model: nn.Module) -> dict[str, float]:
-    """How much each gradient moves when the samples of the first batch are only put in another order."""
-    found: list[dict[str, Tensor]] = []
-    for flip in (False, True):
-        parts = [_part(job, job.batch_fn(0), d) for d in range(job.data)]
-        if flip:
-            size = _batch_size(parts[0])
-            parts = [{k: v.flip(0) if _is_batched(v, size) else v for k, v in p.items()} for p in parts]
-        torch.stack([_loss(job, model, part).double() for part in parts]).mean().backward()
-        found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+def _backward(job: Job, model: nn.Module, step: int, trace: Trajectory) -> None:
+    """Notes a step's loss and gradients, which stay in ``.grad``, and how far rounding moves each gradient."""
+
+    def gradients(rounding: AbstractContextManager[Any]) -> dict[str, Tensor | None]:
         model.zero_grad()
-    noise = {n: float((g - found[1][n]).abs().max()) for n, g in found[0].items() if n in found[1] and g.numel()}
-    largest = max((float(g.abs().max()) for g in found[0].values() if g.numel()), default=0.0)
-    if max(noise.values(), default=0.0) > MAX_NOISE * largest:
-        worst = max(noise, key=lambda n: noise[n])
+        with rounding:
+            loss.backward(retain_graph=True)
+        return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+    with _arithmetic(job):
+        loss = _plain_loss(job, model, step)
+        rounded = [gradients(RandomRounding(seed)) for seed in range(step, step + DRAWS, job.steps)]
+        grads = gradients(nullcontext())
+    for name, grad in grads.items():
+        for other in (r[name] for r in rounded):
+            if grad is not None and other is not None and grad.numel():
+                trace.noise[name] = max(trace.noise.get(name, 0.0), float((other - grad).abs().max()))
+    trace.losses.append(float(loss.detach()))
+    trace.grads.append(grads)
+
+
+def _plain_loss(job: Job, model: nn.Module, step: int, seed: int = 0) -> Tensor:
+    parts = [_part(job, job.batch_fn(step), d, job.num_parts) for d in range(job.num_parts)]
+    return torch.stack([_loss_of_step(job, model, p, step, d, seed).double() for d, p in enumerate(parts)]).mean()
+
+
+def _check_repeats(job: Job, model: nn.Module) -> None:
+    """Raises ConfigError for a model that draws what the sharded one cannot draw alike."""
+    draws_anew = job.pipeline is not None or job.num_parts < job.data
+    with torch.no_grad(), _arithmetic(job):
+        first, second = (float(_plain_loss(job, model, 0, seed)) for seed in (0, int(draws_anew)))
+    if abs(first - second) > bounds_for(job.dtype).loss * abs(first):
         raise ConfigError(
-            f"The gradient of {worst} moves by {noise[worst]:.1e} when the samples of a batch change places",
-            rule="The plain model gives one result for one batch, whatever the order of its samples",
-            remedy="Switch off what is random in it, or what depends on the order of the samples",
+            f"The loss of the first batch is {first:.6g}, and {second:.6g} when it is computed again",
+            rule="Each micro-batch of a pipeline, and each data rank's part of a whole batch, draws its own numbers"
+            if draws_anew
+            else "The same random numbers of torch, numpy and Python give the same loss",
+            remedy="Switch off what is random in the model",
         )
-    return noise
 
 
 def _run_sharded(job: Job, context: ParallelContext) -> tuple[Trajectory, str]:
@@ -225,8 +247,8 @@ def _run_sharded(job: Job, context: ParallelContext) -> tuple[Trajectory, str]:
     step_of = partial(_plain_step, job, model) if job.pipeline is None else _pipelined_step(job, model, job.pipeline)
     optimizer = _optimizer(model)
     for step in range(job.steps):
-        part = _part(job, job.batch_fn(step), context.data.rank)
-        with Recorder(context) as recorder:
+        part = _part(job, job.batch_fn(step), context.data.rank, job.data)
+        with Recorder(context) as recorder, _arithmetic(job):
             loss = step_of(part, step, context.data.rank)
         mean = all_reduce(loss.detach().clone(), context.data, purpose="check") / context.data.size
         trace.losses.append(float(mean))
@@ -252,7 +274,7 @@ def _pipelined_step(job: Job, model: nn.Module, asked: Pipelined) -> Callable[[M
     pipeline = Pipeline(model, asked.micro_batches, loss_fn=given, loss_weight=asked.loss_weight)
 
     def step_of(part: Mapping[str, Any], step: int, data_rank: int) -> Tensor:
-        torch.manual_seed(1 + step * job.data + data_rank)
+        seed_random(1 + step * job.data + data_rank)
         return pipeline.step(part)
 
     return step_of
@@ -282,17 +304,19 @@ class Replay(nn.Module):
 
 def _gathered(model: nn.Module, context: ParallelContext, own: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     """The full tensors of all stages by the plain model's names. A tensor that stages do not hold alike is NaN."""
-    specs = param_specs(model)
-    full = {n: None if t is None else gather_param(t, specs[n], context.tensor) for n, t in own.items()}
-    stages = record_of(model).stages
+    specs, state = specs_of(model), state_of(model)
+    known = [(name, t) for name, t in own.items() if t is not None]
+    whole = gather_all([t for _, t in known], [specs[name] for name, _ in known], state.axis)
+    full = {**own, **dict(zip((name for name, _ in known), whole, strict=True))}
+    stages = state.stages
     if stages is None or context.pipe.size == 1:
         return full
     out: dict[str, Tensor | None] = {}
     for theirs in gather_objects(full, context.pipe):
         for name, t in theirs.items():
             first = stages.state[name][0]
-            known = out.setdefault(first, t)
-            if known is not t and (known is None or t is None or not torch.equal(known, t)):
+            before = out.setdefault(first, t)
+            if before is not t and (before is None or t is None or not torch.equal(before, t)):
                 out[first] = None if t is None else torch.full_like(t, float("nan"))
     return {name: out[name] for name in stages.state if name in out}
 
@@ -306,20 +330,20 @@ def check_batch(job: Job) -> None:
         batch = job.batch_fn(0)
     except Exception:
         return
-    part = _part(job, batch, 0)
+    part = _part(job, batch, 0, job.data)
     if job.pipeline is not None:
         sizes_of(_batch_size(part), job.pipeline.num_parts, None)
 
 
-def _part(job: Job, batch: Mapping[str, Any], rank: int) -> dict[str, Any]:
+def _part(job: Job, batch: Mapping[str, Any], rank: int, parts: int) -> dict[str, Any]:
     size = _batch_size(batch)
-    if size % job.data:
+    if size % parts:
         raise ConfigError(
-            f"A batch of {size} samples over data={job.data}",
+            f"A batch of {size} samples over data={parts}",
             rule="Every data rank gets the same number of samples",
-            remedy=f"Let batch_fn give a multiple of {job.data}",
+            remedy=f"Let batch_fn give a multiple of {parts}",
         )
-    each = size // job.data
+    each = size // parts
     out = {}
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -341,40 +365,3 @@ def _batch_size(batch: Mapping[str, Any]) -> int:
 
 def _is_batched(value: Any, size: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == size
-
-
-class _CastWatch(TorchDispatchMode):
-    """Says when an operation makes fp32 of fp64."""
-
-    def __init__(self, tell: Callable[[], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch gives its base no types
-        self._tell = tell
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        source = args[0] if args else None
-        if isinstance(out, Tensor) and out.dtype == torch.float32 and isinstance(source, Tensor):
-            if source.dtype == torch.float64 and source.numel() > 1:
-                self._tell()
-        return out
-
-
-@contextmanager
-def _watch_casts(trace: Trajectory, model: nn.Module) -> Iterator[None]:
-    """Finds the classes of modules that cast fp64 to fp32 by themselves."""
-    stack, found = [type(model).__name__], dict[str, None]()
-    watch = _CastWatch(lambda: found.update({stack[-1]: None}))
-
-    def entered(module: nn.Module, _: Any) -> None:
-        stack.append(type(module).__name__)
-
-    def left(module: nn.Module, _: Any, __: Any) -> None:
-        stack.pop()
-
-    handles = [m.register_forward_pre_hook(entered) for m in model.modules() if m is not model]
-    handles += [m.register_forward_hook(left) for m in model.modules() if m is not model]
-    with watch:
-        yield
-    for handle in handles:
-        handle.remove()
-    trace.casts = ", ".join(found)

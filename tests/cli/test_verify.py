@@ -29,7 +29,7 @@ from shardformer.testing.zoo import Batches, Sample
 class Forgetful(GPT2Policy):
     def postprocess(self):
         rows = [module for module in self.model.modules() if isinstance(module, Linear1D_Row)]
-        rows[-1].axis = Axis("tensor")  # it believes to be alone, and leaves its all-reduce out
+        rows[-1].block, rows[-1].axis = None, Axis("tensor")  # it believes to be alone, and leaves its all-reduce out
 
 def forgetful():
     return {"model_fn": Sample("gpt2"), "batch_fn": Batches("GPT2LMHeadModel"), "policy": Forgetful}
@@ -131,6 +131,12 @@ def test_a_collective_that_is_left_out_is_told(run: Run, user_module: Path) -> N
     assert status == 1, out
     assert "too large" in out
     assert out.rstrip().endswith("SOMEBODY CAN TELL by losses, gradients, gradient norms, weights.")
+
+
+def test_the_whole_batch_may_be_the_reference(run: Run) -> None:
+    options = ["--tensor", "1", "--data", "2", "--steps", "1", "--reference", "whole"]
+    status, out, _ = run("verify", "gpt2", *options)
+    assert status == 0 and "over data=2, each batch plain in one." in " ".join(out.split()), out
 
 
 def test_what_is_not_a_number_is_null_in_json(run: Run, user_module: Path) -> None:

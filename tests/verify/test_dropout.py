@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardformer.comm.collectives import gather_objects
-from shardformer.comm.params import gather_param, param_specs
+from shardformer.comm.gather import gather_full
 from shardformer.config import ShardConfig
+from shardformer.layout.state import specs_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.sharder import shard_model
 from shardformer.testing.pool import WorkerPool
@@ -76,8 +77,8 @@ def _worst_difference(family: str, sequence_parallel: bool) -> float:
     with _Masks() as masks:
         loss = model(**batch).loss
     loss.backward()
-    specs = param_specs(model)
-    ours = {n: gather_param(p.grad, specs[n], context.tensor) for n, p in model.named_parameters()}
+    specs = specs_of(model)
+    ours = {n: gather_full(p.grad, specs[n], context.axis) for n, p in model.named_parameters()}
     parts = gather_objects(masks.drawn, context.tensor)
 
     plain = _build(family)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardformer.comm import params
+from shardformer.layout.state import Entry
+from shardformer.mesh.axis import Axis
+from shardformer.optim import grad_norm
 from shardformer.pipeline import loss, runtime, stage_forward
-from shardformer.sharding import apply as sharder
-from shardformer.sharding import stages
+from shardformer.sharding import gradients
 from shardformer.testing.pool import WorkerPool
 from shardformer.verify import Pipelined, Report, report_here
 from shardformer.verify.run import Job
@@ -30,7 +31,11 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
 
 def no_sum_over_stages() -> Any:
     """A gradient of what several stages hold is each stage's own."""
-    return replaced(sharder, "average_gradients", lambda original: lambda *args: original(*args[:5], None))
+
+    def make(original: Any) -> Any:
+        return lambda self, reduction: Axis("none") if reduction.stages else original(self, reduction)
+
+    return replaced(gradients._Axes, "of", make)
 
 
 def mean_of_means() -> Any:
@@ -85,7 +90,14 @@ def no_context_gradient() -> Any:
 
 def every_stage_counts_all() -> Any:
     """What two stages hold counts twice in the norm."""
-    return replaced(stages, "PipePlace", lambda original: lambda axis, elsewhere: params.PipePlace(axis, frozenset()))
+
+    def make(original: Any) -> Any:
+        def term(entry: Entry, *args: Any) -> Any:
+            return original(replace(entry, reduction=replace(entry.reduction, stages=())), *args)
+
+        return term
+
+    return replaced(grad_norm, "_term", make)
 
 
 MUTATIONS: dict[str, Callable[[], Any]] = {

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,6 @@ def without_tensors(step: int) -> dict[str, int]:
     return {"labels": 1}
 
 
-def by_chance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    loss: Tensor = model(**batch).loss * torch.rand(())
-    return loss
-
-
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
@@ -57,7 +51,6 @@ def by_chance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         ),
         ({"tensor": 7}, "more than the 6 attention heads"),
         ({"batch_fn": without_tensors}, "no tensor"),
-        ({"loss_fn": by_chance}, "change places"),
         ({"dtype": torch.bfloat16}, "fp64 or fp32"),
         ({"tensor": 0}, "tensor=0"),
         ({"data": -1}, "data=-1"),

@@ -1,0 +1,99 @@
+"""fp64 stays fp64, and rounding is known by what it does to a sum whose terms cancel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardformer.testing.pool import Pools
+from shardformer.verify.arithmetic import RandomRounding, WithoutCasts
+from shardformer.verify.run import Job, Trajectory, run_job
+
+X = torch.linspace(0.1, 0.9, 6, dtype=torch.float64).view(2, 3)
+CASTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "float": lambda x: x.float(),
+    "half": lambda x: x.half(),
+    "bfloat16": lambda x: x.bfloat16(),
+    "to": lambda x: x.to(torch.float32),
+    "to with keyword": lambda x: x.to(dtype=torch.bfloat16),
+    "to device and dtype": lambda x: x.to("cpu", torch.float16),
+    "to like another": lambda x: x.to(torch.zeros(1)),
+    "type": lambda x: x.type(torch.float32),
+    "type by name": lambda x: x.type("torch.FloatTensor"),
+    "type as": lambda x: x.type_as(torch.zeros(1)),
+    "softmax": lambda x: F.softmax(x, -1, dtype=torch.float32).log(),
+    "softmax method": lambda x: x.softmax(-1, dtype=torch.float32).log(),
+    "sum": lambda x: x.sum(-1, dtype=torch.float32),
+    "complex": lambda x: torch.polar(x, x.float()).to(torch.complex64).real,
+    "into one of fp32": lambda x: torch.zeros(2, 3, dtype=torch.float32).index_add(0, torch.arange(2), x.float()),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_a_cast_to_fewer_bits_gives_fp64(cast: str) -> None:
+    with WithoutCasts():
+        out = CASTS[cast](X)
+    assert out.dtype == torch.float64
+    rounded = CASTS[cast](X.float()).double()
+    assert not torch.equal(out, rounded), "no bit was lost on the way"
+    torch.testing.assert_close(out, rounded, atol=1e-2, rtol=1e-2)
+
+
+def test_other_casts_stay() -> None:
+    with WithoutCasts():
+        assert X.to(torch.int64).dtype == X.long().dtype == torch.int64
+        assert (X > 0.5).to(torch.bool).dtype == torch.bool
+        assert X.to("cpu") is X and X.double() is X
+        assert torch.arange(3, dtype=torch.int32).dtype == torch.int32
+
+
+def test_a_sum_that_cancels_is_off_by_the_rounding_of_its_terms() -> None:
+    terms = torch.tensor([1e3, 7.0, -1e3, -7.0], dtype=torch.float64)
+    with RandomRounding(0):
+        whole, cancelled = (terms * 3).abs().sum(), (terms * 3).sum()
+    assert 1e-17 < abs(float(whole) / 6042 - 1) < 3e-15
+    assert 1e-14 < abs(float(cancelled)) < 6e-12
+    with RandomRounding(0):
+        again = (terms * 3).abs().sum()
+    assert torch.equal(whole, again), "one seed, one rounding"
+
+
+class Chooser(nn.Module):
+    """Scores choices; one bias for all of them, which the softmax over them takes away again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scorer = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.scorer(x).squeeze(-1)
+        return scores
+
+
+def choices(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(4, 3, 6, generator=generator), "labels": torch.tensor([0, 2, 1, 1])}
+
+
+def choice(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["labels"])
+
+
+def test_the_noise_of_a_gradient_that_is_zero_is_the_rounding_of_what_cancels(pools: Pools) -> None:
+    """The summands are of the size of the gradient of a score, 0.1, whatever the largest gradient is."""
+    job = Job(Chooser, choices, 1, 1, 2, torch.float64, choice, None, {})
+    plain: Trajectory = pools(1).run(plain_of, job)[0]
+    for grads in plain.grads:
+        bias, weight = grads["scorer.bias"], grads["scorer.weight"]
+        assert bias is not None and weight is not None
+        assert abs(float(bias)) < 1e-16 < 1e-2 < float(weight.abs().max())
+    assert 2e-17 < plain.noise["scorer.bias"] < 1e-15
+    assert plain.noise["scorer.weight"] < 1e-14, "far below the bound of what is real, 1e-10 of it"
+
+
+def plain_of(job: Job) -> Trajectory | None:
+    return run_job(job)[0]

@@ -1,0 +1,88 @@
+"""What a model draws at random outside of its blocks is drawn alike by both sides, whoever draws it."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from shardformer.errors import ConfigError
+from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.testing.zoo import LANGUAGE_MODEL, Batches, Sample
+from shardformer.verify import Pipelined, verify
+
+LLAMA_BATCHES = Batches(LANGUAGE_MODEL["llama"])
+SEQUENCE = {"enable_sequence_parallelism": True}
+CONVOLUTIONS = {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 3)}
+SMALL = {
+    **CONVOLUTIONS, "vocab_size": 32, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "intermediate_size": 70, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A small random model of sounds, which covers parts of them in training, as its config says by default."""
+
+    kind: str
+
+    def __call__(self) -> nn.Module:
+        config = getattr(transformers, f"{self.kind}Config")(**SMALL, mask_time_length=3, mask_time_min_masks=2)
+        model: nn.Module = getattr(transformers, f"{self.kind}ForCTC")(config)
+        return model
+
+
+def sounds(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    values = torch.randn(4, 1200, generator=generator)
+    return {"input_values": values, "labels": torch.randint(1, 32, (4, 5), generator=generator)}
+
+
+@pytest.mark.parametrize("kind", ["Wav2Vec2", "Hubert", "WavLM", "SEW", "UniSpeech", "Data2VecAudio"])
+def test_what_is_covered_of_a_sound_is_drawn_alike(pool2: WorkerPool, kind: str) -> None:
+    """By numpy, a mask for each sample: SpecAugment."""
+    report = verify(Listener(kind), sounds, tensor=2, steps=2, pool=pool2)
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("config", [{}, SEQUENCE])
+def test_each_data_rank_draws_what_the_plain_model_drew_for_its_part(pools: Pools, config: dict[str, Any]) -> None:
+    report = verify(Listener("Wav2Vec2"), sounds, tensor=2, data=2, steps=2, config=config, pool=pools(4))
+    assert report.passed, str(report)
+
+
+def drawn(draw: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Draws a number that counts after the first step, as a router's does once two experts are as good (PhiMoE)."""
+    number = {"torch": lambda: torch.rand(()), "python": random.random}[draw]()
+    loss: Tensor = model(**batch).loss
+    is_first = batch["input_ids"].sum() == LLAMA_BATCHES(0)["input_ids"].sum()
+    return torch.where(is_first, loss, loss * number)
+
+
+@pytest.mark.parametrize("draw", ["torch", "python"])
+def test_what_a_model_draws_between_its_blocks_is_drawn_alike(pool2: WorkerPool, draw: str) -> None:
+    report = verify(Sample("llama"), LLAMA_BATCHES, tensor=2, loss_fn=partial(drawn, draw), pool=pool2)
+    assert report.passed, str(report)
+
+
+def by_chance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    loss: Tensor = model(**batch).loss * os.urandom(1)[0]
+    return loss
+
+
+def test_a_model_that_no_seed_governs_is_refused(pool2: WorkerPool) -> None:
+    with pytest.raises(ConfigError, match=r"when it is computed again. The same random numbers"):
+        verify(Sample("gpt2"), Batches("GPT2LMHeadModel"), loss_fn=by_chance, pool=pool2)
+
+
+def test_what_is_drawn_for_a_batch_is_not_compared_with_what_is_drawn_for_its_parts(pool2: WorkerPool) -> None:
+    with pytest.raises(ConfigError, match=r"Each micro-batch of a pipeline, and .* draws its own numbers"):
+        verify(Listener("Wav2Vec2"), sounds, tensor=1, pipeline=Pipelined(2), pool=pool2)

@@ -1,0 +1,86 @@
+"""With data ranks a batch's loss is the mean of its parts' losses, or is not; ``reference=`` says what is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from shardformer.errors import ConfigError
+from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.testing.zoo import Sample
+from shardformer.verify import Pipelined, Report, verify
+from tests.verify.test_drawn import Listener, sounds
+
+
+def experts() -> nn.Module:
+    """Its router's loss multiplies two means over the tokens that it is given."""
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=127,
+            hidden_size=48,
+            intermediate_size=70,
+            num_hidden_layers=2,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            output_router_logits=True,
+            router_aux_loss_coef=0.1,
+        )
+    )
+
+
+def tokens(step: int) -> dict[str, Tensor]:
+    """As many labels in every sample."""
+    ids = torch.randint(5, 127, (4, 9), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def found(pools: Pools, model_fn: Any, reference: str, tensor: int = 1, **options: Any) -> Report:
+    pool = pools(2 * tensor)
+    return verify(model_fn, tokens, tensor, 2, 2, reference=reference, pool=pool, **options)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_load_of_experts_is_balanced_in_each_part_and_not_in_the_whole(pools: Pools, tensor: int) -> None:
+    parts = found(pools, experts, "parts", tensor)
+    assert parts.passed, str(parts)
+    whole = found(pools, experts, "whole", tensor)
+    assert not whole.passed
+    assert whole.loss.used > 1000 and whole.gradient.used > 1000, "far out of bounds"
+
+
+@pytest.mark.parametrize("reference", ["parts", "whole"])
+def test_a_mean_over_as_many_labels_is_that_of_the_whole(pools: Pools, reference: str) -> None:
+    report = found(pools, Sample("gpt2"), reference, tensor=2)
+    assert report.passed, str(report)
+    assert ("each batch plain in one" in str(report)) == (reference == "whole")
+
+
+def test_a_pipeline_s_parts_are_compared_with_the_whole_too(pools: Pools) -> None:
+    report = verify(Sample("gpt2").deeper(4), tokens, 1, 2, 2, pipeline=Pipelined(2), reference="whole", pool=pools(4))
+    assert report.passed, str(report)
+
+
+def unlike(step: int) -> dict[str, Tensor]:
+    batch = tokens(step)
+    batch["labels"][0, 3:] = -100
+    return batch
+
+
+def test_unlike_numbers_of_labels_are_told_from_the_whole(pool2: WorkerPool) -> None:
+    assert verify(Sample("gpt2"), unlike, 1, 2, 1, pool=pool2).passed
+    assert not verify(Sample("gpt2"), unlike, 1, 2, 1, reference="whole", pool=pool2).passed
+
+
+def test_another_reference_is_refused(pool2: WorkerPool) -> None:
+    with pytest.raises(ConfigError, match=r"reference='hole'.*Did you mean 'whole'"):
+        verify(Sample("gpt2"), tokens, 1, 2, reference="hole", pool=pool2)
+
+
+def test_what_is_drawn_for_a_whole_batch_is_not_drawn_for_its_parts(pool2: WorkerPool) -> None:
+    with pytest.raises(ConfigError, match="each data rank's part of a whole batch, draws its own numbers"):
+        verify(Listener("Wav2Vec2"), sounds, 1, 2, reference="whole", pool=pool2)
