@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardformer.comm.values import has_values
 from shardformer.errors import ConfigError
 
 
@@ -64,7 +65,8 @@ def _different(tensors: Iterator[Tensor]) -> list[Tensor]:
     """Without what is given twice, such as logits and their transpose."""
     found: dict[tuple[int, int], Tensor] = {}
     for tensor in tensors:
-        found.setdefault((tensor.data_ptr(), tensor.numel()), tensor)
+        place = tensor.data_ptr() if has_values(tensor) else tensor.untyped_storage()._cdata
+        found.setdefault((place, tensor.numel()), tensor)
     return list(found.values())
 
 
