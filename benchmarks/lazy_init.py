@@ -26,7 +26,7 @@ from torch import nn
 
 import shardformer
 from shardformer.comm.collectives import checksum
-from shardformer.comm.params import param_specs
+from shardformer.layout.state import specs_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.testing.pool import WorkerPool
 
@@ -76,7 +76,7 @@ def measure(setting: Setting) -> Memory:
     seconds = time.perf_counter() - start
     peak = _status("VmHWM") - before
     share = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
-    specs = param_specs(model)
+    specs = specs_of(model)
     largest = max(torch.Size(specs[n].shape).numel() * p.element_size() for n, p in model.named_parameters())
     return Memory(share, largest, peak, seconds, [checksum(p) for p in model.parameters()])
 

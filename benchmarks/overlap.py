@@ -26,7 +26,7 @@ from common import Llama, Timing
 
 import shardformer
 from shardformer.comm.collectives import Pending
-from shardformer.layers.tensor import block
+from shardformer.layers.tensor import edges
 from shardformer.mesh.context import ParallelContext
 
 WAITING, PLAIN = "blocks, waiting", "blocks"
@@ -46,14 +46,14 @@ WORST_DIFFERENCE = 1e-4
 @contextmanager
 def waiting() -> Iterator[None]:
     """In here the collectives of a block's edges are waited for where they start."""
-    starts = {name: getattr(block, name) for name in ("start_all_reduce", "start_reduce_scatter")}
+    starts = {name: getattr(edges, name) for name in ("start_all_reduce", "start_reduce_scatter")}
     for name, start in starts.items():
-        setattr(block, name, _wait_at_once(start))
+        setattr(edges, name, _wait_at_once(start))
     try:
         yield
     finally:
         for name, start in starts.items():
-            setattr(block, name, start)
+            setattr(edges, name, start)
 
 
 def _wait_at_once(start: Callable[..., Pending]) -> Callable[..., Pending]:

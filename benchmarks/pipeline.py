@@ -31,10 +31,10 @@ from hand_cut import HandCut
 
 import shardformer
 from shardformer.engine import Pipeline
+from shardformer.layout.state import state_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.schedule import SCHEDULES
 from shardformer.pipeline.stage_manager import PipelineStageManager
-from shardformer.sharding.describe import record_of
 
 SINGLE, OURS, TORCH = "one process", "ShardFormer", "torch"
 WORST_DIFFERENCE = 1e-5
@@ -80,7 +80,7 @@ def measure(setting: Setting) -> Measured:
         manager = PipelineStageManager(context, name)
         model = shardformer.shard_model(setting.model.build(), context=context, pipeline_stage_manager=manager)
         steps[f"{OURS} {name}"] = common.pipeline_step(model, Pipeline(model, setting.micro_batches), batches)
-        stages = record_of(model).stages
+        stages = state_of(model).stages
         assert stages is not None
         bounds = [(span.start, span.end) for span in stages.spans]
         layers[name] = [end - start for start, end in bounds]

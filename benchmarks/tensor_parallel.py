@@ -32,8 +32,9 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardformer
-from shardformer.comm.recorder import WIRE_FACTOR, Recorder
+from shardformer.comm.recorder import Recorder
 from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.traffic import WIRE_FACTOR
 
 SINGLE, OURS = "one process", "ShardFormer"
 WORST_DIFFERENCE = 1e-4

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from shardformer.comm.params import param_specs
 from shardformer.comm.recorder import Recorder
 from shardformer.errors import ConfigError
+from shardformer.layout.state import specs_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.mesh.launch import launch_from_torch
 
@@ -83,7 +83,7 @@ def start(args: argparse.Namespace) -> ParallelContext:
 def report(model: nn.Module, recorder: Recorder, num_steps: int, context: ParallelContext) -> None:
     """Prints on rank 0 what this rank holds and what a step makes it say."""
     if context.tensor.rank == 0:
-        specs = param_specs(model)
+        specs = specs_of(model)
         whole = sum(prod(specs[name].shape) for name, _ in model.named_parameters())
         held = sum(param.numel() for param in model.parameters())
         rows = [("weights", f"{whole:,}"), ("on this rank", f"{held:,} ({held / whole:.0%})")]

@@ -19,9 +19,10 @@ from measuring import add_arguments, profiled, report, start
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from shardformer.comm.params import gather_param, param_specs
+from shardformer.comm.gather import gather_full
 from shardformer.comm.recorder import Recorder
 from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
+from shardformer.layout.state import specs_of
 from shardformer.mesh.context import ParallelContext
 
 SEED, BATCH, HIDDEN, NUM_STEPS = 1234, 8, 128, 2
@@ -69,13 +70,13 @@ def build(args: argparse.Namespace, context: ParallelContext) -> MLP:
 
 def train(model: MLP, x_BH: Tensor, context: ParallelContext) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    spec = param_specs(model)["fc1.weight"]
+    spec = specs_of(model)["fc1.weight"]
     for step in range(1, NUM_STEPS + 1):
         with record_function(f"step {step}"):
             loss = model(x_BH).sum()
             loss.backward()
             # Gathered only to be looked at: Adam treats each number by itself, so every rank updates its own.
-            gradient_HH = gather_param(model.fc1.weight.grad, spec, context.tensor)
+            gradient_HH = gather_full(model.fc1.weight.grad, spec, context.axis)
             optimizer.step()
             optimizer.zero_grad()
         if context.tensor.rank == 0:
