@@ -88,3 +88,27 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert file.exists(), target
         headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE) if part else []
         assert not part or part in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings], target
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def test_the_page_of_the_architecture_names_what_is_there() -> None:
+    named = {name for name in re.findall(r"`([\w/]+(?:/|\.py))`", ARCHITECTURE)}
+    places = [ROOT, ROOT / "shardformer", *(ROOT / "shardformer").iterdir(), ROOT / "shardformer" / "layers" / "tensor"]
+    assert len(named) > 30
+    assert {name for name in named if not any((place / name).exists() for place in places)} == set()
+
+
+def test_the_page_of_the_architecture_runs() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", ARCHITECTURE, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(block, "architecture.md", "exec"), names)
+    assert str(names["config"].stream_layout()) == "sequence over sequence (zigzag, from the inputs on)"
+
+
+def test_the_page_of_the_architecture_has_every_floor() -> None:
+    from tests.test_house import FLOORS
+
+    missing = [floor for floor in FLOORS if not re.search(rf"\b{floor.replace('.', '/')}\b", ARCHITECTURE)]
+    assert missing == []

@@ -13,14 +13,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shardformer.comm.params import param_specs
-from shardformer.comm.threads import ThreadGroup
 from shardformer.errors import ConfigError
+from shardformer.layout.state import specs_of
 from shardformer.lazy.materialize import materialize
 from shardformer.lazy.pretrained import from_pretrained
 from shardformer.mesh.context import ParallelContext
 from shardformer.sharder import shard_model
 from shardformer.sharding.describe import describe
+from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import SMALL, Batches, Sample, sample_loss
 from tests.lazy.families import FAMILIES, assert_same, build
 
@@ -130,14 +130,16 @@ def test_a_training_step_is_that_of_the_loaded_model(family: str, size: int, tmp
         model = shard_model(lazy[rank], context=context)
         assert str(tmp_path) in str(describe(model))
         sample_loss(model, batch).backward()
-        specs = param_specs(model)
+        specs = specs_of(model)
         for name, param in model.named_parameters():
             full = plain.get_parameter(name)
-            assert torch.equal(param, specs[name].slice(full, rank)), name
+            assert torch.equal(param, specs[name].slice(full, {"tensor": rank})), name
             if full.grad is not None:
-                torch.testing.assert_close(param.grad, specs[name].slice(full.grad, rank), rtol=1e-4, atol=1e-6)
+                torch.testing.assert_close(
+                    param.grad, specs[name].slice(full.grad, {"tensor": rank}), rtol=1e-4, atol=1e-6
+                )
 
-    ThreadGroup(size).run(train)
+    run_as_threads(train, tensor=size)
 
 
 def test_new_heads_are_the_same_on_all_ranks_whatever_their_seeds(tmp_path: Path) -> None:
@@ -151,7 +153,7 @@ def test_new_heads_are_the_same_on_all_ranks_whatever_their_seeds(tmp_path: Path
         model = shard_model(lazy[context.tensor.rank], context=context)
         return model.get_parameter("classifier.weight"), str(describe(model))
 
-    (one, said), (other, _) = ThreadGroup(2).run(head)
+    (one, said), (other, _) = run_as_threads(head, tensor=2)
     assert torch.equal(one, other)
     assert "Not saved, so new, with random numbers: classifier.bias, classifier.weight" in said
 
@@ -201,7 +203,7 @@ def test_files_that_vanish_before_the_values_are_made(tmp_path: Path) -> None:
     model = from_pretrained(transformers.BertForMaskedLM, tmp_path)
     shutil.rmtree(tmp_path)
     with pytest.raises(ConfigError, match="cannot be read any more"):
-        ThreadGroup(1).run(lambda context: shard_model(model, context=context))
+        run_as_threads(lambda context: shard_model(model, context=context), tensor=1)
 
 
 def test_shapes_that_do_not_fit(tmp_path: Path) -> None:
@@ -242,4 +244,4 @@ def test_ranks_that_read_different_files_are_refused(tmp_path: Path) -> None:
     folders = [save(Sample("bert")(), tmp_path / "a"), save(Sample("bert")(), tmp_path / "b", shard_size="60KB")]
     lazy = [from_pretrained(transformers.BertForMaskedLM, folder) for folder in folders]
     with pytest.raises(ConfigError, match="Ranks disagree"):
-        ThreadGroup(2).run(lambda context: shard_model(lazy[context.tensor.rank], context=context))
+        run_as_threads(lambda context: shard_model(lazy[context.tensor.rank], context=context), tensor=2)

@@ -10,11 +10,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardformer.comm.params import param_specs
-from shardformer.comm.threads import ThreadGroup
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
+from shardformer.layout.state import specs_of
 from shardformer.lazy import recipe
 from shardformer.lazy.recorder import LazyInit
 from shardformer.mesh.context import ParallelContext
@@ -24,8 +23,9 @@ from shardformer.policies.infer.twin import shrunk
 from shardformer.policies.policy import Policy
 from shardformer.sharder import ShardFormer, shard_model
 from shardformer.sharding.describe import describe
-from shardformer.sharding.guards import full_state_dict
+from shardformer.sharding.save import full_state_dict
 from shardformer.testing.pool import WorkerPool
+from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import SMALL, Batches, Sample, sample_loss
 from tests.lazy.living import Living
 from tests.policies.toy import ToyLM, ToyPolicy
@@ -48,18 +48,23 @@ def built_lazily(make: Callable[[], nn.Module], ranks: int, seeds: list[int] | N
 
 
 def assert_parts_of(model: nn.Module, plain: nn.Module, rank: int) -> None:
-    specs = param_specs(model)
+    specs = specs_of(model)
     for name, param in model.named_parameters():
-        assert torch.equal(param, specs[name].slice(plain.get_parameter(name), rank)), name
+        assert torch.equal(param, specs[name].slice(plain.get_parameter(name), {"tensor": rank})), name
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, plain.get_buffer(name)), name
     assert any(spec.is_sharded for spec in specs.values())
 
 
+PAIRS = [  # each family over 2 and over 4 ranks, once plainly and once with all options
+    pytest.param(family, size, options, id=f"{family}-{size}-{'options' if options else 'plain'}")
+    for at, family in enumerate(sorted(SMALL))
+    for size, options in zip((2, 4), ({}, OPTIONS) if at % 2 else (OPTIONS, {}), strict=True)
+]
+
+
 @pytest.mark.feature("lazy initialization")
-@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
-@pytest.mark.parametrize("size", [2, 4])  # 127 tokens, 6 heads and 2 KV heads divide by neither or one of them
-@pytest.mark.parametrize("family", sorted(SMALL))
+@pytest.mark.parametrize(("family", "size", "options"), PAIRS)  # 127 tokens, 6 heads and 2 KV heads divide by few
 def test_parts_and_a_training_step_are_those_of_the_eager_model(
     family: str, size: int, options: dict[str, bool]
 ) -> None:
@@ -85,20 +90,22 @@ def test_parts_and_a_training_step_are_those_of_the_eager_model(
         assert any(not torch.equal(ours_after[name], value) for name, value in whole.items())
         assert "Built without values" in str(describe(ours))
 
-    ThreadGroup(size).run(train)
+    run_as_threads(train, tensor=size)
 
 
 @pytest.mark.parametrize("head", ["T5EncoderModel", "T5ForSequenceClassification"])
 def test_other_heads(head: str) -> None:
     sample = Sample("t5", head)
     plain, lazy = built(sample), built_lazily(sample, 2)
-    ThreadGroup(2).run(lambda c: assert_parts_of(shard_model(lazy[c.tensor.rank], context=c), plain, c.tensor.rank))
+    run_as_threads(
+        lambda c: assert_parts_of(shard_model(lazy[c.tensor.rank], context=c), plain, c.tensor.rank), tensor=2
+    )
 
 
 def test_one_rank_alone_gets_everything() -> None:
     sample = Sample("gpt2")
     plain, (lazy,) = built(sample), built_lazily(sample, 1)
-    context = ThreadGroup(1).context(0)
+    context = ParallelContext.of({"tensor": 1})
     model, _ = ShardFormer(ShardConfig(context=context)).optimize(lazy)
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
 
@@ -111,7 +118,7 @@ def test_a_model_of_ones_own_with_a_policy_of_its_own() -> None:
             shard_model(lazy[context.tensor.rank], ToyPolicy(), context=context), plain, context.tensor.rank
         )
 
-    ThreadGroup(2).run(shard)
+    run_as_threads(shard, tensor=2)
 
 
 def test_a_policy_that_is_found_fits_a_model_without_values() -> None:
@@ -126,7 +133,7 @@ def test_a_policy_that_is_found_fits_a_model_without_values() -> None:
         assert_parts_of(model, plain, context.tensor.rank)
 
     plain = stable_lm()
-    ThreadGroup(2).run(shard)
+    run_as_threads(shard, tensor=2)
 
 
 def stable_lm() -> nn.Module:
@@ -140,7 +147,9 @@ def test_a_model_that_nothing_is_known_of_asks_for_a_policy_as_it_does_with_valu
     lazy, said = built_lazily(ToyLM, 2), []
     for models in (lazy, [built(ToyLM), built(ToyLM)]):
         with pytest.raises(PolicyError, match="No policy for ToyLM") as caught:
-            ThreadGroup(2).run(lambda context, models=models: shard_model(models[context.tensor.rank], context=context))
+            run_as_threads(
+                lambda context, models=models: shard_model(models[context.tensor.rank], context=context), tensor=2
+            )
         said.append(str(caught.value))
     assert (
         "found by inference" in said[0]
@@ -258,7 +267,7 @@ def test_what_a_policy_does_to_weights_is_done() -> None:
     def shard(context: ParallelContext) -> nn.Module:
         return shard_model(lazy[context.tensor.rank], PairPolicy(), context=context)
 
-    for model in ThreadGroup(2).run(shard):
+    for model in run_as_threads(shard, tensor=2):
         assert torch.equal(model.get_parameter("first.weight"), plain.get_parameter("first.weight")[4:] + 1.0)
         assert torch.equal(model.get_parameter("first.bias"), plain.get_parameter("first.bias")[4:])
         assert torch.equal(model.get_parameter("second.weight"), plain.get_parameter("second.weight") * 2.0)
@@ -293,7 +302,7 @@ def test_where_seeds_differ_all_ranks_draw_the_numbers_of_the_first() -> None:
         assert_parts_of(model, plain, context.tensor.rank)
         return str(describe(model))
 
-    assert all("those of rank 0" in said for said in ThreadGroup(2).run(shard))
+    assert all("those of rank 0" in said for said in run_as_threads(shard, tensor=2))
 
 
 def test_ranks_that_build_in_different_ways_are_refused() -> None:
@@ -301,21 +310,21 @@ def test_ranks_that_build_in_different_ways_are_refused() -> None:
     wider = Sample("bert", changes={"initializer_range": 0.5})
     lazy = [built_lazily(sample, 1)[0], built_lazily(wider, 1)[0]]
     with pytest.raises(ConfigError, match=r"Ranks disagree.*normal_"):
-        ThreadGroup(2).run(lambda context: shard_model(lazy[context.tensor.rank], context=context))
+        run_as_threads(lambda context: shard_model(lazy[context.tensor.rank], context=context), tensor=2)
 
 
 def test_a_lazy_and_an_eager_rank_are_refused() -> None:
     sample = Sample("bert")
     models = [built(sample), *built_lazily(sample, 1)]
     with pytest.raises(ConfigError, match="Ranks disagree"):
-        ThreadGroup(2).run(lambda context: shard_model(models[context.tensor.rank], context=context))
+        run_as_threads(lambda context: shard_model(models[context.tensor.rank], context=context), tensor=2)
 
 
 def test_where_sharding_fails_the_model_is_as_it_was() -> None:
     (lazy,) = built_lazily(Sample("llama"), 1)
     before = {name: id(p) for name, p in lazy.named_parameters()}
     with pytest.raises(ConfigError):
-        ThreadGroup(2).run(lambda context: shard_model(lazy, Failing(), context=context))
+        run_as_threads(lambda context: shard_model(lazy, Failing(), context=context), tensor=2)
     assert {name: id(p) for name, p in lazy.named_parameters()} == before
     assert all(p.is_meta for p in lazy.parameters())
 

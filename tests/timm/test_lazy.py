@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import shardformer
-from shardformer.comm.params import param_specs
-from shardformer.comm.threads import ThreadGroup
+from shardformer.layout.state import specs_of
 from shardformer.lazy import recipe
 from shardformer.mesh.context import ParallelContext
 from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.testing.threads import run_as_threads
 from tests.lazy.families import assert_same
 from tests.lazy.living import Living
 from tests.timm.models import MODELS, STAGED, Small, images, loss
@@ -79,9 +79,9 @@ def sharded_both_ways(name: str, ranks: int, options: dict[str, bool]) -> list[i
         ours = shardformer.shard_model(lazy[rank], context=context, **options)
         theirs = shardformer.shard_model(eager[rank], context=context, **options)
         assert_same(ours, theirs)
-        specs = param_specs(ours)
+        specs = specs_of(ours)
         for parameter_name, parameter in ours.named_parameters():
-            part = specs[parameter_name].slice(plain.get_parameter(parameter_name), rank)
+            part = specs[parameter_name].slice(plain.get_parameter(parameter_name), {"tensor": rank})
             assert torch.equal(parameter, part), parameter_name
             assert parameter.untyped_storage().nbytes() == part.nbytes, parameter_name
         for model in (ours, theirs):
@@ -94,7 +94,7 @@ def sharded_both_ways(name: str, ranks: int, options: dict[str, bool]) -> list[i
         assert "Built without values" in str(shardformer.describe(ours))
         return sum(spec.is_sharded for spec in specs.values())
 
-    return ThreadGroup(ranks).run(train)
+    return run_as_threads(train, tensor=ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -117,7 +117,7 @@ def held_while_sharding(name: str) -> tuple[int, int, int, int]:
     living = Living()
     with patch.object(recipe, "_allocate", living):
         model = shardformer.shard_model(model, context=context)
-    specs = param_specs(model)
+    specs = specs_of(model)
     whole = [p.nbytes for key, p in model.named_parameters() if not specs[key].is_sharded]
     return living.peak, max(sizes), sum([*whole, *(b.nbytes for b in model.buffers())]), sum(sizes)
 

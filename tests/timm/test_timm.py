@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 import shardformer
-from shardformer.comm.threads import ThreadGroup
 from shardformer.errors import ShardFormerError
+from shardformer.layout.reduction import Reduction
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.infer.prove import Reference, mismatch
 from shardformer.sharder import resolve_policy
 from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.testing.threads import run_as_threads
 from shardformer.verify import Pipelined, verify
 from tests.timm.models import MODELS, STAGED, Small, images, loss
 from tests.timm.process import timm
@@ -64,7 +65,7 @@ def sharded(name: str, options: dict[str, bool], use: Callable[[Any], Any], rank
     def shard(context: ParallelContext) -> Any:
         return use(shardformer.shard_model(copy.deepcopy(plain), context=context, **options))
 
-    return ThreadGroup(ranks).run(shard)[0]
+    return run_as_threads(shard, tensor=ranks)[0]
 
 
 @pytest.mark.parametrize(
@@ -125,8 +126,8 @@ def test_tensor_times_data(timm_pools: Pools, name: str, mode: str) -> None:
 
 def without(what: str, name: str, options: dict[str, bool]) -> list[str]:
     stand_in: Any = {
-        "shardformer.sharding.apply.average_gradients": lambda *_: [],
-        "shardformer.layers.tensor.block.start_all_reduce": lambda x, *_, **__: _Done(x),
+        "shardformer.sharding.gradients.reduction_of": lambda *_: Reduction(),
+        "shardformer.layers.tensor.edges.start_all_reduce": lambda x, *_, **__: _Done(x),
     }[what]
     with patch(what, stand_in):
         return differences(name, (2,), {}, options)
@@ -143,10 +144,10 @@ class _Done:
 @pytest.mark.parametrize(
     ("what", "name", "mode", "said"),
     [
-        ("shardformer.layers.tensor.block.start_all_reduce", "beit", "plain", "output differs"),
-        ("shardformer.sharding.apply.average_gradients", "vit with all between", "plain", "attn.q_norm.weight"),
-        ("shardformer.sharding.apply.average_gradients", "beit", "sequence", "blocks.0.gamma_1 differs"),
-        ("shardformer.sharding.apply.average_gradients", "swin v2", "plain", "attn.cpb_mlp.0.weight differs"),
+        ("shardformer.layers.tensor.edges.start_all_reduce", "beit", "plain", "output differs"),
+        ("shardformer.sharding.gradients.reduction_of", "vit with all between", "plain", "attn.q_norm.weight"),
+        ("shardformer.sharding.gradients.reduction_of", "beit", "sequence", "blocks.0.gamma_1 differs"),
+        ("shardformer.sharding.gradients.reduction_of", "swin v2", "plain", "attn.cpb_mlp.0.weight differs"),
     ],
 )
 def test_what_is_not_summed_is_noticed(timm_worker: WorkerPool, what: str, name: str, mode: str, said: str) -> None:
@@ -172,7 +173,7 @@ def test_fused_norms(timm_worker: WorkerPool, name: str) -> None:
         for name in ("vit with all between", "deit distilled", "beit", "eva02", "swin", "swin v2")
     ],
 )
-def test_compiled_chains(timm_worker: WorkerPool, name: str) -> None:
+def test_activations_with_bias_and_gate(timm_worker: WorkerPool, name: str) -> None:
     options = {"enable_jit_fused": True, **NORMS}
     with timm_worker.with_timeout(300) as pool:
         assert in_worker(pool, differences, name, (2,), {"drop_path_rate": 1e-9}, options) == []
@@ -258,7 +259,7 @@ def test_sequence_parallelism_is_refused(
     ("method", "options", "said"),
     [
         ("forward_intermediates", {}, "nothing"),
-        ("forward_intermediates", SEQUENCE, "its own stretch of the sequence"),
+        ("forward_intermediates", SEQUENCE, "its own part of the sequence"),
         ("set_input_size", {}, "Call set_input_size on the plain model"),
         ("reset_classifier", {}, "Call reset_classifier on the plain model"),
     ],
@@ -276,7 +277,7 @@ def test_another_class_of_timm_is_named(timm_pools: Pools) -> None:
 
 def shard_mixer() -> None:
     mixer = timm("models.mlp_mixer").MlpMixer(img_size=32, patch_size=8, embed_dim=24, num_blocks=1, num_classes=3)
-    ThreadGroup(2).run(lambda context: shardformer.shard_model(mixer, context=context))
+    run_as_threads(lambda context: shardformer.shard_model(mixer, context=context), tensor=2)
 
 
 def test_transformers_runs_beside_it(timm_worker: WorkerPool) -> None:

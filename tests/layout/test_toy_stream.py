@@ -1,0 +1,56 @@
+"""A way of being parallel that the package does not have: the sequence in zigzag over an axis, from the inputs on."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from shardformer.comm.gather import gather_full
+from shardformer.layout.state import specs_of
+from shardformer.layout.stream import Begin, Cut, Dim, Order, StreamLayout
+from shardformer.mesh.context import ParallelContext
+from shardformer.policies.role_policy import MLP, RolePolicy, Stack
+from shardformer.sharder import shard_model
+from shardformer.testing.threads import run_as_threads
+from tests.policies.toy import HIDDEN, VOCAB, FeedForward, toy_batch
+
+
+class TokenWise(nn.Module):
+    """Embedding, MLPs, norm, head: no token reads another, so a rank needs no positions but its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB)
+        self.layers = nn.ModuleList(nn.ModuleDict({"mlp": FeedForward(norm=True)}) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer.get_submodule("mlp")(x)
+        return torch.as_tensor(self.head(x))
+
+
+class TokenWisePolicy(RolePolicy):
+    stack, embeddings, head = Stack("layers", [MLP("mlp", up="fc1", down="fc2")]), "embed", "head"
+
+
+@pytest.mark.parametrize("order", Order)
+def test_gradients_are_those_of_the_whole_sequence(order: Order) -> None:
+    plain, batch = TokenWise().double(), {name: x[:, :8] for name, x in toy_batch(0).items()}
+    models = [copy.deepcopy(plain) for _ in range(4)]
+    cross_entropy(plain(batch["ids"]).flatten(0, 1), batch["labels"].flatten()).backward()
+    cut = Cut(Dim.SEQUENCE, "sequence", order, Begin.INPUTS)
+
+    def difference(context: ParallelContext) -> float:
+        model = shard_model(models[context.rank], TokenWisePolicy, context=context, stream=StreamLayout((cut,)))
+        own = [i for a, b in cut.split(8, 2).parts[context.sequence.rank] for i in range(a, b)]
+        cross_entropy(model(batch["ids"][:, own]).flatten(0, 1), batch["labels"][:, own].flatten()).backward()
+        specs, want = specs_of(model), {name: p.grad for name, p in plain.named_parameters()}
+        grads = {name: gather_full(p.grad, specs[name], context.axis) for name, p in model.named_parameters()}
+        return max(float((grads[name] - want[name]).abs().max()) for name in want)
+
+    assert max(run_as_threads(difference, sequence=2, tensor=2)) < 1e-14
