@@ -5,8 +5,9 @@ Sizes are odd throughout: vocabulary 127, six heads, two KV heads, MLPs of 70, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -40,6 +41,12 @@ Recorded = Callable[[str, object], None]
 # What a block's two edges communicate, which shows that the mode was on.
 EDGES = {"plain": {"all_reduce"}, "sequence": {"all_gather", "reduce_scatter"}}
 EDGES["overlap"] = EDGES["sequence"]
+
+
+def in_turn(cases: Sequence[Any], *ways: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Each case in one of the ways and its neighbours in the others, so that a family of several goes all ways."""
+    return zip(cases, cycle(ways), strict=False)
+
 
 in_each_mode = pytest.mark.parametrize("mode", list(MODES))
 over_two_and_four = pytest.mark.parametrize("tensor", [2, 4])
@@ -75,8 +82,10 @@ def check(
     return "refused: " + refused.value.what.partition("it is known that ")[2]
 
 
-@pytest.mark.parametrize(("tensor", "mode"), [(2, "plain"), (4, "sequence")])
-@pytest.mark.parametrize(("family", "head"), EVERY_HEAD, ids=[head for _, head in EVERY_HEAD])
+@pytest.mark.parametrize(
+    ("family", "head", "tensor", "mode"),
+    [(*each, *way) for each, way in in_turn(EVERY_HEAD, (2, "plain"), (4, "sequence"))],
+)
 def test_every_head(pools: Pools, family: str, head: str, tensor: int, mode: str) -> None:
     check(pools, Sample(family, head), Batches(head), tensor, mode)
 
@@ -106,14 +115,15 @@ def test_overlap(pools: Pools, family: str, tensor: int, record_property: Record
         record_property("feature", refused)
 
 
-@in_each_mode
-@pytest.mark.parametrize("family", REGISTERED)
+@pytest.mark.parametrize(("family", "mode"), [(f, *way) for f, way in in_turn(REGISTERED, *((m,) for m in MODES))])
 def test_single_precision(pools: Pools, family: str, mode: str) -> None:
     check(pools, Sample(family), Batches(MAIN[family]), 2, mode, torch.float32)
 
 
-@pytest.mark.parametrize(("tensor", "mode"), [(2, "overlap"), (4, "plain")])
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name != SLOW])
+@pytest.mark.parametrize(
+    ("name", "tensor", "mode"),
+    [(name, *way) for name, way in in_turn([n for n in VARIANTS if n != SLOW], (2, "overlap"), (4, "plain"))],
+)
 def test_other_settings(pools: Pools, name: str, tensor: int, mode: str) -> None:
     sample = VARIANTS[name].sample
     check(pools, sample, Batches(sample.head_class, batch=3, sequence=9), tensor, mode)
