@@ -133,7 +133,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives its base no types
         self.live = self.peak = 0
         self._known: set[int] = set()
         self._see(held)
