@@ -45,13 +45,14 @@ from shardformer.errors import ShardFormerError
 from shardformer.layers.tensor.linear import is_linear
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.infer.infer import OUTSIDE, InferredPolicy
-from shardformer.policies.infer.inputs import batches_for, runner
 from shardformer.policies.infer.prove import Reference, loss_of, mismatch
-from shardformer.policies.infer.twin import Twin, model_of, twin_of
+from shardformer.policies.infer.twin import Twin, twin_of
 from shardformer.policies.policy import Policy
 from shardformer.sharder import resolve_policy
 from shardformer.sharding.plan import make_plan
 from shardformer.testing.pool import WorkerPool
+from shardformer.testing.zoo.inputs import batches_for, runner
+from shardformer.testing.zoo.shrink import model_of
 from shardformer.verify import verify
 
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION")

@@ -9,8 +9,8 @@ import pytest
 import transformers
 
 from shardformer.cli import main
-from shardformer.policies.infer.twin import shrunk
 from shardformer.policies.role_policy import RolePolicy
+from shardformer.testing.zoo.shrink import shrunk
 
 
 def test_it_prints_a_policy_that_can_be_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,6 @@ from shardformer.lazy.recorder import LazyInit
 from shardformer.mesh.context import ParallelContext
 from shardformer.mesh.launch import launch_from_torch
 from shardformer.policies.describe import ModulePolicyDescription, SubModuleReplacementDescription
-from shardformer.policies.infer.twin import shrunk
 from shardformer.policies.policy import Policy
 from shardformer.sharder import ShardFormer, shard_model
 from shardformer.sharding.describe import describe
@@ -27,6 +26,7 @@ from shardformer.sharding.save import full_state_dict
 from shardformer.testing.pool import WorkerPool
 from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import SMALL, Batches, Sample, sample_loss
+from shardformer.testing.zoo.shrink import shrunk
 from tests.lazy.living import Living
 from tests.policies.toy import ToyLM, ToyPolicy
 

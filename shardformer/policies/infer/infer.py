@@ -19,12 +19,15 @@ from shardformer.layers.tensor.linear import is_linear
 from shardformer.policies.infer.depth import along_depth, found_stacks
 from shardformer.policies.infer.drafts import BlockDraft, draft
 from shardformer.policies.infer.flow import given_by_layers, observe
-from shardformer.policies.infer.prove import Forward, Reference, mismatch
-from shardformer.policies.infer.twin import Kind, kind_of, model_of, twin_of
+from shardformer.policies.infer.prove import Reference, mismatch
+from shardformer.policies.infer.twin import twin_of
 from shardformer.policies.paths import matching
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import Stack
 from shardformer.sharding.plan import make_plan
+from shardformer.testing.zoo.inputs import Forward
+from shardformer.testing.zoo.layers import Made, kind_of
+from shardformer.testing.zoo.shrink import model_of
 
 RANKS = (2, 4)
 """Tensor sizes that a policy is proven over: on the twin, with six heads, an even cut and an uneven one."""
@@ -40,7 +43,7 @@ class InferredPolicy(RolePolicy):
         layers: path of each stack -> what the layers of the twin are made of. Others were not proven.
     """
 
-    layers: Mapping[str, frozenset[Kind]] = MappingProxyType({})
+    layers: Mapping[str, frozenset[Made]] = MappingProxyType({})
 
     def replicated(self) -> None:
         """What no rule names stays whole: it could not be described."""
@@ -190,7 +193,7 @@ def _starred(path: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
-def _kinds_of_layers(model: nn.Module, layers: str) -> frozenset[Kind]:
+def _kinds_of_layers(model: nn.Module, layers: str) -> frozenset[Made]:
     paths = matching(f"{layers}.*", [name for name, _ in model.named_modules()])
     return frozenset(kind_of(model.get_submodule(path)) for path in paths)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from typing import Any
@@ -19,13 +19,12 @@ from shardformer.mesh.context import ParallelContext
 from shardformer.policies.policy import Policy
 from shardformer.sharding.apply import Sharding
 from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo.inputs import Forward
 
 RELATIVE = 1e-4
 """Of the largest number of a gradient. Some models cast to fp32 inside; what is wrong is larger by far."""
 ROUNDING = 64
 """Times the precision and the largest gradient of all: what is zero but for rounding, as a key's bias."""
-
-Forward = Callable[[nn.Module], Any]
 
 
 @dataclass(frozen=True)

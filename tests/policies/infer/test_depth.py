@@ -17,11 +17,12 @@ from shardformer.policies.infer.depth import along_depth
 from shardformer.policies.infer.infer import InferredPolicy, infer_stacks
 from shardformer.policies.infer.prove import Reference
 from shardformer.policies.infer.prove_stages import stage_mismatch
-from shardformer.policies.infer.twin import shrunk, twin_of
+from shardformer.policies.infer.twin import twin_of
 from shardformer.policies.roles import Stack
 from shardformer.sharder import resolve_policy
 from shardformer.testing.pool import WorkerPool
 from shardformer.testing.zoo import num_samples
+from shardformer.testing.zoo.shrink import shrunk
 from shardformer.verify import Pipelined, verify
 from tests.policies.toy import ToyLM
 

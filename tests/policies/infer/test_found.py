@@ -12,11 +12,11 @@ from torch import nn
 from shardformer.config import ShardConfig
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.infer.infer import infer_on
-from shardformer.policies.infer.inputs import batches_for, runner
 from shardformer.policies.infer.prove import Reference, mismatch
-from shardformer.policies.infer.twin import shrunk
 from shardformer.policies.registry import FAMILIES
 from shardformer.sharding.plan import make_plan
+from shardformer.testing.zoo.inputs import batches_for, runner
+from shardformer.testing.zoo.shrink import shrunk
 
 FOUND = {
     "codegen": ("CodeGenForCausalLM", ["attn.qkv_proj", "attn.out_proj", "mlp.fc_in"]),

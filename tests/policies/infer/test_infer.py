@@ -16,9 +16,8 @@ from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.infer.infer import InferredPolicy, infer, infer_on
-from shardformer.policies.infer.inputs import batches_for, runner
 from shardformer.policies.infer.prove import Reference, mismatch
-from shardformer.policies.infer.twin import kinds_of_layers, shrunk, twin_of
+from shardformer.policies.infer.twin import twin_of
 from shardformer.policies.infer.write import source_of
 from shardformer.policies.models.gpt2 import GPT2Policy
 from shardformer.policies.policy import Policy
@@ -28,6 +27,9 @@ from shardformer.sharder import shard_model
 from shardformer.sharding.plan import make_plan
 from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import SMALL, Sample
+from shardformer.testing.zoo.inputs import batches_for, runner
+from shardformer.testing.zoo.layers import kinds_of_layers
+from shardformer.testing.zoo.shrink import shrunk
 from tests.policies.toy import ToyLM
 
 # family -> its class, and what share of the linear weights of its layers the policy cuts

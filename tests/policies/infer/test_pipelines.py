@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from shardformer.errors import ShardFormerError
 from shardformer.policies.infer.infer import infer
-from shardformer.policies.infer.twin import shrunk
 from shardformer.policies.infer.write import source_of
 from shardformer.policies.registry import FAMILIES
 from shardformer.policies.role_policy import Stack
 from shardformer.testing.pool import WorkerPool
+from shardformer.testing.zoo.shrink import shrunk
 from shardformer.verify import Pipelined, Report, verify
 
 CLASSES = {

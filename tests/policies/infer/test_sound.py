@@ -15,13 +15,14 @@ from shardformer.errors import PolicyError
 from shardformer.layers.tensor.edges import enter
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.infer.infer import infer, infer_on
-from shardformer.policies.infer.inputs import batches_for, runner
 from shardformer.policies.infer.prove import Reference, mismatch
-from shardformer.policies.infer.twin import model_of, twin_of
+from shardformer.policies.infer.twin import twin_of
 from shardformer.policies.lowering import LayerLowering
 from shardformer.policies.role_policy import MLP, Attention, Experts, Stack
 from shardformer.sharder import shard_model
 from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo.inputs import batches_for, runner
+from shardformer.testing.zoo.shrink import model_of
 
 
 @pytest.mark.parametrize("name", ["T5Gemma2ForConditionalGeneration", "FSMTForConditionalGeneration"])

@@ -10,9 +10,11 @@ from torch import nn
 from shardformer.config import ShardConfig
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.infer.infer import infer
-from shardformer.policies.infer.twin import HEAD_DIM, HEADS, kinds_of_layers, model_of, shrunk, twin_of
+from shardformer.policies.infer.twin import twin_of
 from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
 from shardformer.sharding.plan import make_plan
+from shardformer.testing.zoo.layers import kinds_of_layers
+from shardformer.testing.zoo.shrink import ODD, model_of, shrunk
 
 
 def native(model_type: str, name: str, **settings: object) -> nn.Module:
@@ -34,7 +36,7 @@ def cut_in_layers(model: nn.Module, policy: RolePolicy) -> set[str]:
     [
         ("musicgen_decoder", "MusicgenForCausalLM", {"input_ids": (8, 9)}),  # a row for each of four codes
         ("siglip2", "Siglip2ForImageClassification", {"pixel_values": (2, 9, 768), "spatial_shapes": (2, 2)}),
-        ("voxtral_realtime", "VoxtralRealtimeForConditionalGeneration", {"input_features": (2, 16, 72)}),
+        ("voxtral_realtime", "VoxtralRealtimeForConditionalGeneration", {"input_features": (2, 8, 72)}),
         ("perceiver", "PerceiverForMaskedLM", {"input_ids": (2, 9)}),  # its layers are self-attentions of a block
         ("vibevoice_asr", "VibeVoiceAsrForConditionalGeneration", {"input_ids": (2, 9)}),
         ("neomme", "NeoMMEForMaskedLM", {"input_ids": (2, 9)}),  # a quarter of its heads is turned, by fours
@@ -49,8 +51,8 @@ def test_a_twin_of_special_sizes_or_inputs_runs(model_type: str, name: str, shap
 
 def test_a_class_derives_sizes_from_the_small_ones() -> None:
     small = shrunk(transformers.ZambaConfig(), anew=True)
-    assert small.attention_hidden_size == 2 * HEADS * HEAD_DIM
-    assert small.attention_head_dim == 2 * HEAD_DIM
+    assert small.attention_hidden_size == 2 * ODD.heads * ODD.head_dim
+    assert small.attention_head_dim == 2 * ODD.head_dim
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardformer.errors import PolicyError
-from shardformer.policies.infer.prove import Forward
 
+Forward = Callable[[nn.Module], Any]
+"""Calls a model with a batch."""
 BATCH, LENGTH, TARGET_LENGTH = 2, 9, 7
 SIDE = 64
 """Of an image, where the config does not say it."""

@@ -1,0 +1,130 @@
+"""What each number of a config counts, told from where it shows in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
+from fractions import Fraction
+from itertools import combinations
+
+from shardformer.testing.zoo.measure import Number, Path, Place
+
+HALF = Fraction(1, 2)  # of a width that counts gate and up together
+LEAST_WIDTH = 8
+"""Below it are channels of an image, codes of a sound, speakers."""
+MOST_FUSED = 4
+"""Widths of an MLP that lie behind each other in one matrix."""
+
+
+class Kind(Enum):
+    """What a number counts."""
+
+    HIDDEN = auto()  # features of the hidden states
+    HEADS = auto()
+    HEAD_DIM = auto()  # features of a head, or a part of them
+    WIDTH = auto()  # features of something inside of a layer alone: an MLP, an expert, a low rank
+    ROWS = auto()  # of an embedding
+    POSITIONS = auto()  # of a table that is no parameter
+    CHANNELS = auto()  # of a convolution, the first of several that multiply them
+    EXPERTS = auto()
+    LAYERS = auto()  # of a list inside of a layer
+
+
+def kinds_of(found: Sequence[Number]) -> dict[Path, Kind]:
+    """What each number counts, of those that could be told."""
+    kinds = {number.path: kind for number in found if (kind := _kind(number)) is not None}
+    for number in found:
+        if kinds.get(number.path) is Kind.HEAD_DIM and _is_everywhere(number, found):
+            kinds[number.path] = Kind.HIDDEN
+    hidden = [n.value for n in found if kinds.get(n.path) is Kind.HIDDEN]
+    for number, other in combinations(found, 2):
+        known = {kinds.get(number.path), kinds.get(other.path)}
+        pair = _multiply(number, other) or (number.value * other.value in hidden and _side_by_side(number, other))
+        if pair and not known & {Kind.HIDDEN, Kind.EXPERTS, Kind.ROWS, Kind.CHANNELS}:
+            heads, dim = sorted((number, other), key=lambda n: n.value)
+            if kinds.get(heads.path) is Kind.HEAD_DIM or kinds.get(dim.path) is Kind.HEADS:
+                heads, dim = dim, heads
+            for one, kind in ((heads, Kind.HEADS), (dim, Kind.HEAD_DIM)):
+                if kinds.get(one.path) not in (Kind.HEADS, Kind.HEAD_DIM):
+                    kinds[one.path] = kind
+    for number in (number for number in found if number.path not in kinds and not number.shrinks()):
+        if (kind := _part_of_heads(number, found, kinds)) is not None:
+            kinds[number.path] = kind
+    parts = [n.value for n in found if kinds.get(n.path) is Kind.HEAD_DIM]
+    least = min((n.value for n in found if kinds.get(n.path) is Kind.HEADS), default=max(hidden, default=1))
+    largest = max([*parts, *(width // least for width in hidden)], default=0)
+    for number in found:
+        if number.path not in kinds and _places(number) == {Place.BUFFER}:
+            is_part = number.value <= largest or turned(number) & {*parts}
+            kinds[number.path] = Kind.HEAD_DIM if is_part else Kind.POSITIONS
+    return kinds
+
+
+def _part_of_heads(number: Number, found: Sequence[Number], kinds: Mapping[Path, Kind]) -> Kind | None:
+    """Of one that no other measurement tells: whether it counts heads of a width that they divide, or a part of one."""
+    inside = {s: k for s, k in number.times().items() if s.depth and s.place in (Place.VECTOR, Place.MATRIX)}
+    hidden = {n.value for n in found if kinds.get(n.path) is Kind.HIDDEN}
+    heads = {n.value for n in found if kinds.get(n.path) is Kind.HEADS and n.path[:-1] == number.path[:-1]}
+    if len({*inside.values()}) <= 2 and any(
+        k == 1 or (k > MOST_FUSED and k not in hidden and not any(k % h == 0 for h in heads)) for k in inside.values()
+    ):
+        return Kind.HEADS
+    if not inside and number.value not in heads and any(s.place is Place.MATRIX and s.depth for s in number.moved):
+        return Kind.HEAD_DIM
+    return None
+
+
+def _side_by_side(number: Number, other: Number) -> bool:
+    """Whether they are two dims of one tensor."""
+    return bool({spot.name for spot in number.sizes()} & {spot.name for spot in other.sizes()})
+
+
+def turned(number: Number) -> set[int]:
+    """How many features of a head a table of rotations that it sets the size of turns: two by each entry."""
+    return {2 * int(old) for spot, (old, _) in number.moved.items() if spot.place is Place.BUFFER}
+
+
+def _is_everywhere(number: Number, found: Sequence[Number]) -> bool:
+    """Whether every matrix in the layers of its config has as many features on one of its sides."""
+    beside = [n for n in found if n.path[:-1] == number.path[:-1]]
+    return len(beside) > 1 and _matrices(number) >= {name for other in beside for name in _matrices(other)}
+
+
+def _matrices(number: Number) -> set[str]:
+    return {spot.name for spot in number.moved if spot.place is Place.MATRIX and spot.depth}
+
+
+def _multiply(number: Number, other: Number) -> bool:
+    """Whether something has as many of the one as the product of both."""
+    ours, theirs = number.times(), other.times()
+    shared = (spot for spot in ours.keys() & theirs.keys() if spot.depth)
+    return any(ours[s] % other.value == 0 and theirs[s] % number.value == 0 for s in shared)
+
+
+def _places(number: Number) -> set[Place]:
+    return {spot.place for spot in number.moved} - {Place.ATTRIBUTE}
+
+
+def _kind(number: Number) -> Kind | None:
+    """What it counts, as far as it tells by itself."""
+    units = number.sizes()
+    inside = any(spot.place is Place.MATRIX and spot.depth for spot in units)
+    outside = any(spot.place in (Place.MATRIX, Place.VECTOR) and not spot.depth for spot in units)
+    if any(spot.place is Place.LAYERS and spot.depth for spot in units):
+        return Kind.EXPERTS if inside else Kind.LAYERS
+    if any(spot.place is Place.ROWS for spot in number.moved):
+        return Kind.ROWS
+    if {2, 4, 8} <= {*number.times().values()}:
+        return Kind.CHANNELS
+    if inside and outside:
+        return Kind.HIDDEN
+    if number.divides():
+        return Kind.HEADS
+    if any(spot.place is Place.STACK and spot.depth for spot in units):
+        return Kind.EXPERTS
+    if number.scales():
+        return Kind.HEAD_DIM
+    matrices = (times for spot, times in number.times().items() if spot.place is Place.MATRIX and spot.depth)
+    most = max(matrices, default=Fraction(0))
+    is_width = (inside or most == HALF) and most <= MOST_FUSED and number.value >= LEAST_WIDTH
+    return Kind.WIDTH if is_width else None

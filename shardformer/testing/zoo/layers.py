@@ -1,0 +1,110 @@
+"""A config with few layers in place of many, of each kind one, and its lists with an entry for each layer cut along."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from shardformer.testing.zoo.measure import inner, lists, numbers
+
+LAYERS, MOST_LAYERS = 2, 8
+STAGES = {"image_size": 64, "window_size": 2}
+"""Fields of the image, whose size no measurement tells apart from others; stages halve it."""
+KV_SHARED = "num_kv_shared_layers"
+"""Field of how many of the last layers have no keys and values of their own; it goes with the number of layers."""
+
+Made = frozenset[tuple[str, str]]
+"""What a layer is made of: paths, with ``*`` for each number, and classes of its modules."""
+
+
+def kind_of(layer: nn.Module) -> Made:
+    return frozenset((re.sub(r"\d+", "*", path), type(module).__name__) for path, module in layer.named_modules())
+
+
+def kinds_of_layers(model: nn.Module) -> frozenset[Made]:
+    """The kinds of layers in all lists of layers."""
+    return frozenset(kind_of(layer) for layers in _lists(model).values() for layer in layers.children())
+
+
+def kinds_needed(model: nn.Module) -> int:
+    """With how many layers each list of a model has one of each of its kinds."""
+    needed = 0
+    for layers in _lists(model).values():
+        kinds = [kind_of(layer) for layer in layers.children()]
+        needed = max([needed, *(i + 1 for i, kind in enumerate(kinds) if kind not in kinds[:i])])
+    return needed
+
+
+def _lists(model: nn.Module) -> dict[str, nn.ModuleList]:
+    return {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+
+
+def fewer_layers(config: Any, model: nn.Module, make: Callable[[Any], nn.Module], first: int, each: int) -> Any:
+    """The config with few layers in each list of the model: the ``first`` ones, and ``each`` so many of each kind.
+
+    Which of its fields count layers is tried: with fewer, a list of the model is shorter.
+    """
+    lengths = _lengths(model)
+    counts = [(path, n) for path, n in numbers(config) if n in lengths.values()]
+    for path, few in (
+        *((path, partial(_cut_layers, field=path[-1], count=n, first=first, each=each)) for path, n in counts),
+        *((path, partial(_cut_stages, field=path[-1])) for path, values in lists(config) if max(values) > LAYERS + 1),
+    ):
+        candidate = copy.deepcopy(config)
+        few(inner(candidate, path[:-1]))
+        try:
+            now = _lengths(make(candidate))
+        except Exception:  # it is something else
+            continue
+        if any(now.get(name, length) < length for name, length in lengths.items()):
+            config, lengths = candidate, now
+    return config
+
+
+def _cut_stages(config: Any, field: str) -> None:
+    """Cuts how many layers each stage has."""
+    values = vars(config)[field]
+    setattr(config, field, type(values)(min(n, LAYERS + 1) for n in values))
+
+
+def small_images(config: Any) -> None:
+    """Cuts the image with which a model of stages begins: one whose config has lists, with a number for each stage."""
+    for path in {path[:-1] for path, values in lists(config) if len(values) > 1}:
+        place = inner(config, path)
+        for name, size in STAGES.items():
+            if (old := vars(place).get(name)) is not None:
+                setattr(place, name, type(old)([size] * len(old)) if isinstance(old, list | tuple) else size)
+
+
+def _lengths(model: nn.Module) -> dict[str, int]:
+    """How many layers each list or chain of modules has; one of embeddings or heads has none."""
+    found = (
+        (path, [*m.children()]) for path, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)
+    )
+    return {path: len(layers) for path, layers in found if any(any(layer.children()) for layer in layers)}
+
+
+def _cut_layers(config: Any, field: str, count: int, first: int, each: int) -> None:
+    """Sets how many layers a config has, and cuts its lists that have an entry for each layer."""
+    fields = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    shared = fields.get(KV_SHARED) or 0
+    of_each = {n: v for n, v in fields.items() if isinstance(v, list | tuple) and len(v) == count}
+    kinds = list(zip(*[v for v in of_each.values() if not _numbered(v)], [i < count - shared for i in range(count)]))
+    chosen = {i for i, kind in enumerate(kinds) if i < first or kinds[:i].count(kind) < each}
+    rest = [i for i in range(count) if i not in chosen]
+    kept = sorted({*chosen, *rest[: max(0, LAYERS - len(chosen))]})
+    setattr(config, field, len(kept))
+    for name, values in of_each.items():
+        setattr(config, name, type(values)(values[i] for i in (range(len(kept)) if _numbered(values) else kept)))
+    if shared:
+        setattr(config, KV_SHARED, sum(i >= count - shared for i in kept))
+
+
+def _numbered(values: Sequence[Any]) -> bool:
+    """Whether a list counts the layers, and so tells no kinds apart."""
+    return all(type(v) is int for v in values) and list(values) == list(range(values[0], values[0] + len(values)))

@@ -1,0 +1,208 @@
+"""What each number of a config sets in its model: found by doubling one after the other, on the meta device.
+
+No name of a field is read. A model with a few layers is built without memory in milliseconds, so what a number means is
+seen in what moves with it: dims of parameters, lengths of lists, attributes of modules.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import nn
+
+Path = tuple[str, ...]
+"""The fields that lead to a number, from the outermost config inward."""
+
+
+class Place(Enum):
+    """Where a number shows in a model."""
+
+    LAYERS = auto()  # the length of a list of modules
+    ROWS = auto()  # of an embedding
+    STACK = auto()  # the first dim of weights that are stacked
+    MATRIX = auto()  # a dim of a matrix, or another of stacked weights, or channels of a convolution
+    VECTOR = auto()
+    BUFFER = auto()
+    ATTRIBUTE = auto()
+
+
+@dataclass(frozen=True)
+class Spot:
+    """One number of a built model.
+
+    Args:
+        name: of the parameter, buffer, list or attribute, with the path of its module.
+        dim: of a tensor.
+        depth: how many lists of modules it is in.
+    """
+
+    name: str
+    dim: int
+    place: Place
+    depth: int
+
+
+@dataclass(frozen=True)
+class Number:
+    """One integer of a config, or a list with the same one for each layer, and what moves with it.
+
+    Args:
+        moved: spot -> its number, and that with ``value`` changed to ``other``.
+        builds: whether the model has other spots with ``other``.
+    """
+
+    path: Path
+    value: int
+    other: int
+    moved: Mapping[Spot, tuple[float, float]]
+    builds: bool
+
+    def times(self) -> dict[Spot, Fraction]:
+        """Spot -> how many times the number it is, where it grows in proportion to it."""
+        return {
+            spot: Fraction(old) / self.value
+            for spot, (old, new) in self.moved.items()
+            if isinstance(old, int) and new * self.value == old * self.other
+        }
+
+    def shrinks(self) -> bool:
+        """Whether a tensor gets smaller as it grows: it divides something else."""
+        return any((new - old) * (self.other - self.value) < 0 for _, (old, new) in self._tensors())
+
+    def _tensors(self) -> Iterator[tuple[Spot, tuple[float, float]]]:
+        return ((spot, pair) for spot, pair in self.moved.items() if spot.place is not Place.ATTRIBUTE)
+
+    def sizes(self) -> list[Spot]:
+        """The dims of tensors, and lengths of lists, that are this number."""
+        return [spot for spot, times in self.times().items() if times == 1 and spot.place is not Place.ATTRIBUTE]
+
+    def shows_indirectly(self) -> bool:
+        """Whether all that moves with it are attributes that are computed of it."""
+        computed = (s.place is Place.ATTRIBUTE and old != self.value for s, (old, _) in self.moved.items())
+        return bool(self.moved) and not self.builds and all(computed)
+
+    def divides(self) -> bool:
+        """Whether there is a number, inside of a layer, that falls as it rises: heads that share a width."""
+        fallen = [
+            spot.depth > 0 and isinstance(old, int) and new * self.other == old * self.value
+            for spot, (old, new) in self.moved.items()
+            if (new - old) * (self.other - self.value) < 0 and (old > 1 and isinstance(old, int))
+        ]
+        return bool(fallen) and all(fallen)
+
+    def scales(self) -> bool:
+        """Whether it shows in a factor or divisor of the attention's scores: the features of a head."""
+        factors = ((old, new) for s, (old, new) in self.moved.items() if s.depth and isinstance(old, float))
+        return any((new - old) * (old - 1) * (self.other - self.value) > 0 for old, new in factors)
+
+
+def measured(make: Callable[[Any], nn.Module], config: Any) -> list[Number]:
+    """All numbers of a config above one, with what they set in the model that ``make`` builds of it."""
+    before = spots(make(config))
+    found = []
+    for path, value in entries(config):
+        for other in (2 * value, value + 1, value // 2):
+            try:
+                after = spots(make(changed(config, {path: other})))
+            except Exception:  # not every number can be doubled
+                continue
+            moved = {s: (n, after[s]) for s, n in before.items() if s in after and after[s] != n}
+            found.append(Number(path, value, other, moved, before.keys() != after.keys()))
+            break
+    return found
+
+
+def numbers(config: Any, at: Path = ()) -> Iterator[tuple[Path, int]]:
+    """The integers above one in a config and in the configs inside of it."""
+    for name, value in vars(config).items():
+        if name.startswith("_"):
+            continue
+        if is_config(value):
+            yield from numbers(value, (*at, name))
+        elif type(value) is int and value > 1:
+            yield (*at, name), value
+
+
+def entries(config: Any) -> Iterator[tuple[Path, int]]:
+    """The integers above one, and those that a list has in each place."""
+    yield from numbers(config)
+    yield from ((path, values[0]) for path, values in lists(config) if values[0] > 1 and len(set(values)) == 1)
+
+
+def lists(config: Any, at: Path = ()) -> Iterator[tuple[Path, Sequence[int]]]:
+    """The lists of integers in a config and in the configs inside of it."""
+    for name, value in vars(config).items():
+        if is_config(value):
+            yield from lists(value, (*at, name))
+        elif isinstance(value, list | tuple) and value and all(type(n) is int for n in value):
+            yield (*at, name), value
+
+
+def changed(config: Any, numbers: Mapping[Path, Any]) -> Any:
+    """A copy of a config with other numbers; a list is filled with them."""
+    config = copy.deepcopy(config)
+    for path, number in numbers.items():
+        place = inner(config, path[:-1])
+        old = vars(place)[path[-1]]  # a config may refuse to name one number for layers that differ
+        is_list = isinstance(old, list | tuple) and not isinstance(number, list | tuple)
+        setattr(place, path[-1], type(old)([number] * len(old)) if is_list else number)
+    return config
+
+
+def inner(config: Any, path: Path) -> Any:
+    for name in path:
+        config = vars(config)[name]
+    return config
+
+
+def is_config(value: Any) -> bool:
+    return hasattr(value, "to_dict") and hasattr(value, "model_type")
+
+
+def spots(model: nn.Module) -> dict[Spot, float]:
+    """Every number that a model is built of: sizes of its tensors, lengths of its lists, its modules' attributes."""
+    lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    found: dict[Spot, float] = {}
+    for path, module in model.named_modules():
+        depth = sum(path.startswith(f"{above}.") for above in lists)
+        if isinstance(module, nn.ModuleList):
+            found[Spot(path, 0, Place.LAYERS, depth)] = len(module)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            for dim, size in enumerate(tensor.shape if tensor is not None else ()):
+                if (place := _place(module, name, tensor, dim)) is not None:
+                    found[Spot(f"{path}.{name}", dim, place, depth)] = size
+        for name, value in vars(module).items():
+            if type(value) in (int, float):
+                found[Spot(f"{path}.{name}", 0, Place.ATTRIBUTE, depth)] = value
+    return found
+
+
+def _place(module: nn.Module, name: str, tensor: Any, dim: int) -> Place | None:
+    """None for the size of a convolution's kernel."""
+    if name in module._buffers:
+        return Place.BUFFER
+    if tensor.dim() == 1:
+        return Place.VECTOR
+    if isinstance(module, nn.Embedding) and dim == 0:
+        return Place.ROWS
+    if tensor.dim() == 2:
+        return Place.MATRIX
+    if hasattr(module, "kernel_size"):
+        return Place.MATRIX if dim < 2 else None
+    return Place.STACK if dim == 0 else Place.MATRIX
+
+
+def without_memory(kind: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
+    """What builds a model of a class on the meta device."""
+
+    def make(config: Any) -> nn.Module:
+        with torch.device("meta"):
+            return kind(config)
+
+    return make

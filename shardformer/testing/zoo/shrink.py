@@ -1,0 +1,248 @@
+"""The config of a small model of the same class, with sizes by which one can tell what is what.
+
+What a number of the config counts is measured (``measure.py``, ``kinds.py``): features of the hidden states, heads, the
+features of a head, the width of an MLP, words, layers. Names are read only where no measurement tells.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardformer.errors import PolicyError
+from shardformer.testing.zoo.kinds import Kind, kinds_of, turned
+from shardformer.testing.zoo.layers import LAYERS, STAGES, fewer_layers, kinds_needed, small_images
+from shardformer.testing.zoo.measure import (
+    Number,
+    Path,
+    Place,
+    changed,
+    entries,
+    inner,
+    measured,
+    numbers,
+    without_memory,
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a small model. No two are equal, and most do not divide by four.
+
+    Args:
+        heads: the largest number of heads in a config; ``fewer`` and ``more`` are for others that divide it or that it
+            divides (KV heads, heads of state spaces).
+        widths: of what is inside the layers alone, from the largest: MLPs, experts, low ranks.
+    """
+
+    heads: int = 6
+    fewer: int = 2
+    more: int = 12
+    head_dim: int = 8
+    widths: Sequence[int] = (70, 20, 16, 14, 10)
+    words: int = 127
+    positions: int = 64
+    channels: int = 4
+    experts: int = 16
+
+    @property
+    def hidden(self) -> int:
+        return self.heads * self.head_dim
+
+
+ODD = Sizes()
+EVEN = Sizes(heads=16, more=32, head_dim=32, widths=(128, 64, 48, 40, 24), words=127)
+"""For configs that ask for powers of two, or turn only a quarter of a head: so many heads that four ranks have some of
+each of four partitions."""
+
+
+MANY_WORDS = 2**14
+"""For classes that name a token by a number of their own, once nothing else has helped."""
+NAMED: Mapping[str, int] = {
+    "mm_tokens_per_image": 4,  # a square, and no more than a small image has patches
+    "attention_window": 8,  # a batch is padded to a multiple of it
+}
+"""Fields that show in no size of a model, and why they have to be small."""
+
+
+class Shrinker:
+    """Small configs for models of the class of ``model``: what its numbers count is measured once for all of them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.make = model, without_memory(type(model))
+        every = self._with_layers(max(kinds_needed(model), LAYERS), 1)
+        self.found = [number for number in measured(self.make, every) if number.path[-1] not in STAGES]
+
+    def _with_layers(self, first: int, each: int) -> Any:
+        return fewer_layers(copy.deepcopy(self.model.config), self.model, self.make, first, each)
+
+    def config(self, *, even: bool = False, layers: int = 0, anew: bool = False) -> Any:
+        """A config with few layers and small numbers, which keeps the relations of the head counts.
+
+        ``even`` asks for sizes that are powers of two, ``layers`` for the first so many layers, in place of one of each
+        kind that the config's lists tell apart. ``anew`` keeps two of each kind, for weights that layers share, and has
+        the config's class derive again from the small fields what it derived from the large ones.
+        """
+        sizes = replace(EVEN if even else ODD, words=MANY_WORDS if anew else ODD.words)
+        named = {path: NAMED[path[-1]] for path, _ in entries(self.model.config) if path[-1] in NAMED}
+        small = changed(self._with_layers(layers, 0 if layers else 1 + anew), small_numbers(self.found, sizes) | named)
+        for path, value in numbers(small):
+            if path[-1].endswith(("token_id", "token_index")) and value >= sizes.words:
+                new = 3 if path[-1].startswith(("bos", "eos", "pad", "decoder")) else sizes.words - 1
+                setattr(inner(small, path[:-1]), path[-1], new)
+        small_images(small)
+        if anew:
+            heads = {path for path, kind in kinds_of(self.found).items() if kind is Kind.HEADS}
+            small = derived_anew(small, {path[-1] for path in heads})
+        if hasattr(small, "_experts_implementation"):
+            small._experts_implementation = "eager"  # the other implementations do not compute in fp64
+        return small
+
+
+def shrunk(config: Any, **how: Any) -> Any:
+    """A small config for the class that ``config`` names: see ``Shrinker.config``."""
+    return Shrinker(model_of(config)).config(**how)
+
+
+def model_of(config: Any) -> nn.Module:
+    """A model of a transformers config, without memory: of its first architecture, or the base model.
+
+    Raises PolicyError for what is no config, or one whose model cannot be built.
+    """
+    import transformers
+
+    if not hasattr(config, "model_type"):
+        raise PolicyError(
+            f"infer was given {config!r:.80}",
+            rule="It takes a model, or a config of transformers",
+            remedy="Build the model first",
+        )
+    name = next(iter(getattr(config, "architectures", None) or []), "")
+    make: Any = getattr(transformers, name, None) or transformers.AutoModel.from_config
+    try:
+        with torch.device("meta"):
+            model: nn.Module = make(copy.deepcopy(config))
+    except Exception as error:
+        raise PolicyError(
+            f"No {name or config.model_type} can be built: {type(error).__name__}: {error!s:.200}",
+            rule="A policy is found on a model of these classes",
+            remedy="Give the model itself",
+        ) from error
+    return model
+
+
+def derived_anew(small: Any, kept: Collection[str]) -> Any:
+    """The config as its class makes it of the fields of ``small``, without the sizes that the class itself can tell."""
+    default, now, given = vars(type(small)()), vars(small), {}
+    for field in (field for field in dataclasses.fields(small) if field.init):
+        name = small.attribute_map.get(field.name, field.name)
+        derived = field.default is None and default.get(name) is not None and type(now[name]) is int
+        if name in now and not (derived and name not in kept):
+            given[field.name] = now[name]
+    return type(small)(**given)
+
+
+HEAD = (Place.MATRIX, Place.VECTOR)
+"""Where words show, beside the embedding: in a head and its bias."""
+MOST_FEATURES = 256
+"""Of a head, where nothing tells that a number counts them but the width of all heads."""
+BY_CHANCE = 32
+"""Numbers below it are equal by chance."""
+
+
+def beside(number: Number, others: Sequence[Number]) -> list[Number]:
+    """Those of the same config, and not of one inside or around it."""
+    return [other for other in others if other.path[:-1] == number.path[:-1]]
+
+
+def small_numbers(found: Sequence[Number], sizes: Sizes) -> dict[Path, int]:
+    """Number -> the small one that takes its place; those that are not in it stay as they are."""
+    kinds, small = kinds_of(found), dict[Path, int]()
+    of = {kind: [number for number in found if kinds.get(number.path) is kind] for kind in Kind}
+    hidden = {n.value for n in of[Kind.HIDDEN]}
+    words = {n.value for n in of[Kind.ROWS] if any(s.place in HEAD and not s.depth for s in n.sizes())}
+    for number in of[Kind.HEADS]:
+        small[number.path] = _chain({n.value for n in beside(number, of[Kind.HEADS])}, sizes)[number.value]
+    for number in of[Kind.HEAD_DIM]:
+        small[number.path] = sizes.head_dim * _parts(number, beside(number, of[Kind.HEAD_DIM]))
+    small |= {n.path: sizes.hidden for n in of[Kind.HIDDEN]}
+    for number in of[Kind.ROWS]:
+        small[number.path] = min(number.value, sizes.words if number.value in words else sizes.positions)
+    small |= {n.path: min(n.value, sizes.positions) for n in of[Kind.POSITIONS]}
+    small |= {n.path: min(n.value, sizes.channels) for n in of[Kind.CHANNELS]}
+    small |= {n.path: min(n.value, sizes.experts) for n in of[Kind.EXPERTS]}
+    small |= {n.path: min(n.value, LAYERS) for n in of[Kind.LAYERS]}
+    widths = []
+    for number in of[Kind.WIDTH]:
+        product = _product(number, beside(number, found), kinds, small)
+        if number.value in hidden or product:
+            small[number.path] = product or sizes.hidden
+        else:
+            widths.append(number)
+    ordered = sorted({n.value for n in widths}, reverse=True)
+    small |= {n.path: sizes.widths[min(ordered.index(n.value), len(sizes.widths) - 1)] for n in widths}
+    small |= dict(_shares(found, of, small))
+    return small | _alike(found, kinds, small)
+
+
+def _parts(number: Number, beside: Sequence[Number]) -> int:
+    """Of how many parts the features of a head consist that others beside it count."""
+    if any(a.value + b.value == number.value and a.value != b.value for a, b in combinations(beside, 2)):
+        return 2
+    part = next((n.value for n in beside if n.value in turned(number)), number.value)
+    return max(1, number.value // part)
+
+
+def _product(
+    number: Number, beside: Sequence[Number], kinds: Mapping[Path, Kind], small: Mapping[Path, int]
+) -> int | None:
+    """The small width of one that has as many features as all heads of a kind together."""
+    for heads, dim in product(beside, beside):
+        if kinds.get(heads.path) is Kind.HEADS and heads.value * dim.value == number.value and heads is not dim:
+            if kinds.get(dim.path) is Kind.HEAD_DIM or (dim.path not in kinds and dim.value <= MOST_FEATURES):
+                return small[heads.path] * small.get(dim.path, dim.value)
+    return None
+
+
+def _shares(
+    found: Sequence[Number], of: Mapping[Kind, Sequence[Number]], small: Mapping[Path, int]
+) -> Iterator[tuple[Path, int]]:
+    """Numbers that are a head's share of a width: with the heads beside them they make up what the hidden size sets."""
+    widths = {
+        (number.path[:-1], int(times * number.value)): int(times * small[number.path])
+        for number in of[Kind.HIDDEN] for spot, times in number.times().items() if spot.depth
+    }  # fmt: skip
+    for number in found:
+        for heads in beside(number, of[Kind.HEADS]):
+            width = widths.get((number.path[:-1], number.value * heads.value), 0)
+            if number.path not in small and width and width % small[heads.path] == 0:
+                yield number.path, width // small[heads.path]
+
+
+def _alike(found: Sequence[Number], kinds: Mapping[Path, Kind], small: Mapping[Path, int]) -> dict[Path, int]:
+    """Numbers that do not tell what they count, but are equal to one that does: beside it, or large."""
+    told = (Kind.ROWS, Kind.WIDTH, Kind.HIDDEN, Kind.HEAD_DIM, Kind.HEADS)  # the last one counts
+    ordered = [n for kind in told for n in found if kinds.get(n.path) is kind]
+    anywhere = {n.value: small[n.path] for n in ordered if n.value >= BY_CHANCE}
+    known = {(n.path[:-1], n.value): small[n.path] for n in ordered}
+    unknown = [n for n in found if n.path not in small and (n.value >= BY_CHANCE or n.shows_indirectly())]
+    new = {n.path: known.get((n.path[:-1], n.value), anywhere.get(n.value)) for n in unknown}
+    return {path: size for path, size in new.items() if size is not None}
+
+
+def _chain(values: set[int], sizes: Sizes) -> dict[int, int]:
+    """Heads of several kinds in one config -> small numbers, of which one divides another where they do."""
+    ordered = sorted(values)
+    small = dict.fromkeys(ordered, sizes.heads)
+    if len(ordered) > 1 and any(value % ordered[0] == 0 for value in ordered[1:]):
+        small[ordered[0]] = sizes.fewer
+    if len(ordered) > 2 and any(ordered[-1] % value == 0 for value in ordered[1:-1]):
+        small[ordered[-1]] = sizes.more
+    return small
