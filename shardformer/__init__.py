@@ -41,8 +41,11 @@ if TYPE_CHECKING:
     from shardformer.policies.role_policy import MLP as MLP
     from shardformer.policies.role_policy import Attention as Attention
     from shardformer.policies.role_policy import Experts as Experts
+    from shardformer.policies.role_policy import Inputs as Inputs
+    from shardformer.policies.role_policy import Projections as Projections
     from shardformer.policies.role_policy import RolePolicy as RolePolicy
     from shardformer.policies.role_policy import Stack as Stack
+    from shardformer.policies.role_policy import StageNeeds as StageNeeds
     from shardformer.reduce.pause import no_sync as no_sync
     from shardformer.sharder import ModelSharder as ModelSharder
     from shardformer.sharder import ShardFormer as ShardFormer
@@ -81,7 +84,16 @@ _HOME = {
     "sharding.describe": ["describe"],
     "reduce.pause": ["no_sync"],
     "policies.registry": ["register"],
-    "policies.role_policy": ["MLP", "Attention", "Experts", "RolePolicy", "Stack"],
+    "policies.role_policy": [
+        "MLP",
+        "Attention",
+        "Experts",
+        "Inputs",
+        "Projections",
+        "RolePolicy",
+        "Stack",
+        "StageNeeds",
+    ],
     "sharder": ["ModelSharder", "ShardFormer", "measure_costs", "shard_model"],
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,6 +27,14 @@ def find(module: nn.Module, path: str) -> nn.Module | None:
             return None
         module = child
     return module
+
+
+def value_at(owner: object, path: str) -> Any:
+    """What stands at ``path``, a module or any other attribute; None where nothing does."""
+    try:
+        return attrgetter(path)(owner) if path else owner
+    except AttributeError:
+        return None
 
 
 def matching(path: str, names: Iterable[str]) -> list[str]:

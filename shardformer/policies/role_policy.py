@@ -16,7 +16,8 @@ from torch import nn
 
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.layers.tensor.modes import MODES, ParallelLayers
-from shardformer.pipeline.chain import Chain, StackDescription
+from shardformer.pipeline.chain import Chain, StackDescription, StageNeeds
+from shardformer.policies.attention import AttentionLowering
 from shardformer.policies.describe import ModuleKey, ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.heads import HeadLayout, no_count, unit_of
 from shardformer.policies.lowering import LayerLowering, check_exits
@@ -24,9 +25,19 @@ from shardformer.policies.parts import merged
 from shardformer.policies.paths import features_of, find, join, linear_at, matching, module_at, no_match, relative
 from shardformer.policies.policy import Policy
 from shardformer.policies.registry import registered_policy
-from shardformer.policies.roles import MLP, Attention, Experts, Role, Stack
+from shardformer.policies.roles import MLP, Attention, Experts, Inputs, Projections, Role, Stack
 
-__all__ = ["MLP", "Attention", "Experts", "Role", "RolePolicy", "Stack"]
+__all__ = [
+    "MLP",
+    "Attention",
+    "Experts",
+    "Inputs",
+    "Projections",
+    "Role",
+    "RolePolicy",
+    "Stack",
+    "StageNeeds",
+]
 
 
 BETWEEN_LAYERS = "it reads the states between its layers, of which a rank has a part"
@@ -172,16 +183,7 @@ class RolePolicy(Policy):
     def _own_stacks(self) -> list[StackDescription]:
         return [
             StackDescription(
-                s.layers,
-                self._final_norm(s),
-                s.context,
-                s.whole_sequence,
-                before=tuple(path.rstrip("?") for path in s.before),
-                after=tuple(path.rstrip("?") for path in s.after),
-                from_first=tuple(s.from_first),
-                everywhere=tuple(path.rstrip("?") for path in s.everywhere),
-                returns=s.returns,
-                reads_context=s.reads_context,
+                s.layers, self._final_norm(s), s.context, s.whole_sequence, s.reads_context, stages=s.stages
             ).within(self.base)
             for s, _ in self._present_stacks()
         ]
@@ -193,7 +195,8 @@ class RolePolicy(Policy):
             heads = [self.head] if isinstance(self.head, str) else self.head
             tops = {head.partition(".")[0] for head in heads if find(self.model, head.rstrip("?")) is not None}
             beside = sorted(top for top in tops if not any(f"{s.layers}.".startswith(f"{top}.") for s in every))
-            every[-1] = replace(every[-1], after=(*every[-1].after, *beside))
+            stages = every[-1].stages
+            every[-1] = replace(every[-1], stages=replace(stages, after=(*stages.after, *beside)))
         return Chain(tuple(every))
 
     def _final_norm(self, stack: Stack) -> str | None:
@@ -257,7 +260,7 @@ class RolePolicy(Policy):
             return lowering.mlps(block if self.sums_exits() else replace(block, exits_with=None))
         if isinstance(block, Experts):
             return lowering.experts(block)
-        return lowering.attention(block, self._head_layout(block, lowering.layer, lowering.path))
+        return AttentionLowering(block, lowering, self._head_layout(block, lowering.layer, lowering.path)).description()
 
     def _has_few_heads(self, attention: Attention, lowering: LayerLowering) -> bool:
         """Whether the first of several stages has fewer heads than there are ranks: its attention stays whole."""
@@ -265,7 +268,10 @@ class RolePolicy(Policy):
         heads = self._count(said, module_at(lowering.layer, attention.at))
         if heads is None or heads >= self.axis.size or not lowering.is_stage:
             return False
-        at, out = join(lowering.path, attention.at), join(lowering.path, relative(attention.at, attention.out))
+        at, out = (
+            join(lowering.path, attention.at),
+            join(lowering.path, relative(attention.at, attention.projections.out)),
+        )
         self._few = [*self._few, at, out]
         note = f"Whole, since {heads} heads are fewer than {self.axis.size} ranks: {at}."
         if note not in self.notes:
@@ -278,10 +284,10 @@ class RolePolicy(Policy):
         if num_heads is None:
             raise no_count(type(self).__name__, said, module, getattr(self.model, "config", None))
         num_kv_heads = self._count(attention.num_kv_heads or self.num_kv_heads, module) or num_heads
-        out = relative(attention.at, attention.out)
+        out = relative(attention.at, attention.projections.out)
         width = features_of(linear_at(layer, out, path), out=False)
         unit = unit_of(path, out, width, num_heads)
-        return HeadLayout(num_heads, num_kv_heads, unit, self.axis.size, attention.partitions)
+        return HeadLayout(num_heads, num_kv_heads, unit, self.axis.size, attention.projections.partitions)
 
     def _count(self, said: int | str, attention: nn.Module) -> int | None:
         count: Any = said

@@ -174,7 +174,7 @@ def _check_block(target: Target, block: BlockDescription) -> None:
     path, entry = target.submodule(block.entry)
     assert entry is not None
     at = f"{block.entry}." if block.entry else ""
-    said = [*(target.description.parameters or {}), *(f"{at}{name}" for name in block.summands)]
+    said = [*(target.description.parameters or {}), *(f"{at}{name}" for name in block.summands or ())]
     own = [name for name, _ in entry.named_parameters(recurse=False) if f"{at}{name}" not in said]
     if own and block.entry not in (*block.columns, *block.others):
         raise PolicyError(

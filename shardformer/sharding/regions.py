@@ -20,7 +20,7 @@ from shardformer.layout.state import ShardedState
 from shardformer.layout.stream import Begin, StreamLayout
 from shardformer.mesh.axis import Axis
 from shardformer.pipeline.chain import StackDescription
-from shardformer.policies.describe import BlockDescription
+from shardformer.policies.describe import BlockArguments, BlockDescription
 from shardformer.sharding.plan import Plan, Target
 
 READ_LIBRARIES = ("torch", "transformers", "timm", "shardformer")
@@ -113,15 +113,16 @@ def _open_block(
     row = target.module.get_submodule(description.row)
     if isinstance(row, classes.row) and getattr(row, "block", None) is not None:
         return None
-    for path, name in description.inputs:
-        change_argument(target.module.get_submodule(path), name, partial(enter, axis=axis))
-    for name, (path, dim, bounds) in description.arguments.items():
-        local = partial(of_local_heads, dim=dim, bounds=bounds, axis=axis)
-        change_argument(target.module.get_submodule(path), name, local)
-    if description.is_whole_module:
+    if description.summands is not None:
         enclose(row, axis, description.summands)
         return None
-    block = Block(stream, random, description.width)
+    arguments = description.arguments or BlockArguments("")
+    module = target.module.get_submodule(arguments.at)
+    for name in arguments.entering:
+        change_argument(module, name, partial(enter, axis=axis))
+    for name, dim in arguments.by_head.items():
+        change_argument(module, name, partial(of_local_heads, dim=dim, bounds=arguments.bounds, axis=axis))
+    block = Block(stream, random, arguments.width)
     for name in [*description.columns, *description.others]:
         column = _expected(target, name, classes.column, "columns")
         column.block = block

@@ -261,7 +261,7 @@ def share_from_first(model: nn.Module, chain: Chain, spans: Sequence[UnitRange])
 
 def _share_from_first(model: nn.Module, stack: StackDescription, to: str) -> None:
     """Lets a layer read attributes of the first one; not as modules of its own, which would name them twice."""
-    for path in stack.from_first:
+    for path in stack.stages.from_first:
         owner, _, name = path.rpartition(".")
         value = getattr(model.get_submodule(f"{stack.units[0]}.{owner}"), name)
         model.get_submodule(f"{to}.{owner}").__dict__[name] = value

@@ -24,7 +24,7 @@ from shardformer.policies.describe import (
     SubModuleReplacementDescription,
 )
 from shardformer.policies.policy import Policy
-from shardformer.policies.role_policy import MLP, Attention, Stack
+from shardformer.policies.role_policy import MLP, Attention, Projections, Stack
 from shardformer.sharding.plan import Plan, make_plan
 from tests.policies.toy import Layer as ToyLayer
 from tests.policies.toy import SelfAttention, ToyLM, ToyPolicy
@@ -209,8 +209,14 @@ GOOD_ATTENTION, GOOD_MLP = ToyPolicy.stack.blocks
     ("changes", "words"),
     [
         ({"stack": Stack("layer", [GOOD_MLP])}, ("no module 'layer'", "'layers.0'")),
-        ({"stack": block(Attention("atn", q="q", k="k", v="v", out="o"))}, ("no module 'layers.*.atn'", "'attn'")),
-        ({"stack": block(Attention("attn", q="wq", k="k", v="v", out="o"))}, ("no module 'layers.*.attn.wq'",)),
+        (
+            {"stack": block(Attention("atn", Projections(q="q", k="k", v="v", out="o")))},
+            ("no module 'layers.*.atn'", "'attn'"),
+        ),
+        (
+            {"stack": block(Attention("attn", Projections(q="wq", k="k", v="v", out="o")))},
+            ("no module 'layers.*.attn.wq'",),
+        ),
         ({"stack": block(MLP("mlp", up="up", down="fc2"))}, ("no module 'layers.*.mlp.up'",)),
         ({"stack": block(MLP("mlp", up=["up?"], down="fc2"))}, ("no module 'layers.*.mlp.up'",)),
         ({"stack": block(MLP("mlp", up="fc1", down="norm"))}, ("layers.*.mlp.norm is a Identity", "nn.Linear")),
@@ -232,7 +238,7 @@ def test_a_table_that_does_not_fit_the_model(changes: dict[str, Any], words: tup
 
 
 def test_what_may_lack_and_what_stays_whole_on_purpose() -> None:
-    extra = Attention("cross", q="q", k="k", v="v", out="o", optional=True)
+    extra = Attention("cross", Projections(q="q", k="k", v="v", out="o"), optional=True)
     gate = MLP("mlp", up=["fc1", "gate?"], down="fc2")
     plan = plan_of(Other(stack=block(GOOD_ATTENTION, extra, gate), embeddings=(), whole=("embed", "pooler?")))
     assert [path for path, _, _ in plan.replacements() if path.startswith("layers.0")] == [

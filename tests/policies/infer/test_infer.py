@@ -23,7 +23,7 @@ from shardformer.policies.infer.write import source_of
 from shardformer.policies.models.gpt2 import GPT2Policy
 from shardformer.policies.policy import Policy
 from shardformer.policies.registry import FAMILIES
-from shardformer.policies.role_policy import MLP, Attention, Stack
+from shardformer.policies.role_policy import MLP, Attention, Projections, Stack
 from shardformer.sharder import shard_model
 from shardformer.sharding.plan import make_plan
 from shardformer.testing.threads import run_as_threads
@@ -147,13 +147,14 @@ def test_of_a_config() -> None:
 
 
 class WholeMLP(GPT2Policy):
-    stack = Stack("h", [Attention("attn", qkv="c_attn", out="c_proj", attributes={"split_size": "width"})])
+    stack = Stack("h", [Attention("attn", Projections(qkv="c_attn", out="c_proj"), counts={"split_size": "width"})])
     whole = ("h.*.mlp",)
 
 
 class Interleaved(WholeMLP):
     stack = Stack(
-        "h", [Attention("attn", qkv="c_attn", out="c_proj", interleaved=True, attributes={"split_size": "width"})]
+        "h",
+        [Attention("attn", Projections(qkv="c_attn", out="c_proj", interleaved=True), counts={"split_size": "width"})],
     )
 
 
@@ -162,7 +163,7 @@ class RowTwice(WholeMLP):
 
 
 class NoAttribute(WholeMLP):
-    stack = Stack("h", [Attention("attn", qkv="c_attn", out="c_proj")])
+    stack = Stack("h", [Attention("attn", Projections(qkv="c_attn", out="c_proj"))])
 
 
 @pytest.mark.parametrize("policy", [Interleaved, RowTwice, NoAttribute])
@@ -265,7 +266,8 @@ def test_states_that_enter_by_further_arguments_of_the_attention(name: str) -> N
     policy: Any = infer(native.config_class(architectures=[name]))
     stacks = [policy.stack] if isinstance(policy.stack, Stack) else policy.stack
     attentions = [block for stack in stacks for block in stack.blocks if isinstance(block, Attention)]
-    assert [block.inputs for block in attentions if block.inputs] == [OTHER_STATES[name]]
+    said = [list(block.inputs.arguments) for block in attentions if block.inputs.arguments]
+    assert said == [OTHER_STATES[name]]
     assert all(any(isinstance(block, MLP) for block in stack.blocks) for stack in stacks)  # Funnel's adds its residual
 
 
