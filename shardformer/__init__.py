@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shardformer.optim.grad_norm import grad_norm as grad_norm
     from shardformer.pipeline.stage_manager import PipelineStageManager as PipelineStageManager
     from shardformer.policies.describe import Argument as Argument
+    from shardformer.policies.describe import BlockArguments as BlockArguments
     from shardformer.policies.describe import BlockDescription as BlockDescription
     from shardformer.policies.describe import Col_Layer as Col_Layer
     from shardformer.policies.describe import Layer as Layer
@@ -74,6 +75,7 @@ _HOME = {
     "policies.policy": ["Policy"],
     "policies.describe": [
         "Argument",
+        "BlockArguments",
         "BlockDescription",
         "Col_Layer",
         "Layer",

@@ -11,10 +11,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
+from typing import Any, TypeVar
 
 from torch import nn
 
 from shardformer.errors import ConfigError
+from shardformer.layout.stream import Begin, StreamLayout
+
+R = TypeVar("R", bound=Any)
+
+
+def prefixed(record: R, path: str, *fields: str) -> R:
+    """The record with ``path`` before the paths in these fields; a ``?`` behind one goes."""
+    return replace(record, **{field: _inside(path, getattr(record, field)) for field in fields})
+
+
+def _inside(path: str, inner: Any) -> Any:
+    if isinstance(inner, str):
+        return ".".join(part for part in (path, inner.rstrip("?")) if part)
+    return inner and tuple(_inside(path, each) for each in inner)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,27 +77,14 @@ class StackDescription:
 
     def within(self, path: str) -> StackDescription:
         """The same stack of a model that holds this one's at ``path``; a path may end in ``?``, which goes."""
+        own = prefixed(self, path, "layers", "final_norm", "units")
+        stages = prefixed(self.stages, path, "before", "after", "everywhere")
+        return replace(own, context=self.context and (_inside(path, self.context[0]), self.context[1]), stages=stages)
 
-        def join(inner: str) -> str:
-            return ".".join(part for part in (path, inner.rstrip("?")) if part)
-
-        def join_all(inner: Iterable[str]) -> tuple[str, ...]:
-            return tuple(map(join, inner))
-
-        stages = self.stages
-        return replace(
-            self,
-            layers=join(self.layers),
-            final_norm=join(self.final_norm) if self.final_norm else None,
-            context=(join(self.context[0]), self.context[1]) if self.context else None,
-            units=join_all(self.units),
-            stages=replace(
-                stages,
-                before=join_all(stages.before),
-                after=join_all(stages.after),
-                everywhere=join_all(stages.everywhere),
-            ),
-        )
+    def layout_in(self, stream: StreamLayout) -> StreamLayout:
+        """The stream in this stack: of one whose sequence stays whole, what begins at the model's inputs."""
+        cuts = [cut for cut in stream.cuts if cut.begin is Begin.INPUTS or not self.whole_sequence]
+        return StreamLayout(tuple(cuts))
 
     @property
     def calls_again(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +14,6 @@ from shardformer.layout.split import Split
 from shardformer.policies.describe import BlockArguments, ModulePolicyDescription
 from shardformer.policies.heads import HeadLayout, unit_of
 from shardformer.policies.lowering import LayerLowering, Replacement
-from shardformer.policies.parts import parameter_split
 from shardformer.policies.paths import find, module_at, relative, value_at
 from shardformer.policies.roles import COUNTED, Attention, Projections, check_kind
 
@@ -25,12 +25,49 @@ class AttentionLowering:
     Args:
         role: the attention.
         layer: the layer that has it.
-        layout: its heads.
+        config: the model's, in which numbers of heads are looked up.
     """
 
     role: Attention
     layer: LayerLowering
-    layout: HeadLayout
+    config: Any
+
+    @cached_property
+    def layout(self) -> HeadLayout:
+        num_heads = self._count(self.role.num_heads)
+        if num_heads is None:
+            raise self._no_count()
+        num_kv_heads = self._count(self.role.num_kv_heads) or num_heads
+        out = self._path(self.role.projections.out)
+        unit = unit_of(f"{self.layer.path}.{out}", self.layer.features(out, out=False), num_heads)
+        return HeadLayout(num_heads, num_kv_heads, unit, self.layer.axis.size, self.role.projections.partitions)
+
+    @property
+    def few_heads(self) -> int | None:
+        """How many heads there are, in the first of several stages, where these are fewer than ranks."""
+        heads = self._count(self.role.num_heads)
+        return heads if heads is not None and heads < self.layer.axis.size and self.layer.is_stage else None
+
+    def _count(self, said: int | str | None) -> int | None:
+        count = value_at(self._owner(said), said.removeprefix(".")) if isinstance(said, str) else said
+        return count if isinstance(count, int) and count > 0 else None
+
+    def _owner(self, said: str) -> Any:
+        """What has the field that a number of heads is read from."""
+        return module_at(self.layer.layer, self.role.at) if said.startswith(".") else self.config
+
+    def _no_count(self) -> PolicyError:
+        said = self.role.num_heads
+        owner = self._owner(str(said))
+        where = f"the {type(owner).__name__}" if isinstance(owner, nn.Module) else "the config"
+        return PolicyError(
+            f"num_heads is {said!r}, and "
+            + (f"{where} has no such field" if owner is not None else "the model has no config"),
+            rule="Attention is cut by whole heads, so a policy says how many there are",
+            remedy="Set it to the number, such as num_heads = 12, to the name of the config's field, or to that of the "
+            "attention module's own attribute behind a dot. "
+            + (nearest(str(said), [n for n in vars(owner) if "head" in n]) if owner is not None else ""),
+        )
 
     def description(self) -> ModulePolicyDescription:
         at, inputs, rank = self.role.at, self.role.inputs, self.layer.axis.rank
@@ -72,7 +109,7 @@ class AttentionLowering:
             thing = value_at(self.layer.layer, path)
             if isinstance(thing, Tensor):
                 self._kind(name, "parameter")
-                parameters[path] = parameter_split(path, thing, said, self.layout)
+                parameters[path] = self.layout.parameter_split(path, thing, said)
             elif isinstance(thing, nn.Embedding):
                 self._kind(name, "embedding")
                 split = self.layout.query_split(1)
@@ -107,44 +144,28 @@ class AttentionLowering:
 
     def _columns(self, linears: Projections) -> dict[str, dict[str, Any]]:
         """How each of the projections but the one at the end is cut."""
-        layout = self.layout
+        layout, q_unit = self.layout, None
         expand = layout.expand(self.layer.axis.rank)
         columns: dict[str, dict[str, Any]] = {}
-        for name in filter(None, (linears.q, *linears.gates)):
-            columns[name] = {"split": layout.query_split(self._unit(name, layout.num_heads))}
-        for name in filter(None, (linears.k, linears.v)):
-            width = self._unit(name, layout.num_kv_heads)
-            columns[name] = {"split": layout.kv_split(width)}
-            if expand is not None:
-                columns[name]["expand"] = (width, expand)
-        for name in filter(None, (linears.qkv, linears.kv)):
-            columns[name] = {"split": self._fused(linears, name)}
-        self._check_units(linears)
+        if linears.q:
+            q_unit = self._unit(linears.q, layout.num_heads, None if self.role.inputs.from_inside else layout.head_dim)
+            columns[linears.q] = {"split": layout.query_split(q_unit)}
+        for gate in linears.gates:
+            columns[gate] = {"split": layout.query_split(self._unit(gate, layout.num_heads))}
+        for name, expected in ((linears.k, q_unit), (linears.v, layout.head_dim)):
+            if name:
+                width = self._unit(name, layout.num_kv_heads, expected)
+                columns[name] = {"split": layout.kv_split(width)} | ({"expand": (width, expand)} if expand else {})
+        for fused in filter(None, (linears.qkv, linears.kv)):
+            columns[fused] = {"split": self._fused(linears, fused)}
         return columns
 
-    def _unit(self, name: str, count: int) -> int:
+    def _unit(self, name: str, count: int, expected: int | None = None) -> int:
         """The features of each of ``count`` heads."""
-        return unit_of(self.layer.path, name, self._features(name), count)
+        return unit_of(f"{self.layer.path}.{self._path(name)}", self._features(name), count, expected)
 
     def _features(self, name: str) -> int:
         return self.layer.features(self._path(name), out=True)
-
-    def _check_units(self, linears: Projections) -> None:
-        q, k, v = linears.q, linears.k, linears.v
-        layout, pairs = self.layout, list[tuple[str | None, int, int]]()
-        if q and not self.role.inputs.from_inside:
-            pairs.append((q, layout.num_heads, layout.head_dim))
-        if q and k:
-            pairs.append((k, layout.num_kv_heads, self._unit(q, layout.num_heads)))
-        pairs.append((v, layout.num_kv_heads, layout.head_dim))
-        for name, count, expected in pairs:
-            if name and self._unit(name, count) != expected:
-                raise PolicyError(
-                    f"{self.layer.path}.{self._path(name)} has {self._features(name)} features, which are not {count} "
-                    f"heads of {expected} features",
-                    rule="All heads of an attention are of one size, in q, k, v and the output projection",
-                    remedy="Correct num_heads, num_kv_heads or the paths in the policy",
-                )
 
     def _fused(self, linears: Projections, name: str) -> Split:
         layout, features, has_q = self.layout, self._features(name), name == linears.qkv
@@ -165,7 +186,7 @@ class AttentionLowering:
                 remedy=f"Use a tensor size that divides {kv_heads} or {heads}",
             )
         if linears.interleaved:
-            unit_of(self.layer.path, name, features, kv_heads)
+            self._unit(name, kv_heads)
             return layout.grouped_split(has_q, features)
         part = layout.partition
         splits = [part.query_split(), part.kv_split(), part.kv_split()][-len(sizes) :] * layout.partitions

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from shardformer.layers.tensor.arguments import Bounds
 from shardformer.layout.split import Split
+from shardformer.pipeline.chain import prefixed
 
 ModuleKey = str | type[nn.Module]
 """Which modules a description is about: their class, their class's name, or their path with ``*`` for indices."""
@@ -80,9 +81,10 @@ class BlockDescription:
     gathers_around: str | None = None
     summands: Sequence[str] | None = None
 
-    @property
-    def is_whole_module(self) -> bool:
-        return self.summands is not None
+    def within(self, path: str) -> BlockDescription:
+        """The same block of a model that holds the described module at ``path``."""
+        own = prefixed(self, path, "entry", "columns", "row", "others", "exits_with", "gathers_around")
+        return replace(own, arguments=self.arguments and prefixed(self.arguments, path, "at"))
 
     @property
     def holds_exit(self) -> bool:
@@ -110,6 +112,16 @@ class ModulePolicyDescription:
     method_replacement: dict[str, Callable[..., Any]] | None = None
     blocks: list[BlockDescription] | None = None
     parameters: dict[str, dict[int, Split]] | None = None
+
+
+def merged(descriptions: Sequence[ModulePolicyDescription]) -> ModulePolicyDescription:
+    """What several descriptions of one kind of module say together, of what roles say."""
+    return ModulePolicyDescription(
+        attribute_replacement={n: value for d in descriptions for n, value in (d.attribute_replacement or {}).items()},
+        sub_module_replacement=[sub for d in descriptions for sub in d.sub_module_replacement or []],
+        blocks=[block for d in descriptions for block in d.blocks or []],
+        parameters={n: splits for d in descriptions for n, splits in (d.parameters or {}).items()},
+    )
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,8 +13,12 @@ from shardformer.errors import ConfigError, PolicyError, nearest
 from shardformer.layers.tensor.modes import MODES, ParallelLayers
 from shardformer.layout.split import Split
 from shardformer.mesh.axis import Axis
-from shardformer.policies.describe import BlockDescription, ModulePolicyDescription, SubModuleReplacementDescription
-from shardformer.policies.parts import expert_dims, merged
+from shardformer.policies.describe import (
+    BlockDescription,
+    ModulePolicyDescription,
+    SubModuleReplacementDescription,
+    merged,
+)
 from shardformer.policies.paths import (
     existing,
     features_of,
@@ -24,6 +29,7 @@ from shardformer.policies.paths import (
     module_at,
     no_match,
     relative,
+    several,
 )
 from shardformer.policies.roles import MLP, Experts, Role, Stack, exit_of
 
@@ -72,7 +78,7 @@ class LayerLowering:
         return merged([self.mlp(replace(mlp, at=at)) for at in found])
 
     def mlp(self, mlp: MLP) -> ModulePolicyDescription:
-        ups = existing([mlp.up] if isinstance(mlp.up, str) else mlp.up, mlp.at, self.layer, self.path)
+        ups = existing(several(mlp.up), mlp.at, self.layer, self.path)
         down = relative(mlp.at, mlp.down)
         width = self.features(down, out=False)
         fused = mlp.fused or max(self.features(ups[0], out=True) // width, 1)
@@ -97,7 +103,7 @@ class LayerLowering:
 
     def experts(self, experts: Experts) -> ModulePolicyDescription:
         module = module_at(self.layer, experts.at)
-        ups = [experts.up] if isinstance(experts.up, str) else list(experts.up)
+        ups = several(experts.up)
         shapes = {name: tuple(self._stacked(module, experts, name).shape) for name in (*ups, experts.down)}
         dims = self._expert_dims(experts, shapes)
         width = shapes[experts.down][dims[experts.down]]
@@ -172,3 +178,21 @@ def check_exits(stack: Stack, path: str, layers: Sequence[nn.Module]) -> None:
                 remedy=nearest(out, [name for name, _ in there[0].named_modules() if name])
                 + " Correct the path, or leave the role out",
             )
+
+
+def expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int) -> list[dict[str, int]]:
+    """Each way in which the parameters of stacked experts fit together: which dim holds an expert's features.
+
+    Of these ``down`` has one set, and the others ``fused`` times as many; biases without them are left out. Where they
+    are as many as the hidden features, several ways fit.
+    """
+    ways = []
+    for at in (2, 1):
+        width, hidden = shapes[down][at], shapes[down][3 - at]
+        of = {
+            name: [d for d in range(1, len(s)) if s[d] == fused * width and (len(s) == 2 or s[3 - d] == hidden)]
+            for name, s in shapes.items()
+        } | {down: [at]}
+        of = {name: dims for name, dims in of.items() if dims or len(shapes[name]) == 3}
+        ways += [dict(zip(of, dims, strict=True)) for dims in product(*of.values())]
+    return ways

@@ -16,8 +16,7 @@ from shardformer.layout.state import specs_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack
-from shardformer.sharding.fuse_norms import check_norms
-from shardformer.sharding.optimize import WRITTEN_OUT, check_activations
+from shardformer.sharding.optimize import WRITTEN_OUT, check_activations, check_norms
 from shardformer.testing.threads import run_as_threads
 from tests.policies.toy import HIDDEN, FeedForward, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardformer.policies.infer.counts import Count, counted, head_counts, projections_of
 from shardformer.policies.infer.flow import Flow, Group
-from shardformer.policies.parts import expert_dims
+from shardformer.policies.lowering import expert_dims
 from shardformer.policies.paths import features_of, join, matching, relative
 from shardformer.policies.roles import MLP, Attention, Counted, Experts, Inputs, Projections, Role
 

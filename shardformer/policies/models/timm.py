@@ -9,7 +9,7 @@ from torch import nn
 
 from shardformer.errors import ConfigError
 from shardformer.policies.describe import ModuleKey, ModulePolicyDescription
-from shardformer.policies.parts import parameter_split
+from shardformer.policies.lowering import LayerLowering
 from shardformer.policies.paths import module_at, value_at
 from shardformer.policies.role_policy import MLP, Attention, RolePolicy
 from shardformer.policies.roles import Counted
@@ -35,11 +35,11 @@ class TimmPolicy(RolePolicy):
         said = dict(super().module_policy())
         if self.per_head:
             stack, _ = self._present_stacks()[0]
-            layer = module_at(self.model, f"{stack.layers}.0")
+            layer = LayerLowering(module_at(self.model, f"{stack.layers}.0"), stack.layers, self.axis)
             first = next(block for block in stack.blocks if isinstance(block, Attention))
-            layout = self._head_layout(first, layer, stack.layers)
+            layout = self._attention(first, layer).layout
             said[""].parameters = {
-                path: parameter_split(path, full, counted, layout)
+                path: layout.parameter_split(path, full, counted)
                 for path, counted in self.per_head.items()
                 if (full := value_at(self.model, path)) is not None
             }

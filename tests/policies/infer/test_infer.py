@@ -74,7 +74,7 @@ def cut_lines(model: nn.Module, policy: Policy) -> list[str]:
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2}, {"tensor": 1})))
     plan = make_plan(model, policy)
     replaced = [line for line in plan.lines() if " -> " in line]
-    blocks = sorted(str(block) for target in plan.targets for block in target.description.blocks or [])
+    blocks = sorted(str(block) for _, block in plan.blocks)
     return [*sorted(replaced), *blocks, *map(str, plan.stacks)]
 
 
@@ -100,7 +100,7 @@ def test_a_family_that_nobody_described(family: str) -> None:
     # ALBERT's attention views what it is given, ConvBERT's and the rest of DeepSeek's stay whole
     assert (sequence is not None) == (policy.against_sequence is not None) == (family in NO_SEQUENCE)
     policy.set_model(model)
-    replaced = {id(module) for _, module, _ in make_plan(model, policy).replacements()}
+    replaced = {id(model.get_submodule(path)) for path in make_plan(model, policy).replacements}
     layers = tuple(stack.layers for stack in policy.stacks())
     linears = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith(layers)]
     share = sum(m.weight.numel() for m in linears if id(m) in replaced) / sum(m.weight.numel() for m in linears)
