@@ -15,7 +15,7 @@ from shardformer.policies.describe import BlockArguments, ModulePolicyDescriptio
 from shardformer.policies.heads import HeadLayout, unit_of
 from shardformer.policies.lowering import LayerLowering, Replacement
 from shardformer.policies.paths import find, module_at, relative, value_at
-from shardformer.policies.roles import COUNTED, Attention, Projections, check_kind
+from shardformer.policies.roles import Attention, Projections
 
 
 @dataclass(frozen=True)
@@ -108,28 +108,25 @@ class AttentionLowering:
             path = self._path(name.rstrip("?"))
             thing = value_at(self.layer.layer, path)
             if isinstance(thing, Tensor):
-                self._kind(name, "parameter")
+                self.role.counted(name, "parameter")
                 parameters[path] = self.layout.parameter_split(path, thing, said)
             elif isinstance(thing, nn.Embedding):
-                self._kind(name, "embedding")
+                self.role.counted(name, "embedding")
                 split = self.layout.query_split(1)
                 subs.append(Replacement(path, classes.table, {"split": split, "gather_output": False}))
             elif isinstance(thing, nn.Module):
-                of_q = self._kind(name, "norm") == "heads" or not of_k
+                of_q = self.role.counted(name, "norm") == "heads" or not of_k
                 if not isinstance(thing, nn.Identity):  # in the place of a norm that this model does not have
                     subs.append(Replacement(path, classes.norm, {"split": queries} if of_q else dict(of_k)))
             elif not isinstance(said, str) and not name.endswith("?"):
-                self._kind(name, "argument")
+                self.role.counted(name, "argument")
                 arguments[name] = said[1]
             elif thing is not None:
-                attributes[path] = self.layout.values(self.layer.axis.rank)[self._kind(name, "attribute")]
+                attributes[path] = self.layout.values(self.layer.axis.rank)[self.role.counted(name, "attribute")]
             elif not name.endswith("?"):
                 raise self._nothing(name)
         description.attribute_replacement, description.parameters = attributes, parameters
         return arguments
-
-    def _kind(self, name: str, what: str) -> str:
-        return check_kind(self.role.at, name, self.role.counts[name], COUNTED[what], f"an {what}")
 
     def _nothing(self, name: str) -> PolicyError:
         module = module_at(self.layer.layer, self.role.at)

@@ -100,9 +100,21 @@ class Attention:
     optional: bool = False
 
     def __post_init__(self) -> None:
-        kinds = list(dict.fromkeys(kind for kinds in COUNTED.values() for kind in kinds))
-        for name, said in self.counts.items():
-            check_kind(self.at, name, said, kinds)
+        for name in self.counts:
+            self.counted(name)
+
+    def counted(self, name: str, what: str | None = None) -> str:
+        """What ``name`` counts. Raises PolicyError where nothing counts that, or not ``what`` it is the name of."""
+        said = self.counts[name]
+        kind = said if isinstance(said, str) else said[0]
+        kinds = COUNTED[what] if what else tuple(dict.fromkeys(kind for each in COUNTED.values() for kind in each))
+        if kind not in kinds:
+            raise PolicyError(
+                f"counts={{{name!r}: {said!r}}} of the attention {self.at!r}",
+                rule=f"What {f'an {what}' if what else 'something'} counts is {', '.join(kinds)}",
+                remedy=nearest(kind, kinds),
+            )
+        return kind
 
 
 @dataclass(frozen=True)
@@ -156,18 +168,6 @@ class Experts:
     interleaved: bool = False
     dims: Mapping[str, int] = field(default_factory=dict)
     optional: bool = False
-
-
-def check_kind(attention: str, name: str, said: Counted, kinds: Sequence[str], what: str = "something") -> str:
-    """What the attention's ``name`` counts. Raises PolicyError where that is none of ``kinds``."""
-    kind = said if isinstance(said, str) else said[0]
-    if kind not in kinds:
-        raise PolicyError(
-            f"counts={{{name!r}: {said!r}}} of the attention {attention!r}",
-            rule=f"What {what} counts is {', '.join(kinds)}",
-            remedy=nearest(kind, kinds),
-        )
-    return kind
 
 
 Role = Attention | MLP | Experts
