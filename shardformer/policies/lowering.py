@@ -23,6 +23,7 @@ from shardformer.policies.paths import (
     existing,
     features_of,
     find,
+    is_there,
     join,
     linear_at,
     matching,
@@ -93,8 +94,9 @@ class LayerLowering:
         self._check_width(width, ups[0])
         split, row = Split.fused([width] * fused, self.axis.size), Split.even(width, self.axis.size)
         description, block = self.block(mlp.at, {up: {"split": split} for up in ups}, down, row)
-        norms = existing([mlp.norm], mlp.at, self.layer, self.path) if mlp.norm is not None else []
-        norms = [norm for norm in norms if not isinstance(module_at(self.layer, norm), nn.Identity)]
+        norms = [] if mlp.norm is None else [relative(mlp.at, mlp.norm)]
+        norms = [norm.rstrip("?") for norm in norms if is_there(self.layer, norm, self.path)]
+        norms = [norm for norm in norms if not isinstance(find(self.layer, norm), nn.Identity)]
         subs = description.sub_module_replacement or []
         subs += [Replacement(norm, self.classes.norm, {"split": row}) for norm in norms]
         block.activated = fused == 1 and not norms

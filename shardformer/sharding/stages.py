@@ -17,7 +17,7 @@ from shardformer.pipeline.chain import Chain, UnitRange, holders, homes, no_chai
 from shardformer.pipeline.placeholders import Placeholders
 from shardformer.pipeline.stage_forward import StageForward
 from shardformer.pipeline.stage_manager import PipelineStageManager
-from shardformer.policies.paths import configs_in, owner_of, value_at
+from shardformer.policies.paths import configs_in, owner_of
 from shardformer.policies.policy import Policy
 from shardformer.sharding.costs import costs_of
 
@@ -149,11 +149,13 @@ def make_stages(model: nn.Module, policy: Policy, manager: PipelineStageManager)
     named = _by_first_name(dict(model.named_parameters(remove_duplicate=False)))
     parameters = {name: (first, p.numel()) for name, (first, p) in named.items()}
     stages = Stages(manager, chain, spans, costs, home, holders(home, spans), state, parameters)
-    ranks: dict[str, set[int]] = {}
+    names: dict[str, list[str]] = {}
     for name, (first, _) in parameters.items() if manager.num_stages > 1 else ():
-        ranks.setdefault(first, set()).update(stages.stages_of(name))
-    held = {name: tuple(sorted(ranks[first])) for name, (first, _) in parameters.items() if first in ranks}
-    stages.shared.update({name: by for name, by in held.items() if len(by) > 1})
+        names.setdefault(first, []).append(name)
+    for same in names.values():  # beside each other: stages know one by different names, and fill buckets in this order
+        ranks = sorted({rank for name in same for rank in stages.stages_of(name)})
+        if len(ranks) > 1:
+            stages.shared |= dict.fromkeys(same, tuple(ranks))
     return stages
 
 
@@ -214,9 +216,9 @@ def share_from_first(model: nn.Module, chain: Chain, spans: Sequence[UnitRange])
         for span in spans:
             at = max(span.start, start)
             for path in stack.stages.from_first if start < at < min(span.end, start + len(stack.units)) else ():
-                value = value_at(model.get_submodule(stack.units[0]), path)
-                owner, name = owner_of(model.get_submodule(stack.units[at - start]), path)
-                owner.__dict__[name] = value  # not as a module of its own, which would give it two names
+                first, name = owner_of(model.get_submodule(stack.units[0]), path)
+                owner, _ = owner_of(model.get_submodule(stack.units[at - start]), path)
+                owner.__dict__[name] = getattr(first, name)  # not as a module of its own, which would have two names
 
 
 def _check_settings(model: nn.Module) -> None:
