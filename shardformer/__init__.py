@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shardformer.optim.grad_norm import grad_norm as grad_norm
     from shardformer.pipeline.stage_manager import PipelineStageManager as PipelineStageManager
     from shardformer.policies.describe import Argument as Argument
+    from shardformer.policies.describe import BlockArguments as BlockArguments
     from shardformer.policies.describe import BlockDescription as BlockDescription
     from shardformer.policies.describe import Col_Layer as Col_Layer
     from shardformer.policies.describe import Layer as Layer
@@ -41,8 +42,11 @@ if TYPE_CHECKING:
     from shardformer.policies.role_policy import MLP as MLP
     from shardformer.policies.role_policy import Attention as Attention
     from shardformer.policies.role_policy import Experts as Experts
+    from shardformer.policies.role_policy import Inputs as Inputs
+    from shardformer.policies.role_policy import Projections as Projections
     from shardformer.policies.role_policy import RolePolicy as RolePolicy
     from shardformer.policies.role_policy import Stack as Stack
+    from shardformer.policies.role_policy import StageNeeds as StageNeeds
     from shardformer.reduce.pause import no_sync as no_sync
     from shardformer.sharder import ModelSharder as ModelSharder
     from shardformer.sharder import ShardFormer as ShardFormer
@@ -71,6 +75,7 @@ _HOME = {
     "policies.policy": ["Policy"],
     "policies.describe": [
         "Argument",
+        "BlockArguments",
         "BlockDescription",
         "Col_Layer",
         "Layer",
@@ -81,7 +86,16 @@ _HOME = {
     "sharding.describe": ["describe"],
     "reduce.pause": ["no_sync"],
     "policies.registry": ["register"],
-    "policies.role_policy": ["MLP", "Attention", "Experts", "RolePolicy", "Stack"],
+    "policies.role_policy": [
+        "MLP",
+        "Attention",
+        "Experts",
+        "Inputs",
+        "Projections",
+        "RolePolicy",
+        "Stack",
+        "StageNeeds",
+    ],
     "sharder": ["ModelSharder", "ShardFormer", "measure_costs", "shard_model"],
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}

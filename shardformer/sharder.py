@@ -155,11 +155,11 @@ def measure_costs(
 
 EXAMPLE = """
     import shardformer
-    from shardformer import MLP, Attention, RolePolicy, Stack
+    from shardformer import MLP, Attention, Projections, RolePolicy, Stack
 
     class MyPolicy(RolePolicy):
         stack = Stack("layers", [                # the ModuleList of layers; what follows stands in each of them
-            Attention("attn", q="q", k="k", v="v", out="o", attributes={"num_heads": "heads"}),
+            Attention("attn", Projections(q="q", k="k", v="v", out="o"), counts={"num_heads": "heads"}),
             MLP("mlp", up="fc1", down="fc2"),
         ])
         embeddings = "embed"                     # over the vocabulary

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from shardformer.policies.roles import MLP, Attention, Experts, Stack
+from shardformer.policies.roles import MLP, Attention, Experts, Inputs, Projections, Stack, StageNeeds
 
+ROLES = (Attention, Projections, Inputs, MLP, Experts, Stack, StageNeeds)
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "add-a-model.md").read_text(encoding="utf-8")
 FILES = {
@@ -89,7 +90,7 @@ def test_a_registered_policy_is_used(folder: Path) -> None:
 
 def test_every_word_for_what_a_forward_does_is_one() -> None:
     words = re.findall(r"(\w+)=", PAGE[PAGE.index("| the forward |") : PAGE.index("[Roles]")])
-    assert set(words) <= {field.name for kind in (Attention, MLP, Experts, Stack) for field in fields(kind)}
+    assert set(words) <= {field.name for kind in ROLES for field in fields(kind)}
 
 
 def test_what_is_to_be_edited_is_there() -> None:

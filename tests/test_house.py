@@ -185,6 +185,22 @@ def test_files_functions_and_signatures_stay_short(path: Path) -> None:
     assert too_long == []
 
 
+def test_what_a_table_is_made_of_has_few_fields() -> None:
+    """What belongs together is a value of its own, in the words of a policy."""
+    for file in ("policies/roles.py", "policies/describe.py", "pipeline/chain.py"):
+        for node in ast.walk(ast.parse((PACKAGE / file).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                fields = [line for line in node.body if isinstance(line, ast.AnnAssign)]
+                assert len(fields) < 10, node.name
+
+
+def test_a_table_of_a_family_is_read_at_one_glance() -> None:
+    for path in sorted((PACKAGE / "policies" / "models").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "stack":
+                assert (node.end_lineno or node.lineno) - node.lineno < 25, path.name
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_nothing_is_left_for_later(path: Path) -> None:
     words = re.findall(r"\b(?:TODO|FIXME|XXX|HACK|NotImplementedError)\b", path.read_text(encoding="utf-8"))

@@ -208,16 +208,19 @@ def known_state(model: nn.Module) -> ShardedState:
     return replace(first, entries=entries) if others else first
 
 
-def _of_layers(model: nn.Module) -> ShardedState:
-    """What the layers of a model say that was not sharded, but written with parallel layers."""
-    specs: dict[int, ShardSpec] = {}
-    axes: dict[str, Axis] = {}
-    for module in model.modules():
+def cut_in(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardSpec]]:
+    """(name, this rank's part, layout) of each parameter that a layer noted when it cut it; tied ones by each name."""
+    for path, module in model.named_modules(remove_duplicate=False):
         for name, spec in module.__dict__.get("shard_specs", {}).items():
             if (param := module._parameters.get(name)) is not None:
-                specs[id(param)] = spec
-        if isinstance(own := module.__dict__.get("axis"), Axis):
-            axes[own.name] = own
+                yield f"{path}.{name}".lstrip("."), param, spec
+
+
+def _of_layers(model: nn.Module) -> ShardedState:
+    """What the layers of a model say that was not sharded, but written with parallel layers."""
+    specs = {id(param): spec for _, param, spec in cut_in(model)}
+    own = [axis for module in model.modules() if isinstance(axis := module.__dict__.get("axis"), Axis)]
+    axes = {axis.name: axis for axis in own}
     entries = []
     for name, param in model.named_parameters():
         spec = specs.get(id(param), ShardSpec(param.shape))

@@ -11,10 +11,45 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
+from typing import Any, TypeVar
 
 from torch import nn
 
 from shardformer.errors import ConfigError
+from shardformer.layout.stream import Begin, StreamLayout
+
+R = TypeVar("R", bound=Any)
+
+
+def prefixed(record: R, path: str, *fields: str) -> R:
+    """The record with ``path`` before the paths in these fields; a ``?`` behind one goes."""
+    return replace(record, **{field: _inside(path, getattr(record, field)) for field in fields})
+
+
+def _inside(path: str, inner: Any) -> Any:
+    if isinstance(inner, str):
+        return ".".join(part for part in (path, inner.rstrip("?")) if part)
+    return inner and tuple(_inside(path, each) for each in inner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageNeeds:
+    """What the stages of a pipeline need of a stack of layers beside the layers themselves.
+
+    Args:
+        before, after: paths of what goes with the first unit, and with the last, where the order in which the model
+            registers its modules does not tell.
+        from_first: attributes of the first unit's module, modules among them, that the first unit of every stage
+            has too.
+        everywhere: paths of what every stage with a unit of this stack has.
+        returns: how many things a layer returns; 0 for its hidden states alone.
+    """
+
+    before: Sequence[str] = ()
+    after: Sequence[str] = ()
+    from_first: Sequence[str] = ()
+    everywhere: Sequence[str] = ()
+    returns: int = 0
 
 
 @dataclass(frozen=True)
@@ -27,44 +62,29 @@ class StackDescription:
         context: (path of a module, name of its argument): states from another stack that all layers read. In a chain,
             where those of the stack before come in; None: as the hidden states of the first unit.
         whole_sequence: why sequence parallelism does not cut its sequence: its blocks enter and leave with all of it.
-        units: path of the module that each unit calls, in order; of a stack of its own the layers, each once.
-        before, after: paths of what goes with the first unit, and with the last, where the order in which the model
-            registers its modules does not tell.
-        from_first: attributes of the first unit's module, modules among them, that the first unit of every stage
-            has too.
-        everywhere: paths of what every stage with a unit of this stack has.
-        returns: how many things a layer returns; 0 for its hidden states alone.
         reads_context: whether blocks read the context as it comes in; else it enters none of them there.
+        units: path of the module that each unit calls, in order; of a stack of its own the layers, each once.
+        stages: what stages have to have of it.
     """
 
     layers: str
     final_norm: str | None = None
     context: tuple[str, str] | None = None
     whole_sequence: str | None = None
-    units: tuple[str, ...] = ()
-    before: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-    from_first: tuple[str, ...] = ()
-    everywhere: tuple[str, ...] = ()
-    returns: int = 0
     reads_context: bool = True
+    units: tuple[str, ...] = ()
+    stages: StageNeeds = StageNeeds()
 
     def within(self, path: str) -> StackDescription:
-        """The same stack of a model that holds this one's at ``path``."""
+        """The same stack of a model that holds this one's at ``path``; a path may end in ``?``, which goes."""
+        own = prefixed(self, path, "layers", "final_norm", "units")
+        stages = prefixed(self.stages, path, "before", "after", "everywhere")
+        return replace(own, context=self.context and (_inside(path, self.context[0]), self.context[1]), stages=stages)
 
-        def join(inner: str) -> str:
-            return ".".join(part for part in (path, inner) if part)
-
-        return replace(
-            self,
-            layers=join(self.layers),
-            final_norm=join(self.final_norm) if self.final_norm else None,
-            context=(join(self.context[0]), self.context[1]) if self.context else None,
-            units=tuple(map(join, self.units)),
-            before=tuple(map(join, self.before)),
-            after=tuple(map(join, self.after)),
-            everywhere=tuple(map(join, self.everywhere)),
-        )
+    def layout_in(self, stream: StreamLayout) -> StreamLayout:
+        """The stream in this stack: of one whose sequence stays whole, what begins at the model's inputs."""
+        cuts = [cut for cut in stream.cuts if cut.begin is Begin.INPUTS or not self.whole_sequence]
+        return StreamLayout(tuple(cuts))
 
     @property
     def calls_again(self) -> bool:
@@ -157,16 +177,16 @@ def _in_order(model: nn.Module) -> Iterator[str]:
 def _homes_of(name: str, units: Chain, order: Mapping[str, int]) -> Iterable[int]:
     for stack, start in zip(units.stacks, units.starts, strict=True):
         whole = range(start, start + len(stack.units))
-        from_first = [f"{stack.units[0]}.{path}" for path in stack.from_first]
-        if any(_is_under(name, path) for path in (*stack.everywhere, *from_first)):
+        from_first = [f"{stack.units[0]}.{path}" for path in stack.stages.from_first]
+        if any(_is_under(name, path) for path in (*stack.stages.everywhere, *from_first)):
             return whole
         inside = [u for u in whole if _is_under(name, stack.units[u - start])]
         if inside:
             return inside
     for stack, start in zip(units.stacks, units.starts, strict=True):
-        if any(_is_under(name, path) for path in stack.before):
+        if any(_is_under(name, path) for path in stack.stages.before):
             return [start]
-        if any(_is_under(name, path) for path in (*stack.after, stack.final_norm) if path):
+        if any(_is_under(name, path) for path in (*stack.stages.after, stack.final_norm) if path):
             return [start + len(stack.units) - 1]
     return [_unit_beside(name, units, order)]
 

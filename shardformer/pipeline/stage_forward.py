@@ -289,7 +289,7 @@ class _StandIn:
 
 def _handed_on(stack: StackDescription, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     hidden = _hidden_of(args, kwargs)
-    return (hidden, *[None] * (stack.returns - 1)) if stack.returns else hidden
+    return (hidden, *[None] * (stack.stages.returns - 1)) if stack.stages.returns else hidden
 
 
 def _hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
@@ -320,8 +320,8 @@ def _of_another_stage(path: str, name: str) -> ConfigError:
     return ConfigError(
         f"{path} is given {name}, which is computed of parameters that another stage holds",
         rule="A stage hands on the states between the layers; what a layer reads beside them is made on its own stage",
-        remedy="Name the module that makes it in a policy: everywhere=[...] of the Stack, from_first=[...] where it "
-        "stands in the first layer, before=[...] or after=[...] where one stage needs it",
+        remedy="Name the module that makes it in a policy: Stack(..., stages=StageNeeds(everywhere=[...])), "
+        "from_first=[...] where it stands in the first layer, before=[...] or after=[...] where one stage needs it",
     )
 
 

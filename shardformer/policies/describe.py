@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from shardformer.layers.tensor.arguments import Bounds
 from shardformer.layout.split import Split
+from shardformer.pipeline.chain import prefixed
 
 ModuleKey = str | type[nn.Module]
 """Which modules a description is about: their class, their class's name, or their path with ``*`` for indices."""
@@ -33,40 +34,57 @@ class SubModuleReplacementDescription:
 
 
 @dataclass
+class BlockArguments:
+    """What a forward is given beside the first tensor of a block's entry, or reads off that, where ranks matter to it.
+
+    Args:
+        at: path of the module whose forward it is.
+        entering: those of its arguments that enter by themselves.
+        by_head: argument -> which of its dims counts the heads.
+        bounds: how many heads there are, from which to which this rank has.
+        width: the width of this rank's heads, for a forward that reads it as the last dim of what enters.
+    """
+
+    at: str
+    entering: Sequence[str] = ()
+    by_head: Mapping[str, int] = field(default_factory=dict)
+    bounds: Bounds = field(default=(0, 0, 0), repr=False)  # ranks differ in it, and agree on the rest
+    width: int | None = field(default=None, repr=False)
+
+
+@dataclass
 class BlockDescription:
     """A part of the described module that enters the tensor-parallel region once and leaves it once.
 
     Args:
         entry: path of the module whose first tensor argument enters.
         columns: paths of the column-parallel linears that read what entered.
-        others: paths of column-parallel linears that read something else that has entered (cross-attention's states).
         row: path of the row-parallel linear at the exit.
+        others: paths of column-parallel linears that read something else that has entered (cross-attention's states).
+        arguments: what else the forward of a module in it is given.
         activated: whether an activation follows the columns at once, so that their bias can be fused with it.
-        width: the width of this rank's heads, for a forward that reads it as the last dim of what enters.
-        arguments: argument of the module at a path -> that path, which of its dims counts the heads, and (how many
-            heads there are, from which to which this rank has).
-        inputs: (path of a module, argument of its forward) that enters beside the first tensor of the entry.
         exits_with: path of an earlier block's row-parallel linear, which exits with this one's: the layer adds them.
         gathers_around: path of a module that needs the whole sequence, under sequence parallelism, outside of the
             block too.
-        is_whole_module: whether the module at the entry is the block by itself: all that it is given enters, and what
-            it gives leaves. ``row`` names it too.
-        summands: of such a module, parameters and modules in it that stay whole and are added to what it gives: each
-            rank adds an equal part.
+        summands: for a module that is a block by itself, named by ``entry`` and ``row`` (all that it is given enters,
+            and what it gives leaves): the parameters and modules in it that stay whole and are added to what it gives,
+            of which each rank adds an equal part. None for any other block.
     """
 
     entry: str
     columns: Sequence[str]
     row: str
     others: Sequence[str] = ()
+    arguments: BlockArguments | None = None
     activated: bool = False
-    width: int | None = field(default=None, repr=False)  # ranks may differ in it, and agree on the rest
-    arguments: Mapping[str, tuple[str, int, Bounds]] = field(default_factory=dict, repr=False)
-    inputs: Sequence[tuple[str, str]] = ()
     exits_with: str | None = None
     gathers_around: str | None = None
-    is_whole_module: bool = False
-    summands: Sequence[str] = ()
+    summands: Sequence[str] | None = None
+
+    def within(self, path: str) -> BlockDescription:
+        """The same block of a model that holds the described module at ``path``."""
+        own = prefixed(self, path, "entry", "columns", "row", "others", "exits_with", "gathers_around")
+        return replace(own, arguments=self.arguments and prefixed(self.arguments, path, "at"))
 
     @property
     def holds_exit(self) -> bool:
@@ -94,6 +112,16 @@ class ModulePolicyDescription:
     method_replacement: dict[str, Callable[..., Any]] | None = None
     blocks: list[BlockDescription] | None = None
     parameters: dict[str, dict[int, Split]] | None = None
+
+
+def merged(descriptions: Sequence[ModulePolicyDescription]) -> ModulePolicyDescription:
+    """What several descriptions of one kind of module say together, of what roles say."""
+    return ModulePolicyDescription(
+        attribute_replacement={n: value for d in descriptions for n, value in (d.attribute_replacement or {}).items()},
+        sub_module_replacement=[sub for d in descriptions for sub in d.sub_module_replacement or []],
+        blocks=[block for d in descriptions for block in d.blocks or []],
+        parameters={n: splits for d in descriptions for n, splits in (d.parameters or {}).items()},
+    )
 
 
 @dataclass

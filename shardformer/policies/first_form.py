@@ -19,6 +19,7 @@ from shardformer.policies.describe import (
     Row_Layer,
     SubModuleReplacementDescription,
 )
+from shardformer.policies.paths import owner_of
 
 
 class FirstForm:
@@ -111,8 +112,7 @@ def _description(key: Any, argument: Argument, heads: set[str]) -> ModulePolicyD
 
 def inject(policy: FirstForm, model: nn.Module) -> tuple[type, type] | None:
     """Gives the model the class that ``inject_policy`` names. Returns (the class before, the class now)."""
-    pair = _said(policy.inject_policy())
-    if not pair:
+    if not (pair := _said(policy.inject_policy())):
         return None
     native, custom = pair
     model.__class__ = custom
@@ -124,7 +124,6 @@ def bind(policy: FirstForm, model: nn.Module) -> list[tuple[str, str]]:
     done = []
     for source, target in dict(_said(policy.binding_policy())).items():
         source_param = model.get_parameter(source)
-        path, _, name = target.rpartition(".")
         if source_param.shape != model.get_parameter(target).shape:
             raise PolicyError(
                 f"binding_policy pairs {source} {tuple(source_param.shape)} with {target} "
@@ -132,7 +131,7 @@ def bind(policy: FirstForm, model: nn.Module) -> list[tuple[str, str]]:
                 rule="Parameters that are bound have one shape and are cut the same way",
                 remedy="Shard both or neither",
             )
-        setattr(model.get_submodule(path), name, source_param)
+        setattr(*owner_of(model, target), source_param)
         done.append((target, source))
     return done
 

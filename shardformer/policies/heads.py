@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
-from torch import nn
+from torch import Tensor
 
-from shardformer.errors import ConfigError, PolicyError, nearest
+from shardformer.errors import ConfigError, PolicyError
 from shardformer.layout.split import Split, even_bounds
+from shardformer.policies.roles import Counted
 
 
 @dataclass(frozen=True)
@@ -130,32 +130,34 @@ class HeadLayout:
             parts.append(tuple(own))
         return Split(tuple(parts))
 
+    def parameter_split(self, path: str, full: Tensor, said: Counted) -> dict[int, Split]:
+        """How the dims of a parameter, or of a buffer, are cut of which one counts what is ``said``."""
+        kind, dim = (said, None) if isinstance(said, str) else said
+        if kind == "inside":
+            return {}
+        split = {"heads": self.query_split(1), "kv_heads": self.kv_split(1), "width": self.query_split()}[kind]
+        dims = [d for d, n in enumerate(full.shape) if n == split.full] if dim is None else [dim % max(full.dim(), 1)]
+        if len(dims) != 1 or full.shape[dims[0]] != split.full:
+            raise PolicyError(
+                f"{path} has the shape {tuple(full.shape)}, and counts={said!r}",
+                rule=f"One of its dims has the size of what it counts, here {split.full}",
+                remedy=f"Name the dim too, ({kind!r}, dim), where several have that size, or correct what it counts",
+            )
+        return {dims[0]: split}
+
     def values(self, rank: int) -> dict[str, int]:
         """What an attribute of the attention module becomes, by what it counts."""
         heads, kv_heads = self.heads(rank), self.kv_heads(rank)
         return {"heads": heads, "kv_heads": kv_heads, "groups": heads // kv_heads, "width": heads * self.head_dim}
 
 
-def unit_of(where: str, name: str, features: int, count: int) -> int:
-    """How many of the features each of ``count`` heads has. Raises PolicyError where they do not divide."""
-    if features % count:
+def unit_of(path: str, features: int, count: int, expected: int | None = None) -> int:
+    """How many of the features each of ``count`` heads has. Raises PolicyError where that is not ``expected``."""
+    if features % count or features != count * (expected or features // count):
+        of = f" of {expected} features" if expected and not features % count else ""
         raise PolicyError(
-            f"{where}.{name.lstrip('.')} has {features} features, which are not {count} heads",
-            rule="All heads of a projection are of one size",
+            f"{path} has {features} features, which are not {count} heads{of}",
+            rule="All heads of an attention are of one size, in q, k, v and the output projection",
             remedy="Correct num_heads, num_kv_heads or the paths in the policy",
         )
     return features // count
-
-
-def no_count(policy: str, said: int | str, attention: nn.Module, config: Any) -> PolicyError:
-    """What is said where ``said``, a policy's num_heads, leads to no number."""
-    owner = attention if str(said).startswith(".") else config
-    where = f"the {type(attention).__name__}" if owner is attention else "the config"
-    return PolicyError(
-        f"{policy}.num_heads is {said!r}, and "
-        + (f"{where} has no such field" if owner is not None else "the model has no config"),
-        rule="Attention is cut by whole heads, so a policy says how many there are",
-        remedy="Set it to the number, such as num_heads = 12, to the name of the config's field, or to that of the "
-        "attention module's own attribute behind a dot. "
-        + (nearest(str(said), [n for n in vars(owner) if "head" in n]) if owner is not None else ""),
-    )

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Any
 
 from torch import Tensor, nn
 
 from shardformer.errors import PolicyError, nearest
 from shardformer.layers.tensor.linear import is_linear, is_transposed
+
+IN_A_TABLE = " Where some models lack it, end the path with a ?, or give the block or stack optional=True"
 
 
 def join(*parts: str) -> str:
@@ -18,6 +22,17 @@ def relative(at: str, name: str) -> str:
     return name[1:] if name.startswith(".") else join(at, name)
 
 
+def configs_in(model: nn.Module) -> list[Any]:
+    """The configs that modules of a model hold, each once."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return list({id(config): config for config in configs if hasattr(config, "__dict__")}.values())
+
+
+def several(paths: str | Sequence[str]) -> Sequence[str]:
+    """One path as a list of one, as tables say it."""
+    return [paths] if isinstance(paths, str) else paths
+
+
 def find(module: nn.Module, path: str) -> nn.Module | None:
     for part in path.split(".") if path else []:
         child = module._modules.get(part)
@@ -25,6 +40,20 @@ def find(module: nn.Module, path: str) -> nn.Module | None:
             return None
         module = child
     return module
+
+
+def value_at(owner: object, path: str) -> Any:
+    """What stands at ``path``, a module or any other attribute; None where nothing does."""
+    try:
+        return attrgetter(path)(owner) if path else owner
+    except AttributeError:
+        return None
+
+
+def owner_of(model: object, path: str) -> tuple[Any, str]:
+    """What holds that which stands at ``path``, None where there is no such thing, and the name that it has there."""
+    at, _, name = path.rpartition(".")
+    return value_at(model, at), name
 
 
 def matching(path: str, names: Iterable[str]) -> list[str]:
@@ -42,30 +71,32 @@ def matching(path: str, names: Iterable[str]) -> list[str]:
     ]
 
 
-def module_at(module: nn.Module, path: str) -> nn.Module:
+def module_at(module: nn.Module, path: str, where: str = "", hint: str = IN_A_TABLE) -> nn.Module:
     found = find(module, path)
     if found is None:
-        raise no_match("", path, module)
+        raise no_match(where, path, module, hint)
     return found
 
 
+def is_there(module: nn.Module, path: str, where: str = "") -> bool:
+    """Whether a path of a table leads to a module. Raises PolicyError where it does not and has no ``?`` at its end."""
+    there = find(module, path.rstrip("?")) is not None
+    if not there and not path.endswith("?"):
+        raise no_match(where, path, module)
+    return there
+
+
 def existing(names: Sequence[str], at: str, layer: nn.Module, path: str) -> list[str]:
-    out = []
-    for name in names:
-        full = relative(at, name.rstrip("?"))
-        if find(layer, full) is not None:
-            out.append(full)
-        elif not name.endswith("?"):
-            raise no_match(path, full, layer)
+    """Those of the names inside of the layer's module ``at`` that are there, as paths in the layer: one at least."""
+    paths = [relative(at, name) for name in names]
+    out = [name.rstrip("?") for name in paths if is_there(layer, name, path)]
     if not out:
-        raise no_match(path, relative(at, names[0].rstrip("?")), layer)
+        raise no_match(path, paths[0].rstrip("?"), layer)
     return out
 
 
 def linear_at(layer: nn.Module, name: str, path: str) -> nn.Module:
-    found = find(layer, name)
-    if found is None:
-        raise no_match(path, name, layer)
+    found = module_at(layer, name, path)
     if not is_linear(found):
         raise PolicyError(
             f"{path}.{name} is a {type(found).__name__}",
@@ -81,10 +112,9 @@ def features_of(module: nn.Module, *, out: bool) -> int:
     return int(weight.shape[int(out == is_transposed(module))])
 
 
-def no_match(where: str, name: str, inside: nn.Module) -> PolicyError:
+def no_match(where: str, name: str, inside: nn.Module, hint: str = IN_A_TABLE) -> PolicyError:
     return PolicyError(
         f"There is no module {join(where, name)!r}",
         rule="Every rule of a policy matches a module",
-        remedy=nearest(name, [n for n, _ in inside.named_modules() if n])
-        + " Where some models lack it, end the path with a ?, or give the block or stack optional=True",
+        remedy=nearest(name, [n for n, _ in inside.named_modules() if n]) + hint,
     )

@@ -16,17 +16,34 @@ from torch import nn
 
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.layers.tensor.modes import MODES, ParallelLayers
-from shardformer.pipeline.chain import Chain, StackDescription
-from shardformer.policies.describe import ModuleKey, ModulePolicyDescription, SubModuleReplacementDescription
-from shardformer.policies.heads import HeadLayout, no_count, unit_of
-from shardformer.policies.lowering import LayerLowering, check_exits
-from shardformer.policies.parts import merged
-from shardformer.policies.paths import features_of, find, join, linear_at, matching, module_at, no_match, relative
+from shardformer.pipeline.chain import Chain, StackDescription, StageNeeds
+from shardformer.policies.attention import AttentionLowering
+from shardformer.policies.describe import ModuleKey, ModulePolicyDescription, merged
+from shardformer.policies.lowering import LayerLowering, Replacement, check_exits
+from shardformer.policies.paths import (
+    is_there,
+    join,
+    matching,
+    module_at,
+    no_match,
+    relative,
+    several,
+)
 from shardformer.policies.policy import Policy
 from shardformer.policies.registry import registered_policy
-from shardformer.policies.roles import MLP, Attention, Experts, Role, Stack
+from shardformer.policies.roles import MLP, Attention, Experts, Inputs, Projections, Role, Stack
 
-__all__ = ["MLP", "Attention", "Experts", "Role", "RolePolicy", "Stack"]
+__all__ = [
+    "MLP",
+    "Attention",
+    "Experts",
+    "Inputs",
+    "Projections",
+    "Role",
+    "RolePolicy",
+    "Stack",
+    "StageNeeds",
+]
 
 
 BETWEEN_LAYERS = "it reads the states between its layers, of which a rank has a part"
@@ -91,7 +108,7 @@ class RolePolicy(Policy):
 
     def refuses_sequence(self) -> str | None:
         """Why this model cannot run sequence parallelism; None where it can."""
-        if hasattr(self.model, "out_features") and hasattr(self.model, "out_indices"):  # a backbone
+        if _is_backbone(self.model):
             return BETWEEN_LAYERS
         whole = [stack.whole_sequence for stack in self.stacks()]
         return self.against_sequence or (whole[0] if whole and all(whole) else None)
@@ -102,8 +119,7 @@ class RolePolicy(Policy):
             return self.against_pipeline
         layers = [stack.layers for stack in self.chain().stacks]
         for path, module in self.model.named_modules():
-            is_backbone = hasattr(module, "out_features") and hasattr(module, "out_indices")
-            if is_backbone and any(f"{inner}.".startswith(f"{path}.") or not path for inner in layers):
+            if _is_backbone(module) and any(f"{inner}.".startswith(f"{path}.") or not path for inner in layers):
                 return BETWEEN_STAGES
         return next((why for _, policy in self._parts() if (why := policy.refuses_pipeline())), None)
 
@@ -121,8 +137,9 @@ class RolePolicy(Policy):
         self.notes = list(type(self).notes)
         self._few = []
         model = LayerLowering(self.model, "", self.axis, classes=self._classes)
-        single = [d for role in self.single if (d := self._block(role, model)) is not None]
-        out: dict[ModuleKey, ModulePolicyDescription] = {"": merged([self._outside(), *single])}
+        out: dict[ModuleKey, ModulePolicyDescription] = {
+            "": merged([self._outside(), self._merged(self.single, model)])
+        }
         for stack, is_stage in self._present_stacks():
             out |= self._layers(join(self.base, stack.layers), stack.blocks, is_stage)
         for path, policy in self._parts():
@@ -133,14 +150,10 @@ class RolePolicy(Policy):
     def _parts(self) -> list[tuple[str, Policy]]:
         """The policies of the submodules that are models themselves, by their paths."""
         out = []
-        for part in self.parts:
-            model = find(self.model, part.rstrip("?"))
-            if model is None and not part.endswith("?"):
-                raise no_match("", part, self.model)
-            if model is not None:
-                policy = self._policy_of(model, part)
-                policy.model, policy.shard_config, policy.axis = model, self.shard_config, self.axis
-                out.append((part.rstrip("?"), policy))
+        for path in [part.rstrip("?") for part in self.parts if is_there(self.model, part)]:
+            policy = self._policy_of(model := module_at(self.model, path), path)
+            policy.model, policy.shard_config, policy.axis = model, self.shard_config, self.axis
+            out.append((path, policy))
         return out
 
     def _policy_of(self, model: nn.Module, part: str) -> Policy:
@@ -155,51 +168,39 @@ class RolePolicy(Policy):
         )
 
     def _layers(self, path: str, blocks: Sequence[Role], is_stage: bool) -> dict[ModuleKey, ModulePolicyDescription]:
-        """What becomes of each layer; one description where all layers are made of the same."""
-        layers = list(module_at(self.model, path).children())
+        """What becomes of each layer."""
+        layers = dict(module_at(self.model, path).named_children())
         if not layers:
             raise no_match(path, "0", module_at(self.model, path))
-        lowerings = [LayerLowering(layer, f"{path}.*", self.axis, is_stage, self._classes) for layer in layers]
-        found = [[self._block(block, lowering) for block in blocks] for lowering in lowerings]
-        descriptions = [merged([d for d in each if d is not None]) for each in found]
-        if all(d == descriptions[0] for d in descriptions):
-            return {f"{path}.*": descriptions[0]}
-        return {f"{path}.{i}": d for i, d in enumerate(descriptions)}
+
+        def lowered(layer: nn.Module) -> ModulePolicyDescription:
+            return self._merged(blocks, LayerLowering(layer, f"{path}.*", self.axis, is_stage, self._classes))
+
+        return {f"{path}.{name}": lowered(layer) for name, layer in layers.items()}
+
+    def _merged(self, roles: Sequence[Role], where: LayerLowering) -> ModulePolicyDescription:
+        return merged([d for role in roles if (d := self._block(role, where)) is not None])
 
     def stacks(self) -> list[StackDescription]:
         return [*self._own_stacks(), *(s.within(path) for path, policy in self._parts() for s in policy.stacks())]
 
     def _own_stacks(self) -> list[StackDescription]:
-        return [
-            StackDescription(
-                s.layers,
-                self._final_norm(s),
-                s.context,
-                s.whole_sequence,
-                before=tuple(path.rstrip("?") for path in s.before),
-                after=tuple(path.rstrip("?") for path in s.after),
-                from_first=tuple(s.from_first),
-                everywhere=tuple(path.rstrip("?") for path in s.everywhere),
-                returns=s.returns,
-                reads_context=s.reads_context,
-            ).within(self.base)
-            for s, _ in self._present_stacks()
-        ]
+        base, out = module_at(self.model, self.base), []
+        for s, _ in self._present_stacks():
+            norm = s.final_norm if s.final_norm and is_there(base, s.final_norm, self.base) else None
+            own = StackDescription(s.layers, norm, s.context, s.whole_sequence, s.reads_context, stages=s.stages)
+            out.append(own.within(self.base))
+        return out
 
     def chain(self) -> Chain:
         own = Chain.of(self.model, self._own_stacks()).stacks
         every = [*own, *(s.within(path) for path, policy in self._parts() for s in policy.chain().stacks)]
         if every:  # some models register their head before the layers
-            heads = [self.head] if isinstance(self.head, str) else self.head
-            tops = {head.partition(".")[0] for head in heads if find(self.model, head.rstrip("?")) is not None}
+            tops = {head.partition(".")[0] for head in several(self.head) if is_there(self.model, f"{head}?")}
             beside = sorted(top for top in tops if not any(f"{s.layers}.".startswith(f"{top}.") for s in every))
-            every[-1] = replace(every[-1], after=(*every[-1].after, *beside))
+            stages = every[-1].stages
+            every[-1] = replace(every[-1], stages=replace(stages, after=(*stages.after, *beside)))
         return Chain(tuple(every))
-
-    def _final_norm(self, stack: Stack) -> str | None:
-        path = (stack.final_norm or "").rstrip("?")
-        lacks = (stack.final_norm or "?").endswith("?") and find(self.model, join(self.base, path)) is None
-        return None if lacks or not path else path
 
     def replicated(self) -> list[str] | None:
         base = module_at(self.model, self.base)
@@ -234,59 +235,34 @@ class RolePolicy(Policy):
         return out
 
     def _outside(self) -> ModulePolicyDescription:
-        embeddings = [self.embeddings] if isinstance(self.embeddings, str) else self.embeddings
-        heads = [self.head] if isinstance(self.head, str) else self.head
-        for path in embeddings:
-            if not path.endswith("?") and find(self.model, join(self.base, path)) is None:
-                raise no_match(self.base, path, module_at(self.model, self.base))
-        subs = [
-            SubModuleReplacementDescription(
-                join(self.base, path.rstrip("?")), self._classes.embedding, ignore_if_not_exist=path.endswith("?")
-            )
-            for path in embeddings
-        ]
-        subs += [SubModuleReplacementDescription(p, self._classes.head, ignore_if_not_exist=True) for p in heads]
+        base = module_at(self.model, self.base)
+        embeddings = [path.rstrip("?") for path in several(self.embeddings) if is_there(base, path, self.base)]
+        subs = [Replacement(join(self.base, path), self._classes.embedding) for path in embeddings]
+        subs += [Replacement(p.rstrip("?"), self._classes.head, ignore_if_not_exist=True) for p in several(self.head)]
         return ModulePolicyDescription(sub_module_replacement=subs)
 
     def _block(self, block: Role, lowering: LayerLowering) -> ModulePolicyDescription | None:
         if not lowering.has(block):
             return None
-        if isinstance(block, Attention) and self._has_few_heads(block, lowering):
-            return None
         if isinstance(block, MLP):
             return lowering.mlps(block if self.sums_exits() else replace(block, exits_with=None))
         if isinstance(block, Experts):
             return lowering.experts(block)
-        return lowering.attention(block, self._head_layout(block, lowering.layer, lowering.path))
-
-    def _has_few_heads(self, attention: Attention, lowering: LayerLowering) -> bool:
-        """Whether the first of several stages has fewer heads than there are ranks: its attention stays whole."""
-        said = attention.num_heads or self.num_heads
-        heads = self._count(said, module_at(lowering.layer, attention.at))
-        if heads is None or heads >= self.axis.size or not lowering.is_stage:
-            return False
-        at, out = join(lowering.path, attention.at), join(lowering.path, relative(attention.at, attention.out))
+        attention = self._attention(block, lowering)
+        if (heads := attention.few_heads) is None:
+            return attention.description()
+        at, out = join(lowering.path, block.at), join(lowering.path, relative(block.at, block.projections.out))
         self._few = [*self._few, at, out]
         note = f"Whole, since {heads} heads are fewer than {self.axis.size} ranks: {at}."
-        if note not in self.notes:
-            self.notes = [*self.notes, note]
-        return True
+        self.notes = [*self.notes, *([note] if note not in self.notes else [])]
+        return None
 
-    def _head_layout(self, attention: Attention, layer: nn.Module, path: str) -> HeadLayout:
-        module = module_at(layer, attention.at)
-        num_heads = self._count(said := attention.num_heads or self.num_heads, module)
-        if num_heads is None:
-            raise no_count(type(self).__name__, said, module, getattr(self.model, "config", None))
-        num_kv_heads = self._count(attention.num_kv_heads or self.num_kv_heads, module) or num_heads
-        out = relative(attention.at, attention.out)
-        width = features_of(linear_at(layer, out, path), out=False)
-        unit = unit_of(path, out, width, num_heads)
-        return HeadLayout(num_heads, num_kv_heads, unit, self.axis.size, attention.partitions)
+    def _attention(self, role: Attention, where: LayerLowering) -> AttentionLowering:
+        """The attention with the policy's numbers of heads where it has none of its own."""
+        heads, kv_heads = role.num_heads or self.num_heads, role.num_kv_heads or self.num_kv_heads
+        role = replace(role, num_heads=heads, num_kv_heads=kv_heads)
+        return AttentionLowering(role, where, getattr(self.model, "config", None))
 
-    def _count(self, said: int | str, attention: nn.Module) -> int | None:
-        count: Any = said
-        if isinstance(said, str):
-            count = attention if said.startswith(".") else getattr(self.model, "config", None)
-            for name in said.removeprefix(".").split("."):
-                count = getattr(count, name, None)
-        return count if isinstance(count, int) and count > 0 else None
+
+def _is_backbone(module: nn.Module) -> bool:
+    return hasattr(module, "out_features") and hasattr(module, "out_indices")

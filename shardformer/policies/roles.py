@@ -6,52 +6,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardformer.errors import PolicyError, nearest
+from shardformer.pipeline.chain import StageNeeds
 from shardformer.policies.paths import relative
 
-CountedDim = str | tuple[str, int]
-"""What a dim of a parameter counts, and which dim, where several are of that size."""
+Counted = str | tuple[str, int]
+"""What something counts, and which of its dims does where that has to be said."""
 COUNTED = {
-    "attributes": ("heads", "kv_heads", "groups", "width"),
-    "parameters": ("heads", "width", "inside"),
-    "norms": ("heads", "kv_heads"),
+    "attribute": ("heads", "kv_heads", "groups", "width"),
+    "parameter": ("heads", "kv_heads", "width", "inside"),
+    "norm": ("heads", "kv_heads"),
+    "embedding": ("heads",),
+    "argument": ("heads",),
 }
+"""What each of the things that an attention's ``counts`` may name can count."""
 
 
-@dataclass(frozen=True)
-class Attention:
-    """An attention of a layer. Name the projections it has: q, k and v, or a fused qkv, or q and a fused kv.
+@dataclass(frozen=True, kw_only=True)
+class Projections:
+    """The linears of an attention. Name those it has: q, k and v, or a fused qkv, or q and a fused kv.
 
     Args:
-        at: path of the module; its first tensor argument is what enters.
         out: the output projection.
         q, k, v, qkv, kv: the projections; fused ones lie behind each other (q, then k, then v).
         interleaved: the fused ones lie by KV head instead: the query heads that read it, its k, its v; then the next.
         partitions: in how many equal parts the heads lie, one after the other, where the forward takes them apart:
             each rank has the same heads of each.
         gates: further projections, with equally many features for each query head.
-        reads_inner: those of the projections that read what other modules inside made of the input (a low-rank
-            projection and its norm), instead of the input itself.
-        reads_context: k and v read another stack's states (cross-attention).
-        attributes: attribute of the module -> what it counts: "heads", "kv_heads", "groups" (query heads a KV head)
-            or "width" (heads times head dim). Only those that the forward reads.
-        parameters: parameter or unsaved buffer that the module holds itself -> what one of its dims counts: "heads" or
-            "width", or ("heads", dim) where two dims have that size; "inside" for one that counts neither.
-        inputs: arguments of the module's forward, beside the first, that its projections read; each enters by itself.
-        arguments: argument of the module's forward -> which of its dims counts heads, or samples times heads (alibi).
-        width_of_input: whether the forward takes the width of the heads from the last dim of what enters.
-        norms: norm between entry and exit over all heads at once -> "heads", or "kv_heads" for the one of k. A norm
-            over each head needs no word.
-        tables: embeddings with one column a head (relative position bias).
-        entry: the module whose first tensor argument enters, where that is not the one at ``at``: the first of the
-            projections, for an attention that adds its residual itself.
-        whole_sequence: whether the module needs the whole sequence outside of the block too (it adds its residual
-            itself): sequence parallelism gathers it before the module and cuts it behind.
-        num_heads, num_kv_heads: these numbers, or the config's fields that hold them, where not the policy's; a leading
-            dot makes a name that of an attribute of the module (".num_heads"), for heads that differ by layer.
-        optional: whether some layers or models lack this attention.
     """
 
-    at: str
     out: str
     q: str | None = None
     k: str | None = None
@@ -61,23 +43,78 @@ class Attention:
     interleaved: bool = False
     partitions: int = 1
     gates: Sequence[str] = ()
-    reads_inner: Sequence[str] = ()
-    reads_context: bool = False
-    attributes: Mapping[str, str] = field(default_factory=dict)
-    parameters: Mapping[str, CountedDim] = field(default_factory=dict)
-    inputs: Sequence[str] = ()
-    arguments: Mapping[str, int] = field(default_factory=dict)
-    width_of_input: bool = False
-    norms: Mapping[str, str] = field(default_factory=dict)
-    tables: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What enters an attention, where that is not the first tensor argument of its module alone.
+
+    Args:
+        entry: the module whose first tensor argument enters instead: the first of the projections, for an attention
+            that adds its residual itself.
+        arguments: arguments of the forward, beside the first, that projections read; each enters by itself.
+        from_context: k and v read another stack's states (cross-attention).
+        from_inside: those of the projections that read what other modules inside made of the input (a low-rank
+            projection and its norm), instead of the input itself.
+        give_width: whether the forward takes the width of the heads from the last dim of what enters.
+        whole_sequence: whether the module needs the whole sequence outside of the block too (it adds its residual
+            itself): sequence parallelism gathers it before the module and cuts it behind.
+    """
+
     entry: str | None = None
+    arguments: Sequence[str] = ()
+    from_context: bool = False
+    from_inside: Sequence[str] = ()
+    give_width: bool = False
     whole_sequence: bool = False
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention of a layer.
+
+    Args:
+        at: path of the module; its first tensor argument is what enters, if ``inputs`` says nothing else.
+        projections: its linears.
+        counts: what its forward reads and has to be this rank's -> what that counts: "heads", "kv_heads", "groups"
+            (query heads a KV head) or "width" (heads times head dim). The name is that of
+
+            - an attribute of the module;
+            - a parameter or unsaved buffer that it holds itself, of which one dim counts: ("heads", dim) where two dims
+              have that size, "inside" for one that counts nothing;
+            - a norm between entry and exit over all heads at once (a norm over each head needs no word);
+            - an embedding with one column a head (relative position bias);
+            - an argument of its forward, with the dim that counts heads, or samples times heads: ("heads", 0) (alibi).
+        inputs: what enters.
+        num_heads, num_kv_heads: these numbers, or the config's fields that hold them, where not the policy's; a leading
+            dot makes a name that of an attribute of the module (".num_heads"), for heads that differ by layer.
+        optional: whether some layers or models lack this attention.
+    """
+
+    at: str
+    projections: Projections
+    counts: Mapping[str, Counted] = field(default_factory=dict)
+    inputs: Inputs = Inputs()
     num_heads: int | str | None = None
     num_kv_heads: int | str | None = None
     optional: bool = False
 
     def __post_init__(self) -> None:
-        _check_counted(self)
+        for name in self.counts:
+            self.counted(name)
+
+    def counted(self, name: str, what: str | None = None) -> str:
+        """What ``name`` counts. Raises PolicyError where nothing counts that, or not ``what`` it is the name of."""
+        said = self.counts[name]
+        kind = said if isinstance(said, str) else said[0]
+        kinds = COUNTED[what] if what else tuple(dict.fromkeys(kind for each in COUNTED.values() for kind in each))
+        if kind not in kinds:
+            raise PolicyError(
+                f"counts={{{name!r}: {said!r}}} of the attention {self.at!r}",
+                rule=f"What {f'an {what}' if what else 'something'} counts is {', '.join(kinds)}",
+                remedy=nearest(kind, kinds),
+            )
+        return kind
 
 
 @dataclass(frozen=True)
@@ -133,19 +170,6 @@ class Experts:
     optional: bool = False
 
 
-def _check_counted(attention: Attention) -> None:
-    """Raises PolicyError for an attribute or parameter that is said to count what there is not."""
-    for table, kinds in COUNTED.items():
-        for name, value in getattr(attention, table).items():
-            kind = value if isinstance(value, str) else value[0]
-            if kind not in kinds:
-                raise PolicyError(
-                    f"{table}={{{name!r}: {value!r}}} of the attention {attention.at!r}",
-                    rule=f"What {table} count is {', '.join(kinds)}",
-                    remedy=nearest(str(kind), kinds),
-                )
-
-
 Role = Attention | MLP | Experts
 
 
@@ -153,7 +177,7 @@ def exit_of(role: Role) -> str | None:
     """Path of the module at the role's exit in its layer; None where that is no one module."""
     if isinstance(role, Experts) or "*" in role.at:
         return None
-    return relative(role.at, role.out if isinstance(role, Attention) else role.down)
+    return relative(role.at, role.projections.out if isinstance(role, Attention) else role.down)
 
 
 @dataclass(frozen=True)
@@ -164,15 +188,11 @@ class Stack:
         layers: path of the ModuleList, with ``*`` for an index where each stage of a model has one ("layers.*.blocks").
         blocks: the attentions, MLPs and experts of one layer.
         final_norm: the norm behind the last layer.
-        context: (path of a module, name of its argument): the states that ``reads_context`` attentions read, which
+        context: (path of a module, name of its argument): the states that ``from_context`` attentions read, which
             enter there once for all of them; for a pipeline, where the states of the stack before come in.
         whole_sequence: why sequence parallelism cannot cut its sequence, where it does cut those of other stacks.
         optional: whether some models lack it.
-        before, after: for a pipeline, what goes with the first layer and with the last, where the model does not
-            register the one before the layers and the other behind them.
-        returns: for a pipeline, how many things a layer returns; 0 for its hidden states alone.
-        from_first: for a pipeline, attributes of the first layer that the first layer of every stage needs too.
-        everywhere: for a pipeline, what every layer reads beside its own weights.
+        stages: what a pipeline has to know of it.
     """
 
     layers: str
@@ -181,24 +201,21 @@ class Stack:
     context: tuple[str, str] | None = None
     whole_sequence: str | None = None
     optional: bool = False
-    before: Sequence[str] = ()
-    after: Sequence[str] = ()
-    returns: int = 0
-    from_first: Sequence[str] = ()
-    everywhere: Sequence[str] = ()
+    stages: StageNeeds = field(default_factory=StageNeeds)
 
     def __post_init__(self) -> None:
         name = self.context[1] if self.context and self.reads_context else None
         for role in self.blocks:
-            if isinstance(role, Attention) and (name in role.inputs or (role.reads_context and role.inputs)):
+            arguments = role.inputs.arguments if isinstance(role, Attention) else ()
+            if name in arguments or (arguments and isinstance(role, Attention) and role.inputs.from_context):
                 raise PolicyError(
                     f"The states of another stack enter the attention {role.at!r} twice: by the context of the stack "
-                    f"{self.layers!r} and by inputs={list(role.inputs)}",
+                    f"{self.layers!r} and by the arguments {list(arguments)}",
                     rule="The gradients of what enters are summed over the ranks once",
-                    remedy="Leave out `inputs` where an attention has reads_context=True, or say `inputs` of all",
+                    remedy="Leave out `arguments` where an attention has from_context=True, or say them of all",
                 )
 
     @property
     def reads_context(self) -> bool:
         """Whether an attention reads the context as one; else it only tells a pipeline what comes in."""
-        return any(isinstance(role, Attention) and role.reads_context for role in self.blocks)
+        return any(isinstance(role, Attention) and role.inputs.from_context for role in self.blocks)

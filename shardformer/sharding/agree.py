@@ -84,7 +84,8 @@ def _read_announcements(store: Any, other: int, mine: _Announcement, deadline: f
     while True:
         key = f"{ANNOUNCEMENTS}/{other}/{store.add(place, 0) + 1}"
         if not _comes(store, key, None if is_member else deadline):
-            return _did_not_come(other, mine) if is_member else None
+            said = f"Process {other} did not come to shard over {mine.group}, as process {me} did"
+            return _other_group(LaunchError, said) if is_member else None
         theirs = _Announcement(*json.loads(store.get(key)))
         is_about_us = me in theirs.ranks
         if is_about_us and not is_member and not mine.trouble:
@@ -99,18 +100,15 @@ def _read_announcements(store: Any, other: int, mine: _Announcement, deadline: f
                 remedy="See what that process says",
             )
         if is_about_us and theirs != mine:
-            return ConfigError(
-                f"Process {me} shards over {mine.group}, process {other}, which is in it, over {theirs.group}",
-                rule="The members of a group shard over the same group, in the same order",
-                remedy="Give every process the group that it belongs to, made by the same code on all of them",
-            )
+            said = f"Process {me} shards over {mine.group}, process {other}, which is in it, over {theirs.group}"
+            return _other_group(ConfigError, said)
         if is_about_us or not is_member:
             return None
 
 
-def _did_not_come(other: int, mine: _Announcement) -> LaunchError:
-    return LaunchError(
-        f"Process {other} did not come to shard over {mine.group}, as process {dist.get_rank()} did",
+def _other_group(kind: type[ShardFormerError], said: str) -> ShardFormerError:
+    return kind(
+        said,
         rule="The members of a group shard over the same group, in the same order",
         remedy="Give every process the group that it belongs to, made by the same code on all of them",
     )
@@ -145,7 +143,7 @@ def agree(context: ParallelContext, make: Callable[[], T], lines_of: Callable[[T
     except Exception as error:  # any failure of one rank must reach the others, which would wait for it
         problem = error
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    answers = _gather((digest, _said(problem)), context)
+    answers = gather_all((digest, _said(problem)), context)
     if problem is not None:
         raise problem
     for rank, (_, said) in answers:
@@ -156,7 +154,7 @@ def agree(context: ParallelContext, make: Callable[[], T], lines_of: Callable[[T
                 remedy="See what that rank says",
             )
     if len({digest for _, (digest, _) in answers}) > 1:
-        _raise_difference(_gather(lines, context))
+        _raise_difference(gather_all(lines, context))
     return cast(T, made)  # without a problem it was made
 
 
@@ -185,7 +183,7 @@ def _said(problem: Exception | None) -> str | None:
     return f"{type(problem).__name__}: {problem}"
 
 
-def _gather(value: T, context: ParallelContext) -> list[tuple[int, T]]:
+def gather_all(value: T, context: ParallelContext) -> list[tuple[int, T]]:
     """(global rank, value) of every rank of the grid."""
     found = [(context.rank, value)]
     for axis in reversed(list(context.axes.values())):
@@ -227,33 +225,27 @@ def model_lines(model: nn.Module) -> list[str]:
 def agree_on_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
     """Makes every rank hold the first rank's weights and buffers, when their checksums differ.
 
-    Returns notes of what was done. Communicates two numbers a tensor; the tensors only if they differ.
+    And draw the first rank's random numbers for those that wait for their values. Returns notes of what was done.
+    Communicates two numbers a tensor; the tensors, or the states of random numbers, only if they differ.
     """
     tensors = [t for _, t in named_tensors(model) if t.numel() and not t.is_meta]
-    notes = _agree_on_numbers(model, axes)
-    for axis in axes:
-        if axis.size == 1 or not tensors:
-            continue
-        every = gather_objects([checksum(t) for t in tensors], axis)
-        if all(theirs == every[0] for theirs in every):
-            continue
-        for t in tensors:
-            broadcast(t.data, axis)
-        notes.append(f"The {axis.name} ranks held different weights: all took those of rank 0.")
-    return notes
-
-
-def _agree_on_numbers(model: nn.Module, axes: list[Axis]) -> list[str]:
-    """The same for weights that wait for their values: every rank draws the first rank's random numbers."""
     places = [place for _, t in named_tensors(model) if (place := place_of(t)) is not None]
     steps = [step for place in places for step in random_steps(place)]
     notes = []
     for axis in axes:
-        digest = hashlib.sha256(b"".join(step.state.numpy().tobytes() for step in steps if step.state is not None))
-        every = gather_objects(digest.hexdigest(), axis)
-        if all(theirs == every[0] for theirs in every):
-            continue
-        for step, state in zip(steps, broadcast_object([step.state for step in steps], axis), strict=True):
-            step.state = state
-        notes.append(f"The {axis.name} ranks would have drawn different weights: all drew those of rank 0.")
+        states = b"".join(step.state.numpy().tobytes() for step in steps if step.state is not None)
+        if differs(hashlib.sha256(states).hexdigest(), axis):
+            for step, state in zip(steps, broadcast_object([step.state for step in steps], axis), strict=True):
+                step.state = state
+            notes.append(f"The {axis.name} ranks would have drawn different weights: all drew those of rank 0.")
+        if axis.size > 1 and tensors and differs([checksum(t) for t in tensors], axis):
+            for t in tensors:
+                broadcast(t.data, axis)
+            notes.append(f"The {axis.name} ranks held different weights: all took those of rank 0.")
     return notes
+
+
+def differs(value: Any, axis: Axis) -> bool:
+    """Whether ranks of an axis have another value than its first. Communicates one gather of it."""
+    every = gather_objects(value, axis)
+    return any(theirs != every[0] for theirs in every)

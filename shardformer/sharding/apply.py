@@ -14,7 +14,7 @@ from shardformer.errors import PolicyError
 from shardformer.layers.random_stream import align_random
 from shardformer.layers.tensor.parallel_module import ParallelModule
 from shardformer.layers.tensor.parameters import shard_parameter
-from shardformer.layout.state import Request, ShardedState
+from shardformer.layout.state import Request, ShardedState, cut_in
 from shardformer.layout.stream import StreamLayout
 from shardformer.lazy.materialize import copy_with_values, fill, is_lazy, notes_of, recording
 from shardformer.mesh.launch import launch_from_torch
@@ -22,13 +22,14 @@ from shardformer.optim.torch_clipping import lead_clipping_here
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies import first_form
 from shardformer.policies.describe import SubModuleReplacementDescription
+from shardformer.policies.paths import owner_of, value_at
 from shardformer.policies.policy import Policy
 from shardformer.sharding.agree import agree, agree_on_group, agree_on_token, agree_on_weights, model_lines
-from shardformer.sharding.checks import check_layouts, check_plain, check_unheld, unchanged_on_error
-from shardformer.sharding.gradients import agree_on_gradients, specs_in
+from shardformer.sharding.checks import check_layouts, check_plain, check_unheld, checked_plan, unchanged_on_error
+from shardformer.sharding.gradients import agree_on_gradients
 from shardformer.sharding.guards import Guard
-from shardformer.sharding.optimize import apply_optimizations, check_optimizations
-from shardformer.sharding.plan import Plan, Target, make_plan, name_of
+from shardformer.sharding.optimize import apply_optimizations
+from shardformer.sharding.plan import Plan, name_of
 from shardformer.sharding.regions import OpenBlock, open_regions, uses_dropout
 from shardformer.sharding.save import install_saving
 from shardformer.sharding.stages import make_stages
@@ -78,11 +79,11 @@ class Sharding:
             stages = state.stages
             if stages is not None:
                 stages.take_out(self.model)
-                plan = stages.restricted(plan)
+                plan = plan.restricted(stages.placeholders)
             blocks = agree(context, lambda: self._carry_out(plan))
             for axis in (context.tensor, context.pipe):
                 align_random(axis, context.device)
-            agree_on_gradients(self.model, plan if self._is_cut else Plan([]), blocks, state)
+            agree_on_gradients(self.model, plan if self._is_cut else Plan(self.model, []), blocks, state)
             state.attach(self.model)
             lead_clipping_here()
             if stages is None:
@@ -102,14 +103,9 @@ class Sharding:
         cuts = [cut for cut in config.stream_layout().cuts if self._is_cut or cut.axis != "tensor"]
         request = Request(source, config.options(), config.extra_kwargs, self._policy)
         self._state = ShardedState(self._context, request, StreamLayout(tuple(cuts)))
-        self._policy.set_model(model)
-        self._policy.set_shard_config(config)
-        check_optimizations(model, config, self._policy)
-        with recording(model):
-            self.model = self._policy.preprocess() or model
-        self._policy.set_model(self.model)
+        plan = checked_plan(model, self._policy, config)
+        self.model = plan.model
         self._ties = ties_in(self.model)
-        plan = make_plan(self.model, self._policy)
         self._state.notes += self._policy.notes
         if config.pipeline_stage_manager is not None or self._context.pipe.size > 1:
             manager = config.pipeline_stage_manager or PipelineStageManager(self._context)
@@ -118,7 +114,6 @@ class Sharding:
             check_stages(self._ties, self._state.stages.stages_of)
         if not self._fresh:
             check_unheld(self.model, plan, self._state.stages)
-        first_form.check(self._policy, self.model)
         return plan
 
     def _found(self, model: nn.Module) -> tuple[Policy, str]:
@@ -171,24 +166,22 @@ class Sharding:
         """Carries out the descriptions: submodules, attributes, parameters and methods."""
         shared: dict[int, nn.Parameter] = {}
         done: set[tuple[int, str]] = set()  # a module that several share is named for each of them
-        kept_alive: list[nn.Module | Tensor] = []  # so that no identity in `shared` is used twice
-        for path, module, sub in list(plan.replacements()):
-            new = self._replacement(path, module, sub, shared)
-            kept_alive.append(module)
-            owner, _, name = path.rpartition(".")
-            setattr(self.model.get_submodule(owner), name, new)
+        native = {path: self.model.get_submodule(path) for path in plan.replacements}
+        kept_alive: list[Tensor] = []  # as the native modules are: no identity in `shared` is used twice
+        for path, module in native.items():
+            new = self._replacement(path, module, plan.replacements[path], shared)
+            setattr(*owner_of(self.model, path), new)
             self._state.note(path, module, new)
-        for path, module, name, splits in list(plan.parameters()):
+        for path, splits in plan.parameters.items():
+            module, name = owner_of(self.model, path)
             if splits and (id(module), name) not in done:
                 done.add((id(module), name))
                 kept_alive.append(shard_parameter(module, name, splits, self._context.tensor, shared))
-                kind = "buffer" if name in module._buffers else "parameter"
-                self._state.note(f"{path}.{name}".lstrip("."), kind, "a part")
+                self._state.note(path, "buffer" if name in module._buffers else "parameter", "a part")
         self._rebind(shared)
-        keep_ties(self.model, self._ties, specs_in(self.model))
+        keep_ties(self.model, self._ties, {id(part): spec for _, part, spec in cut_in(self.model)})
         check_layouts(self.model, {"tensor": self._context.tensor.rank})
-        for target in plan.targets:
-            self._change(target)
+        self._change(plan)
 
     def _replacement(
         self,
@@ -229,29 +222,28 @@ class Sharding:
                 if param is not None and id(param) in shared:
                     module._parameters[name] = shared[id(param)]
 
-    def _change(self, target: Target) -> None:
-        description, prefix = target.description, f"{target.path}." if target.path else ""
-        for name, value in (description.attribute_replacement or {}).items():
-            owner_path, _, attribute = name.rpartition(".")
-            owner = _own(target, owner_path)
-            before = getattr(owner, attribute)
-            setattr(owner, attribute, value)
+    def _change(self, plan: Plan) -> None:
+        for path, value in plan.attributes.items():
+            owner_path, _, name = path.rpartition(".")
+            owner = _own(self.model, owner_path)
+            before = getattr(owner, name)
+            setattr(owner, name, value)
             if before != value:
-                self._state.note(f"{prefix}{name}", str(before), str(value), kind="attribute")
-        for function in description.param_replacement or []:
-            function(target.module)
-            self._state.note(target.path, "parameters", function, kind="parameters")
-        for name, method in (description.method_replacement or {}).items():
-            before = getattr(target.module, name)
-            setattr(target.module, name, method.__get__(target.module))
-            self._state.note(f"{prefix}{name}", before, method, kind="method")
+                self._state.note(path, str(before), str(value), kind="attribute")
+        for path, function in plan.functions:
+            function(self.model.get_submodule(path))
+            self._state.note(path, "parameters", function, kind="parameters")
+        for path, method in plan.methods.items():
+            owner, name = owner_of(self.model, path)
+            before = getattr(owner, name)
+            setattr(owner, name, method.__get__(owner))
+            self._state.note(path, before, method, kind="method")
 
 
-def _own(target: Target, path: str) -> Any:
+def _own(model: nn.Module, path: str) -> Any:
     """What stands at ``path``. A module's config, which others read too, becomes a copy of its own first."""
-    owner: Any = target.owner(path)
+    owner = value_at(model, path)
     if not isinstance(owner, nn.Module):
-        holder_path, _, name = path.rpartition(".")
         owner = copy.copy(owner)
-        setattr(target.owner(holder_path), name, owner)
+        setattr(*owner_of(model, path), owner)
     return owner

@@ -9,13 +9,18 @@ from typing import Any
 
 from torch import nn
 
+from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.layers.tensor.parallel_module import ParallelModule
 from shardformer.layout.spec import ShardSpec
 from shardformer.layout.split import Coords
-from shardformer.layout.state import PART, ROOT
-from shardformer.lazy.materialize import check_recipes
-from shardformer.sharding.plan import Plan
+from shardformer.layout.state import PART, ROOT, cut_in
+from shardformer.lazy.materialize import check_recipes, recording
+from shardformer.policies import first_form
+from shardformer.policies.paths import configs_in
+from shardformer.policies.policy import Policy
+from shardformer.sharding.optimize import check_optimizations
+from shardformer.sharding.plan import Plan, make_plan
 from shardformer.sharding.stages import Stages
 
 
@@ -28,6 +33,22 @@ def check_plain(model: nn.Module) -> None:
             remedy="Build the model again, or go on with the one that the first call returned",
         )
     check_recipes(model)
+
+
+def checked_plan(model: nn.Module, policy: Policy, config: ShardConfig) -> Plan:
+    """What the policy does to the model, where all that was asked for can be.
+
+    The model is as it was, but for what the policy's ``preprocess`` does. Raises as ``make_plan``; ConfigError for an
+    option that cannot be.
+    """
+    policy.set_model(model)
+    policy.set_shard_config(config)
+    check_optimizations(model, config, policy)
+    with recording(model):
+        model = policy.preprocess() or model
+    policy.set_model(model)
+    first_form.check(policy, model)
+    return make_plan(model, policy)
 
 
 def check_unheld(model: nn.Module, plan: Plan, stages: Stages | None = None) -> None:
@@ -52,20 +73,15 @@ def check_unheld(model: nn.Module, plan: Plan, stages: Stages | None = None) -> 
 def check_layouts(model: nn.Module, coords: Coords) -> None:
     """Raises PolicyError where a part is not what the layout beside it says: tied weights that were cut in two ways."""
     seen: dict[int, tuple[str, ShardSpec]] = {}
-    for path, module in model.named_modules():
-        specs: dict[str, ShardSpec] = module.__dict__.get("shard_specs", {})
-        for name, spec in specs.items():
-            param = module._parameters.get(name)
-            if param is None:
-                continue
-            other, first = seen.setdefault(id(param), (f"{path}.{name}", spec))
-            if first != spec or tuple(param.shape) != spec.local_shape(coords):
-                raise PolicyError(
-                    f"{path}.{name} holds {tuple(param.shape)} on this rank, its layout says {spec.local_shape(coords)}"
-                    + (f"; it is tied to {other}" if other != f"{path}.{name}" else ""),
-                    rule="Modules that share a weight are cut the same way",
-                    remedy="Replace both by layers that cut the vocabulary, or leave both whole",
-                )
+    for name, param, spec in cut_in(model):
+        other, first = seen.setdefault(id(param), (name, spec))
+        if first != spec or tuple(param.shape) != spec.local_shape(coords):
+            raise PolicyError(
+                f"{name} holds {tuple(param.shape)} on this rank, its layout says {spec.local_shape(coords)}"
+                + (f"; it is tied to {other}" if other != name else ""),
+                rule="Modules that share a weight are cut the same way",
+                remedy="Replace both by layers that cut the vocabulary, or leave both whole",
+            )
 
 
 @contextmanager
@@ -75,9 +91,8 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
     The values of parameters are not copied: what a policy's own functions wrote into them stays.
     """
     modules = list(model.modules())
-    configs = {id(c): c for m in modules if hasattr(c := getattr(m, "config", None), "__dict__")}
     before = [(m, type(m), dict(vars(m)), _tables(vars(m))) for m in modules]
-    settings = [(c, dict(vars(c))) for c in configs.values()]
+    settings = [(c, dict(vars(c))) for c in configs_in(model)]
     try:
         yield
     except BaseException:

@@ -22,20 +22,14 @@ def costs_of(model: nn.Module, chain: Chain, home: Mapping[str, frozenset[int]])
     A table that is looked up costs nothing; what stands before and behind a stack counts with its first and last unit.
     """
     units = chain.units
-    if not units:
-        return []
-    costs = [NOTHING] * len(units)
     per_module = {path: _matrices(model, model.get_submodule(path)) for path in dict.fromkeys(units)}
-    for at, path in enumerate(units):
-        costs[at] += per_module[path]
+    costs = [NOTHING + per_module[path] for path in units]
     tables = {id(m) for m in model.modules() if isinstance(m, nn.Embedding)}
-    for path, module in model.named_modules():
+    for path, module in model.named_modules() if units else ():
         for name, p in module.named_parameters(recurse=False):
-            goes_with = home[f"{path}.{name}" if path else name]
-            if p.dim() >= 2 and id(module) not in tables and len(goes_with) == 1:
-                at = min(goes_with)
-                if not f"{path}.".startswith(f"{units[at]}."):
-                    costs[at] += p.numel()
+            at, *others = home[f"{path}.{name}" if path else name]
+            if p.dim() >= 2 and id(module) not in tables and not others and not f"{path}.".startswith(f"{units[at]}."):
+                costs[at] += p.numel()
     return costs
 
 

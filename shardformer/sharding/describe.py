@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.layout.state import ShardedState, specs_of, state_of
+from shardformer.layout.state import ShardedState, cut_in, specs_of, state_of
 from shardformer.sharding.describe_stages import StageRow, stage_lines, stage_rows
 from shardformer.sharding.stages import Stages
 from shardformer.sharding.text_table import percent, table, whole_rows
@@ -69,12 +69,16 @@ def describe(model: nn.Module) -> Description:
     def pattern(path: str) -> str:
         return _pattern(model, path, layers, stages)
 
+    cut: dict[str, tuple[str, str]] = {}  # of a parameter, or of the first of a module that is cut: full shape, part's
+    for name, param, spec in cut_in(model):
+        for path in (name, name.rpartition(".")[0]) if spec.is_sharded else ():
+            cut.setdefault(path, (_shape(spec.shape), _shape(param.shape)))
     rows: Counter[tuple[str, str, str, str, str]] = Counter()
     changes: Counter[tuple[str, str, str]] = Counter()
     for r in state.replacements:
         if stages is not None and stages.is_elsewhere(r.path):
             continue
-        shapes = _cut_shapes(model, r.path) if r.kind == "module" else None
+        shapes = cut.get(r.path) if r.kind == "module" else None
         change = (pattern(r.path) or type(model).__name__, r.before, r.after)
         if shapes is None:
             changes[change] += 1
@@ -111,20 +115,6 @@ def _title(model: nn.Module, state: ShardedState, total: int) -> str:
         + (f"on: {on}\n" if on else "")
         + f"{total:,} parameters, {local:,} of them on this rank ({local / total:.1%})"
     )
-
-
-def _cut_shapes(model: nn.Module, path: str) -> tuple[str, str] | None:
-    """Full and local shape of the parameter at ``path``, or of the first of the module there that is cut."""
-    owner, _, own = path.rpartition(".")
-    parent = model.get_submodule(owner)
-    module = parent if own in parent._parameters or own in parent._buffers else model.get_submodule(path)
-    for name, spec in module.__dict__.get("shard_specs", {}).items():
-        if module is parent and name != own:
-            continue
-        param = module._parameters.get(name)
-        if param is not None and spec.is_sharded:
-            return _shape(spec.shape), _shape(param.shape)
-    return None
 
 
 def _pattern(model: nn.Module, path: str, layers: dict[str, int], stages: Stages | None = None) -> str:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, zip_longest
 
 from shardformer.pipeline.schedule import fitting_micro_batches, make_schedule
 from shardformer.pipeline.timing import simulate
 from shardformer.sharding.stages import Stages
-from shardformer.sharding.text_table import percent
+from shardformer.sharding.text_table import aligned, percent, wrapped
 
 WIDTH, BESIDE_WIDTH = 46, 38
 """Of the two columns of names; more of them go on in the next line."""
@@ -75,44 +75,31 @@ def stage_rows(stages: Stages) -> list[StageRow]:
 
 def stage_lines(rows: list[StageRow], stages: Stages) -> list[str]:
     """The rows as an aligned table, then the schedule and what several stages hold."""
-    several = any(len(row.virtual_stages) > 1 for row in rows)
-    recomputed = any(row.checkpointed for row in rows)
-    head = ["stage", *(["virtual"] if several else []), "layers", "beside them", "parameters", "of all", "cost"]
-    lines = [[*head, *(["recomputed"] if recomputed else [])]]
+    head = ("stage", "virtual", "layers", "beside them", "parameters", "of all", "cost", "recomputed")
+    lines: list[tuple[str, ...]] = [head]
     for row in rows:
-        layers, beside = _wrapped(row.layers, WIDTH), _wrapped(row.beside, BESIDE_WIDTH)
-        for at in range(max(len(layers), len(beside), 1)):
-            names = [cell[at] if at < len(cell) else "" for cell in (layers, beside)]
-            first = [str(row.stage), *([", ".join(map(str, row.virtual_stages))] if several else [])]
-            last = [f"{row.parameters:,}", percent(row.share), percent(row.cost)]
-            last += [str(row.checkpointed)] if recomputed else []
-            lines.append([*first, *names, *last] if not at else [*[""] * len(first), *names, *[""] * len(last)])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    numbers = lines[0].index("parameters")
-    table = [
-        "  ".join(c.rjust(w) if i >= numbers else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-        for line in lines
-    ]
-    return [*(line.rstrip() for line in table), "", *_schedule_lines(stages), *shared_lines(stages)]
+        numbers = [f"{row.parameters:,}", percent(row.share), percent(row.cost), str(row.checkpointed)]
+        layers = wrapped(row.layers, WIDTH, together=r" (?=\(|times)")
+        virtual = ", ".join(map(str, row.virtual_stages))
+        cells = [[str(row.stage)], [virtual], layers, wrapped(row.beside, BESIDE_WIDTH), *([n] for n in numbers)]
+        lines += zip_longest(*cells, fillvalue="")
+    says = {
+        "virtual": any(len(row.virtual_stages) > 1 for row in rows),
+        "recomputed": any(row.checkpointed for row in rows),
+    }
+    shown = [[cell for title, cell in zip(head, line, strict=True) if says.get(title, True)] for line in lines]
+    return [*aligned(shown, shown[0].index("parameters")), "", *_schedule_lines(stages), *shared_lines(stages)]
 
 
 def _schedule_lines(stages: Stages) -> list[str]:
-    manager = stages.manager
-    said: list[str] = []
-    held = ""
-    for factor in (2, 8):
-        least = factor * manager.num_stages
-        count = fitting_micro_batches(manager.schedule, manager.num_stages, manager.num_model_chunks, least)
-        schedule = make_schedule(manager.schedule, manager.num_stages, count, manager.num_model_chunks)
-        timeline = simulate(schedule)
-        said.append(
-            f"{timeline.bubble:.0%}{'' if said else ' of the time'} with {count}{'' if said else ' micro-batches'}"
-        )
-        held = ", ".join(map(str, timeline.in_flight))
-    of = ", each in one virtual stage" if manager.num_model_chunks > 1 else ""
+    name, num_stages, chunks = stages.manager.schedule, stages.manager.num_stages, stages.manager.num_model_chunks
+    few, many = (fitting_micro_batches(name, num_stages, chunks, factor * num_stages) for factor in (2, 8))
+    with_few, with_many = (simulate(make_schedule(name, num_stages, count, chunks)) for count in (few, many))
+    of = ", each in one virtual stage" if chunks > 1 else ""
     text = (
-        f"schedule {manager.schedule}: if stages take equally long, they are idle {', '.join(said)}. In order they "
-        f"hold the activations of {held} micro-batches{of}."
+        f"schedule {name}: if stages take equally long, they are idle {with_few.bubble:.0%} of the time with {few} "
+        f"micro-batches, {with_many.bubble:.0%} with {many}. In order they hold the activations of "
+        f"{', '.join(map(str, with_many.in_flight))} micro-batches{of}."
     )
     return textwrap.wrap(text, TEXT_WIDTH, break_on_hyphens=False)
 
@@ -154,28 +141,18 @@ def in_short(paths: Sequence[str]) -> list[str]:
     ['h.0 (2 times)', 'h.1']
     """
     times = Counter(paths)
+    if max(times.values(), default=0) > 1:
+        return [f"{path} ({n} times)" if n > 1 else path for path, n in times.items()]
     stacks: dict[str, list[int]] = {}
-    for path in times:
+    for path in paths:
         stack, _, last = path.rpartition(".")
-        if last.isdigit():
-            stacks.setdefault(stack, []).append(int(last))
-        else:
-            stacks.setdefault(path, []).append(-1)
+        stacks.setdefault(stack if last.isdigit() else path, []).extend([int(last)] if last.isdigit() else [])
     out = []
     for stack, indices in stacks.items():
-        if max(times.values()) > 1:
-            out += [
-                f"{path} ({n} times)" if n > 1 else path for path, n in times.items() if path.startswith(f"{stack}.")
-            ]
-            continue
-        runs: list[tuple[int, int]] = []
-        for index in indices:
-            if runs and index == runs[-1][1] + 1:
-                runs[-1] = (runs[-1][0], index)
-            else:
-                runs.append((index, index))
-        shown = ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in runs)
-        out.append(f"{stack}.{shown}" if indices[0] >= 0 else stack)
+        # in a run of indices their distance from their places is one
+        runs = [[i for _, i in run] for _, run in groupby(enumerate(indices), lambda at: at[1] - at[0])]
+        shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+        out.append(f"{stack}.{shown}" if shown else stack)
     return out
 
 
@@ -186,30 +163,14 @@ def modules_of(names: Collection[str], every: Mapping[str, object]) -> list[str]
     ...     "h.weight", "h.bias"]))
     ['e', 'h.weight']
     """
-    inside: dict[str, int] = {}
     wanted = set(names)
-    counts: dict[str, int] = {}
-    for name in every:
-        for path in _ancestors(name):
-            counts[path] = counts.get(path, 0) + 1
-            inside[path] = inside.get(path, 0) + (name in wanted)
+    counts = Counter(path for name in every for path in _ancestors(name))
+    inside = Counter(path for name in wanted for path in _ancestors(name))
     found = {next(path for path in _ancestors(name) if counts[path] == inside[path]) for name in wanted}
-    return [path for path in dict.fromkeys(p for name in every for p in _ancestors(name)) if path in found]
+    return [path for path in counts if path in found]
 
 
 def _ancestors(name: str) -> list[str]:
     """``a``, ``a.b``, ``a.b.c`` of ``a.b.c``."""
     parts = name.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
-
-
-def _wrapped(names: str, width: int) -> list[str]:
-    kept = re.sub(r" (?=\(|times)", "\xa0", names)  # how often belongs to the name before it
-    words = [w if len(w) <= width else _in_two(w, width) for w in kept.split(" ")]
-    lines = textwrap.wrap(" ".join(words), width, break_long_words=False, break_on_hyphens=False)
-    return [line.replace("\xa0", " ") for line in lines]
-
-
-def _in_two(path: str, width: int) -> str:
-    at = path.rfind(".", 0, width) + 1
-    return f"{path[:at]} {path[at:]}" if at else path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,12 @@ from shardformer.layers.tensor.block import Block
 from shardformer.layers.tensor.parallel_module import ParallelModule
 from shardformer.layout.reduction import Reduction, reduction_of
 from shardformer.layout.spec import ShardSpec
-from shardformer.layout.state import Entry, ShardedState
+from shardformer.layout.state import Entry, ShardedState, cut_in
 from shardformer.layout.stream import Place, StreamLayout
 from shardformer.mesh.axis import Axis
 from shardformer.reduce.buckets import BUCKET_BYTES, Gradient, GradientReducer
 from shardformer.sharding.plan import Plan
-from shardformer.sharding.regions import OpenBlock, layout_of
+from shardformer.sharding.regions import OpenBlock
 
 
 def agree_on_gradients(model: nn.Module, plan: Plan, blocks: Sequence[OpenBlock], state: ShardedState) -> None:
@@ -28,17 +28,17 @@ def agree_on_gradients(model: nn.Module, plan: Plan, blocks: Sequence[OpenBlock]
     """
     shared: dict[str, tuple[int, ...]] = {} if state.stages is None else state.stages.shared
     places = Places(plan, state.stream)
-    specs = specs_in(model)
+    specs = {id(param): spec for _, param, spec in cut_in(model)}
     for name, param in model.named_parameters():
         spec = specs.get(id(param), ShardSpec(param.shape))
         layout, place = places.of(name)
         reduction = reduction_of(spec, layout, place, state.context.sizes, shared.get(name, ()))
         state.entries.append(Entry(name, param, spec, reduction))
-    axes = _Axes(state, list(dict.fromkeys(shared.values())))
+    axis_of = _axes(state, list(dict.fromkeys(shared.values())))
     order = {name: at for at, name in enumerate(shared)}
     gradients: dict[tuple[int, ...], list[Gradient]] = {}
     for entry in sorted(state.entries, key=lambda entry: order.get(entry.name, 0)):
-        axis = axes.of(entry.reduction)
+        axis = axis_of(entry.reduction)
         if axis.size > 1 or entry.reduction.divisor != 1:
             gradients.setdefault(entry.reduction.stages, []).append(Gradient(entry, axis, state.coords))
     by_param = {id(g.param): g for found in gradients.values() for g in found if not g.entry.spec.is_sharded}
@@ -49,74 +49,58 @@ def agree_on_gradients(model: nn.Module, plan: Plan, blocks: Sequence[OpenBlock]
     state.reducers = [GradientReducer(gradients[stages], size) for stages in sorted(gradients)]
 
 
-def specs_in(model: nn.Module) -> dict[int, ShardSpec]:
-    """The layouts that the layers noted when they cut their parameters, by the identity of the part."""
-    return {
-        id(module._parameters[name]): spec
-        for module in model.modules()
-        for name, spec in module.__dict__.get("shard_specs", {}).items()
-        if module._parameters.get(name) is not None
-    }
-
-
 class Places:
     """Where each parameter stands: the stream there, and whether inside of a block, between blocks or outside."""
 
     def __init__(self, plan: Plan, stream: StreamLayout) -> None:
-        self._stream = stream
-        self._inside: list[str] = []
-        self._whole: list[str] = []
-        self._biases: set[str] = set()
-        for target in plan.targets:
-            for block in target.description.blocks or []:
-                self._inside.append(_prefix(target.path, block.entry))
-                self._biases.add(f"{_prefix(target.path, block.row)}bias")
-                if block.gathers_around is not None:
-                    self._whole.append(_prefix(target.path, block.gathers_around))
+        self._stream, blocks = stream, [block for _, block in plan.blocks]
+        self._inside = tuple(_prefix(block.entry) for block in blocks)
+        self._biases = {f"{_prefix(block.row)}bias" for block in blocks}
+        self._whole = tuple(_prefix(b.gathers_around) for b in blocks if b.gathers_around is not None)
         self._stacks = [
-            (prefix, layout_of(stream, stack))
+            (prefix, stack.layout_in(stream))
             for stack in plan.stacks
-            for prefix in (f"{stack.layers}.", f"{stack.final_norm}." if stack.final_norm else "")
+            for prefix in map(_prefix, (stack.layers, stack.final_norm or ""))
             if prefix
         ]
 
     def of(self, name: str) -> tuple[StreamLayout, Place]:
         """The stream around a parameter, and its place in it."""
         layout = next((layout for prefix, layout in self._stacks if name.startswith(prefix)), None)
-        if name not in self._biases and name.startswith(tuple(self._inside)):
+        if name not in self._biases and name.startswith(self._inside):
             return layout or self._stream, Place.BLOCK
-        if layout is None or name.startswith(tuple(self._whole)):
+        if layout is None or name.startswith(self._whole):
             return self._stream, Place.OUTSIDE
         return layout, Place.STACK
 
 
-def _prefix(*path: str) -> str:
+def _prefix(path: str) -> str:
     """What the names of all that is in the module at this path begin with."""
-    return "".join(f"{part}." for part in path if part)
+    return f"{path}." if path else ""
 
 
-class _Axes:
-    """The ranks that agree on a gradient. All processes make them alike, in one order.
+def _axes(state: ShardedState, held: Sequence[tuple[int, ...]]) -> Callable[[Reduction], Axis]:
+    """The ranks that agree on a gradient, by how it is agreed on. All processes make them alike, in one order.
 
     Args:
         held: the sets of stages that hold a parameter together.
     """
+    context = state.context
+    names = ("data", *state.stream.partial_over(Place.OUTSIDE))
+    outside = tuple(name for name in names if context.axis(name).size > 1)
+    inside = (*outside, "tensor") if context.tensor.size > 1 else outside
+    of_stages = {
+        (tuple(sorted(names)), stages): context.merged(*names, "pipe", only={"pipe": stages})
+        for stages in held
+        for names in dict.fromkeys((outside, inside))
+    }
 
-    def __init__(self, state: ShardedState, held: Sequence[tuple[int, ...]]) -> None:
-        self._context = state.context
-        names = ("data", *state.stream.partial_over(Place.OUTSIDE))
-        outside = tuple(name for name in names if state.context.axis(name).size > 1)
-        inside = (*outside, "tensor") if state.context.tensor.size > 1 else outside
-        self._of_stages: dict[tuple[tuple[str, ...], tuple[int, ...]], Axis] = {
-            (tuple(sorted(names)), stages): state.context.merged(*names, "pipe", only={"pipe": stages})
-            for stages in held
-            for names in dict.fromkeys((outside, inside))
-        }
-
-    def of(self, reduction: Reduction) -> Axis:
+    def axis_of(reduction: Reduction) -> Axis:
         if reduction.stages:
-            return self._of_stages[tuple(sorted(reduction.sum_over)), reduction.stages]
-        return self._context.merged(*reduction.sum_over) if reduction.sum_over else Axis("none")
+            return of_stages[tuple(sorted(reduction.sum_over)), reduction.stages]
+        return context.merged(*reduction.sum_over) if reduction.sum_over else Axis("none")
+
+    return axis_of
 
 
 @dataclass(eq=False)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import checksum, gather_objects
+from shardformer.comm.collectives import checksum
 from shardformer.errors import ConfigError, InputError
 from shardformer.layers.random_stream import DrawObserver, align_random
 from shardformer.layers.tensor.pending import resolved
 from shardformer.layout.state import ShardedState
 from shardformer.mesh.axis import Axis
+from shardformer.sharding.agree import differs
 from shardformer.sharding.stages import OF_EVERY_LAYER, WHY_NOT
 from shardformer.sharding.wrappers import check_ddp, check_parameters, refuse_wrappers
 
@@ -107,8 +108,7 @@ class Guard:
 
 def compare_inputs(values: list[Any], axis: Axis) -> None:
     """Raises InputError on every rank when the tensor ranks were not fed the same. A few numbers are gathered."""
-    every = gather_objects([checksum(v) for v in values if isinstance(v, Tensor)], axis)
-    if any(theirs != every[0] for theirs in every):
+    if differs([checksum(v) for v in values if isinstance(v, Tensor)], axis):
         raise InputError(
             f"The {axis.size} tensor ranks were fed different batches",
             rule="Tensor ranks compute one batch together; only data ranks have batches of their own",

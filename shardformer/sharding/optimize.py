@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -13,10 +14,12 @@ from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError
 from shardformer.layers.attention.select import check_flash_attention, use_flash_attention
 from shardformer.layers.fused import start
+from shardformer.layers.norm import fused_norm
 from shardformer.layers.tensor.linear import Linear1D_Col
+from shardformer.layers.tensor.parallel_module import ParallelModule
 from shardformer.layout.state import ShardedState
+from shardformer.policies.paths import owner_of
 from shardformer.policies.policy import Policy
-from shardformer.sharding.fuse_norms import check_norms, fuse_norms
 from shardformer.sharding.plan import Plan
 
 # by class name: written out in several operations where torch has one kernel; and what is one already
@@ -67,19 +70,60 @@ def fuse_activations(model: nn.Module, plan: Plan, state: ShardedState) -> None:
     """Activations by torch's own kernels, and linears before one hand their bias on to it."""
     for path, native in list(model.named_modules(remove_duplicate=False)):
         if type(native).__name__ in WRITTEN_OUT:
-            owner, _, name = path.rpartition(".")
-            setattr(model.get_submodule(owner), name, new := nn.GELU("tanh").train(native.training))
-            state.note(path, native, new, kind="activation")
+            _put(model, path, native, nn.GELU("tanh").train(native.training), "activation", state)
     found: Counter[str] = Counter()
-    for target in plan.targets:
-        acts = sorted({type(m).__name__ for m in target.module.modules()} & {*ACTIVATIONS})
-        for block in target.description.blocks or []:
-            modules = [target.module.get_submodule(name) for name in block.columns if block.activated and acts]
-            columns = [m for m in modules if isinstance(m, Linear1D_Col) and not m.skip_bias_add]
-            for column in columns:
-                column.finish = start
-            if columns:
-                terms = ("bias", " or ".join(acts), "gate")
-                found[" and ".join(terms[columns[0].bias is None : 1 + len(columns)])] += 1
+    for path, block in plan.blocks:
+        acts = sorted({type(m).__name__ for m in model.get_submodule(path).modules()} & {*ACTIVATIONS})
+        modules = [model.get_submodule(name) for name in block.columns if block.activated and acts]
+        columns = [m for m in modules if isinstance(m, Linear1D_Col) and not m.skip_bias_add]
+        for column in columns:
+            column.finish = start
+        if columns:
+            terms = ("bias", " or ".join(acts), "gate")
+            found[" and ".join(terms[columns[0].bias is None : 1 + len(columns)])] += 1
     said = ", ".join(f"{count} {what}" for what, count in found.items())
     state.notes.append(f"In one kernel: {said or 'activations alone'}.")
+
+
+def check_norms(model: nn.Module) -> None:
+    """Raises ConfigError for a model with no norm, or with none that is recognised: the option would have no effect."""
+    problem: ConfigError | None = None
+    for _, norm in _norms(model):
+        try:
+            fused_norm(norm)
+            return
+        except ConfigError as error:
+            problem = problem or error
+    raise problem or ConfigError(
+        f"enable_fused_normalization=True, but {type(model).__name__} has no norm",
+        rule="An option without effect is an error",
+        remedy="Leave enable_fused_normalization off",
+    )
+
+
+def fuse_norms(model: nn.Module, state: ShardedState) -> None:
+    """Replaces and records every norm that is recognised; notes what stays."""
+    left: Counter[str] = Counter()
+    for path, norm in list(_norms(model)):
+        kind = type(norm).__name__
+        if isinstance(norm, ParallelModule):
+            left[f"{kind} (its statistics are summed over the ranks)"] += 1
+            continue
+        try:
+            _put(model, path, norm, fused_norm(norm), "norm", state)
+        except ConfigError:
+            left[f"{kind} (neither a layer norm nor an RMS norm over the last dim)"] += 1
+    if left:
+        state.notes.append(f"Norms that stay as they are: {', '.join(f'{n} {kind}' for kind, n in left.items())}.")
+
+
+def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules():
+        if "norm" in type(module).__name__.lower() and not module._modules:
+            yield path, module
+
+
+def _put(model: nn.Module, path: str, native: nn.Module, new: nn.Module, kind: str, state: ShardedState) -> None:
+    """Puts a module into the place of another, and records it."""
+    setattr(*owner_of(model, path), new)
+    state.note(path, native, new, kind=kind)

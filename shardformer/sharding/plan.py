@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -14,86 +13,79 @@ from shardformer.errors import ConfigError, PolicyError, nearest
 from shardformer.layers.tensor.linear import is_linear
 from shardformer.layout.split import Split
 from shardformer.pipeline.chain import StackDescription
+from shardformer.pipeline.placeholders import Placeholders
 from shardformer.policies.describe import (
     BlockDescription,
     ModuleKey,
     ModulePolicyDescription,
     SubModuleReplacementDescription,
 )
+from shardformer.policies.paths import find, join, module_at, owner_of, value_at
 from shardformer.policies.policy import Policy
 
 LARGE_SHARE = 0.1
 """Outside the stacks, a matrix with more than this share of all parameters needs a rule."""
 
 
-@dataclass
-class Target:
-    """One module that a description matched."""
-
-    path: str
-    module: nn.Module
-    description: ModulePolicyDescription
-
-    def submodule(self, suffix: str) -> tuple[str, nn.Module | None]:
-        path = f"{self.path}.{suffix}" if self.path and suffix else self.path or suffix
-        try:
-            return path, self.module.get_submodule(suffix)
-        except AttributeError:
-            return path, None
-
-    def owner(self, path: str) -> Any:
-        """What stands at ``path``, a module or another object such as its config; None where nothing does."""
-        try:
-            return attrgetter(path)(self.module) if path else self.module
-        except AttributeError:
-            return None
-
-
-@dataclass
+@dataclass(frozen=True)
 class Plan:
-    """What will be done: the matched modules with their descriptions, and the stacks."""
+    """What will be done to a model. All paths are those of the whole model.
 
-    targets: list[Target]
-    stacks: list[StackDescription] = field(default_factory=list)
+    Args:
+        model: the plain model.
+        stacks: its stacks of layers.
+        replacements: path of a submodule that is there -> what takes its place.
+        parameters: path of a parameter or buffer that a policy names itself -> dim -> how it is cut.
+        attributes: path of an attribute -> its value after sharding.
+        functions: (path of a module, function that changes its parameters in place).
+        methods: path of a method -> the function that takes its place.
+        blocks: (path of the described module, block).
+    """
 
-    def replacements(self) -> Iterator[tuple[str, nn.Module, SubModuleReplacementDescription]]:
-        """(path, native module, description) of every submodule that is there to be replaced."""
-        for target in self.targets:
-            for sub in target.description.sub_module_replacement or []:
-                path, module = target.submodule(sub.suffix)
-                if module is not None:
-                    yield path, module, sub
-
-    def parameters(self) -> Iterator[tuple[str, nn.Module, str, dict[int, Split]]]:
-        """(path, module, name, splits) of every parameter and buffer that a policy names itself."""
-        for target in self.targets:
-            for path, splits in (target.description.parameters or {}).items():
-                owner_path, _, name = path.rpartition(".")
-                full_path, owner = target.submodule(owner_path)
-                if owner is not None:
-                    yield full_path, owner, name, splits
+    model: nn.Module
+    stacks: list[StackDescription]
+    replacements: dict[str, SubModuleReplacementDescription] = field(default_factory=dict)
+    parameters: dict[str, dict[int, Split]] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)
+    functions: list[tuple[str, Callable[[nn.Module], Any]]] = field(default_factory=list)
+    methods: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    blocks: list[tuple[str, BlockDescription]] = field(default_factory=list)
 
     def cut(self) -> dict[int, str]:
         """The identity of every parameter that is cut, and a name of it."""
-        out = {id(p): f"{path}.{n}" for path, m, _ in self.replacements() for n, p in m.named_parameters(recurse=False)}
-        return out | {id(getattr(m, n)): f"{path}.{n}" for path, m, n, splits in self.parameters() if splits}
+        modules = {path: self.model.get_submodule(path) for path in self.replacements}
+        out = {id(p): f"{path}.{n}" for path, m in modules.items() for n, p in m.named_parameters(recurse=False)}
+        return out | {id(value_at(self.model, name)): name for name, splits in self.parameters.items() if splits}
+
+    def restricted(self, placeholders: Placeholders) -> Plan:
+        """What of it is about modules whose parameters are on this stage."""
+
+        def is_here(path: str) -> bool:
+            return not placeholders.has_any(self.model.get_submodule(path))
+
+        def has(path: str) -> bool:
+            owner, name = owner_of(self.model, path)
+            return name in {**owner._parameters, **owner._buffers}
+
+        return replace(
+            self,
+            replacements={path: sub for path, sub in self.replacements.items() if is_here(path)},
+            parameters={path: splits for path, splits in self.parameters.items() if has(path)},
+            blocks=[(path, block) for path, block in self.blocks if is_here(block.row)],
+        )
 
     def lines(self) -> list[str]:
         """The plan as text that is equal on all ranks that agree."""
         out = []
-        for path, module, sub in self.replacements():
+        for path, sub in self.replacements.items():
+            module = self.model.get_submodule(path)
             shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]
             kwargs = {k: v for k, v in (sub.kwargs or {}).items() if k != "expand"}
             out.append(f"{path}: {type(module).__name__} {shapes} -> {name_of(sub.target_module)} {_text(kwargs)}")
-        out += [f"{path}.{name}: {splits}" for path, _, name, splits in self.parameters()]
-        for target in self.targets:
-            d = target.description
-            # of attributes the names only: their values differ where ranks hold different numbers of heads
-            changed = [*(d.attribute_replacement or {}), *(d.method_replacement or {})]
-            functions = [name_of(f) for f in d.param_replacement or []]
-            if changed or functions or d.blocks:
-                out.append(f"{target.path}: {changed} {functions} {d.blocks or ''}")
-        return [*out, *map(str, self.stacks)]
+        out += [f"{path}: {splits}" for path, splits in self.parameters.items()]
+        # of attributes the names only: their values differ where ranks hold different numbers of heads
+        out += [*self.attributes, *self.methods, *(f"{path}: {name_of(f)}" for path, f in self.functions)]
+        return [*out, *(f"{path}: {block}" for path, block in self.blocks), *map(str, self.stacks)]
 
 
 def make_plan(model: nn.Module, policy: Policy) -> Plan:
@@ -102,25 +94,20 @@ def make_plan(model: nn.Module, policy: Policy) -> Plan:
     Raises PolicyError for a rule that matches nothing, a submodule or attribute that does not exist, two rules for one
     module, or a large parameter that no rule explains.
     """
-    plan = Plan(list(_match(model, _descriptions(policy))), policy.stacks())
-    replaced: list[str] = []
-    for target in plan.targets:
-        for sub in target.description.sub_module_replacement or []:
-            path = _check_replacement(target, sub)
-            if path is not None:
-                _check_replaced_once(path, replaced)
-                replaced.append(path)
-        _check_parameters(target, replaced)
-        for block in target.description.blocks or []:
-            _check_block(target, block)
-        _check_attributes(target)
-        _check_counts(target, policy.axis.size)
+    plan = Plan(model, policy.stacks())
+    for path, module, description in _match(model, _descriptions(policy)):
+        for sub in description.sub_module_replacement or []:
+            _add_replacement(plan, path, module, sub)
+        _add_parameters(plan, path, module, description.parameters or {})
+        for block in description.blocks or []:
+            _add_block(plan, path, module, block)
+        _add_changes(plan, path, module, description, policy.axis.size)
     for stack in plan.stacks:
         for needed in (stack.layers, stack.final_norm, stack.context[0] if stack.context else None):
             if needed is not None:
-                _require(Target("", model, ModulePolicyDescription()), needed)
-    _check_tied(model, plan)
-    _check_explained(model, policy, plan)
+                module_at(model, needed, hint="")
+    _check_tied(plan)
+    _check_explained(policy, plan)
     return plan
 
 
@@ -137,22 +124,11 @@ def _descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyDescription]
     return said
 
 
-def _require(target: Target, suffix: str, hint: str = "") -> None:
-    path, module = target.submodule(suffix)
-    if module is None:
-        raise PolicyError(
-            f"There is no module {path!r}",
-            rule="Every rule of a policy matches a module",
-            remedy=nearest(suffix, [n for n, _ in target.module.named_modules() if n]) + hint,
-        )
-
-
-def _check_replacement(target: Target, sub: SubModuleReplacementDescription) -> str | None:
-    """The path of the module that is replaced; None when it may lack and does."""
-    path, module = target.submodule(sub.suffix)
-    if module is None and sub.ignore_if_not_exist:
-        return None
-    _require(target, sub.suffix, " Set ignore_if_not_exist=True if some models lack it")
+def _add_replacement(plan: Plan, at: str, module: nn.Module, sub: SubModuleReplacementDescription) -> None:
+    path = join(at, sub.suffix)
+    if sub.ignore_if_not_exist and find(module, sub.suffix) is None:
+        return
+    module_at(module, sub.suffix, at, " Set ignore_if_not_exist=True if some models lack it")
     if not path:
         raise PolicyError(
             "A rule replaces the whole model",
@@ -165,39 +141,100 @@ def _check_replacement(target: Target, sub: SubModuleReplacementDescription) -> 
             rule="A target module makes itself of the native one: from_native_module(module, process_group, **kwargs)",
             remedy="Give it that method, or name a parallel layer such as Linear1D_Col",
         )
-    return path
-
-
-def _check_block(target: Target, block: BlockDescription) -> None:
-    for suffix in (block.entry, *block.columns, *block.others, block.row):
-        _require(target, suffix)
-    path, entry = target.submodule(block.entry)
-    assert entry is not None
-    at = f"{block.entry}." if block.entry else ""
-    said = [*(target.description.parameters or {}), *(f"{at}{name}" for name in block.summands)]
-    own = [name for name, _ in entry.named_parameters(recurse=False) if f"{at}{name}" not in said]
-    if own and block.entry not in (*block.columns, *block.others):
-        raise PolicyError(
-            f"{path}.{own[0]} is a parameter of the module at a block's entry itself",
-            rule="Inside a block each rank has a part of such a gradient, behind its exit the whole; modules show it",
-            remedy="Say in `parameters` what it counts, give it a module of its own, or leave this block whole",
-        )
-
-
-def _check_replaced_once(path: str, replaced: Sequence[str]) -> None:
-    for other in replaced:
+    for other in plan.replacements:
         if path == other or path.startswith(f"{other}.") or other.startswith(f"{path}."):
             raise PolicyError(
                 f"Two rules replace {path!r}" + (f" and {other!r}, one inside the other" if path != other else ""),
                 rule="A module is replaced once",
                 remedy="Remove one of the two",
             )
+    plan.replacements[path] = sub
 
 
-def _match(model: nn.Module, descriptions: Mapping[ModuleKey, ModulePolicyDescription]) -> Iterator[Target]:
+def _add_parameters(plan: Plan, at: str, module: nn.Module, parameters: Mapping[str, dict[int, Split]]) -> None:
+    for inner, splits in parameters.items():
+        owner_path, _, name = inner.rpartition(".")
+        owner, path = find(module, owner_path), join(at, inner)
+        known = {} if owner is None else {**owner._parameters, **owner._buffers}
+        if owner is None or known.get(name) is None:
+            raise PolicyError(
+                f"There is no parameter or buffer {path!r}",
+                rule="Every rule of a policy matches something",
+                remedy=nearest(name if owner else owner_path, known or [n for n, _ in module.named_modules()]),
+            )
+        if name in owner._buffers and name not in owner._non_persistent_buffers_set:
+            raise PolicyError(
+                f"{path} is a buffer that is saved with the model",
+                rule="A policy cuts parameters, and buffers that are not saved: those are gathered by nobody",
+                remedy="Leave it whole, or register it with persistent=False",
+            )
+        if (owner_path := join(at, owner_path)) in plan.replacements:
+            raise PolicyError(
+                f"{path} is named, and {owner_path!r} is replaced",
+                rule="A module that is replaced brings its parameters with it",
+                remedy="Remove one of the two",
+            )
+        plan.parameters[path] = splits
+
+
+def _add_block(plan: Plan, at: str, module: nn.Module, block: BlockDescription) -> None:
+    for suffix in (*block.columns, *block.others, block.row):
+        module_at(module, suffix, at, "")
+    entry, block = module_at(module, block.entry, at, ""), block.within(at)
+    said = {*plan.parameters, *(join(block.entry, name) for name in block.summands or ())}
+    own = [n for name, _ in entry.named_parameters(recurse=False) if (n := join(block.entry, name)) not in said]
+    if own and block.entry not in (*block.columns, *block.others):
+        raise PolicyError(
+            f"{own[0]} is a parameter of the module at a block's entry itself",
+            rule="Inside a block each rank has a part of such a gradient, behind its exit the whole; modules show it",
+            remedy="Say in `parameters` what it counts, give it a module of its own, or leave this block whole",
+        )
+    plan.blocks.append((at, block))
+
+
+def _add_changes(plan: Plan, at: str, module: nn.Module, description: ModulePolicyDescription, size: int) -> None:
+    """Attributes, methods, and functions that change parameters."""
+    default_cut = [s.suffix for s in description.sub_module_replacement or [] if "split" not in (s.kwargs or {})]
+    for name, value in (description.attribute_replacement or {}).items():
+        owner_path, _, attribute = name.rpartition(".")
+        if (owner := value_at(module, owner_path)) is None or not hasattr(owner, attribute):
+            known = vars(owner) if owner is not None else [n for n, _ in module.named_modules() if n]
+            raise PolicyError(
+                f"There is no attribute {attribute!r} on {join(at, owner_path) or 'the model'!r}",
+                rule="An attribute that is rewritten exists and is read by the forward",
+                remedy=nearest(attribute if owner is not None else owner_path, [n for n in known if n[:1] != "_"]),
+            )
+        evenly = [suffix for suffix in default_cut if f"{suffix}.".startswith(f"{owner_path}." if owner_path else "")]
+        _check_count(name, getattr(owner, attribute), value, size, evenly)
+        plan.attributes[join(at, name)] = value
+    for name, method in (description.method_replacement or {}).items():
+        if not callable(getattr(module, name, None)):
+            raise PolicyError(
+                f"There is no method {name!r} on {at or 'the model'!r} ({type(module).__name__})",
+                rule="A method that is replaced exists",
+                remedy=nearest(name, [n for n in dir(module) if not n.startswith("_")]),
+            )
+        plan.methods[join(at, name)] = method
+    plan.functions.extend((at, function) for function in description.param_replacement or [])
+
+
+def _check_count(name: str, before: Any, value: Any, size: int, evenly: Sequence[str]) -> None:
+    """A count of heads that is divided with a remainder, beside features that are cut evenly: heads would be torn."""
+    if type(before) is int and type(value) is int and before % size and value == before // size and evenly:
+        fits = ", ".join(str(n) for n in range(1, before + 1) if before % n == 0)
+        raise ConfigError(
+            f"A tensor size of {size} makes {name} {value}, which was {before}, and cuts {evenly[0]!r} evenly",
+            rule="What an attribute counts is cut whole: the tensor size divides it",
+            remedy=f"Use a tensor size of {fits}, or a RolePolicy, which cuts uneven numbers of heads",
+        )
+
+
+def _match(
+    model: nn.Module, descriptions: Mapping[ModuleKey, ModulePolicyDescription]
+) -> Iterator[tuple[str, nn.Module, ModulePolicyDescription]]:
     modules = list(model.named_modules())
     for key, description in descriptions.items():
-        found = [Target(path, m, description) for path, m in modules if _matches(key, path, m)]
+        found = [(path, m, description) for path, m in modules if _matches(key, path, m)]
         if not found:
             known = {type(m).__name__ for _, m in modules} | {path for path, _ in modules if path}
             raise PolicyError(
@@ -216,12 +253,12 @@ def _matches(key: ModuleKey, path: str, module: nn.Module) -> bool:
     return "*" in key and key.count(".") == path.count(".") and fnmatchcase(path, key)
 
 
-def _check_tied(model: nn.Module, plan: Plan) -> None:
+def _check_tied(plan: Plan) -> None:
     """A weight that is cut in one module must not be used whole by another that it is tied to."""
-    replaced = {id(module) for _, module, _ in plan.replacements()}
-    named = {(id(module), name) for _, module, name, _ in plan.parameters()}
+    replaced = {id(plan.model.get_submodule(path)) for path in plan.replacements}
+    named = {(id(owner), name) for owner, name in (owner_of(plan.model, path) for path in plan.parameters)}
     cut = plan.cut()
-    for path, module in model.named_modules():
+    for path, module in plan.model.named_modules():
         if id(module) in replaced or not (is_linear(module) or isinstance(module, nn.Embedding)):
             continue
         for name, p in module.named_parameters(recurse=False):
@@ -234,74 +271,11 @@ def _check_tied(model: nn.Module, plan: Plan) -> None:
                 )
 
 
-def _check_attributes(target: Target) -> None:
-    for name in target.description.attribute_replacement or {}:
-        owner_path, _, attribute = name.rpartition(".")
-        owner = target.owner(owner_path)
-        if owner is None or not hasattr(owner, attribute):
-            at = ".".join(part for part in (target.path, owner_path) if part)
-            known = vars(owner) if owner is not None else [n for n, _ in target.module.named_modules() if n]
-            raise PolicyError(
-                f"There is no attribute {attribute!r} on {at or 'the model'!r}",
-                rule="An attribute that is rewritten exists and is read by the forward",
-                remedy=nearest(attribute if owner is not None else owner_path, [n for n in known if n[:1] != "_"]),
-            )
-    for name in target.description.method_replacement or {}:
-        if not callable(getattr(target.module, name, None)):
-            raise PolicyError(
-                f"There is no method {name!r} on {target.path or 'the model'!r} ({type(target.module).__name__})",
-                rule="A method that is replaced exists",
-                remedy=nearest(name, [n for n in dir(target.module) if not n.startswith("_")]),
-            )
-
-
-def _check_parameters(target: Target, replaced: Sequence[str]) -> None:
-    for path in target.description.parameters or {}:
-        owner_path, _, name = path.rpartition(".")
-        full_path, owner = target.submodule(owner_path)
-        known = {} if owner is None else {**owner._parameters, **owner._buffers}
-        if known.get(name) is None:
-            raise PolicyError(
-                f"There is no parameter or buffer {f'{full_path}.{name}'.lstrip('.')!r}",
-                rule="Every rule of a policy matches something",
-                remedy=nearest(name if owner else owner_path, known or [n for n, _ in target.module.named_modules()]),
-            )
-        assert owner is not None
-        if name in owner._buffers and name not in owner._non_persistent_buffers_set:
-            raise PolicyError(
-                f"{full_path}.{name} is a buffer that is saved with the model",
-                rule="A policy cuts parameters, and buffers that are not saved: those are gathered by nobody",
-                remedy="Leave it whole, or register it with persistent=False",
-            )
-        if full_path in replaced:
-            raise PolicyError(
-                f"{full_path}.{name} is named, and {full_path!r} is replaced",
-                rule="A module that is replaced brings its parameters with it",
-                remedy="Remove one of the two",
-            )
-
-
-def _check_counts(target: Target, size: int) -> None:
-    """A count of heads that is divided with a remainder, beside features that are cut evenly: heads would be torn."""
-    default_cut = [s for s in target.description.sub_module_replacement or [] if "split" not in (s.kwargs or {})]
-    for name, value in (target.description.attribute_replacement or {}).items():
-        owner_path, _, attribute = name.rpartition(".")
-        before = getattr(target.owner(owner_path), attribute)
-        evenly = [s.suffix for s in default_cut if f"{s.suffix}.".startswith(f"{owner_path}." if owner_path else "")]
-        if type(before) is int and type(value) is int and before % size and value == before // size and evenly:
-            fits = ", ".join(str(n) for n in range(1, before + 1) if before % n == 0)
-            raise ConfigError(
-                f"A tensor size of {size} makes {name} {value}, which was {before}, and cuts {evenly[0]!r} evenly",
-                rule="What an attribute counts is cut whole: the tensor size divides it",
-                remedy=f"Use a tensor size of {fits}, or a RolePolicy, which cuts uneven numbers of heads",
-            )
-
-
-def _check_explained(model: nn.Module, policy: Policy, plan: Plan) -> None:
+def _check_explained(policy: Policy, plan: Plan) -> None:
     whole = policy.replicated()
     if whole is None:
         return
-    replaced = {*plan.cut(), *(id(getattr(module, name)) for _, module, name, _ in plan.parameters())}
+    model, replaced = plan.model, {*plan.cut(), *(id(value_at(plan.model, name)) for name in plan.parameters)}
     total = sum(p.numel() for p in model.parameters())
     inside = tuple(f"{s.layers}." for s in plan.stacks)
     left: dict[str, nn.Parameter] = {}

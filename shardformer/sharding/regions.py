@@ -20,8 +20,9 @@ from shardformer.layout.state import ShardedState
 from shardformer.layout.stream import Begin, StreamLayout
 from shardformer.mesh.axis import Axis
 from shardformer.pipeline.chain import StackDescription
-from shardformer.policies.describe import BlockDescription
-from shardformer.sharding.plan import Plan, Target
+from shardformer.policies.describe import BlockArguments, BlockDescription
+from shardformer.policies.paths import configs_in
+from shardformer.sharding.plan import Plan
 
 READ_LIBRARIES = ("torch", "transformers", "timm", "shardformer")
 """Where dropout is a module, a rate called ``drop_prob`` or a field of the config."""
@@ -37,7 +38,7 @@ def open_regions(model: nn.Module, plan: Plan, state: ShardedState, config: Shar
     _check_stream(plan, state.stream)
     streams: dict[str, Stream] = {}
     for stack in plan.stacks:
-        layout = layout_of(state.stream, stack)
+        layout = stack.layout_in(state.stream)
         if stack.whole_sequence and layout != state.stream:
             state.notes.append(f"The sequence stays whole in {stack.layers}: {stack.whole_sequence}.")
         stream = Stream(layout, axis, overlap=config.enable_sequence_overlap, random=random)
@@ -49,46 +50,37 @@ def open_regions(model: nn.Module, plan: Plan, state: ShardedState, config: Shar
                 module.__dict__["sums_later"] = True
     alone = Stream(StreamLayout(), axis)
     blocks: list[OpenBlock] = []
-    for target in plan.targets:
-        stream = next((s for prefix, s in streams.items() if target.path.startswith(prefix)), alone)
-        for description in target.description.blocks or []:
-            if description.gathers_around is not None:
-                around = stream.register_whole(target.module.get_submodule(description.gathers_around), random)
-                if around is not None:
-                    state.edges.append(around)
-            is_whole = description.gathers_around is not None
-            opened = _open_block(target, description, classes, alone if is_whole else stream, random)
-            if opened is not None:
-                blocks.append(opened)
-                state.edges.append(opened[1])
+    for path, description in plan.blocks:
+        stream = next((s for prefix, s in streams.items() if path.startswith(prefix)), alone)
+        if description.gathers_around is not None:
+            around = stream.register_whole(model.get_submodule(description.gathers_around), random)
+            stream = alone
+            if around is not None:
+                state.edges.append(around)
+        opened = _open_block(model, description, classes, stream, random)
+        if opened is not None:
+            blocks.append(opened)
+            state.edges.append(opened[1])
     state.edges += streams.values()  # behind the blocks: what was entered last is left first
     return blocks
 
 
 def _check_stream(plan: Plan, stream: StreamLayout) -> None:
     """Raises ConfigError where a stack would cut the stream, and a layer of it needs more than its own part."""
-    cut = {stack.layers for stack in plan.stacks if any(c.begin is Begin.STACK for c in layout_of(stream, stack).cuts)}
-    for target in plan.targets:
-        inside = any(f"{target.path}.".startswith(f"{layers}.") for layers in cut)
-        for block in target.description.blocks or []:
-            if inside and block.is_whole_module:
-                raise ConfigError(
-                    f"Sequence parallelism around the stacked experts {target.path}.{block.entry}",
-                    rule="A rank has a part of each expert, and all tokens have to pass through every part",
-                    remedy="Leave enable_sequence_parallelism off for this model",
-                )
-            if target.path.rpartition(".")[0] in cut and not block.entry and block.gathers_around is None:
-                raise ConfigError(
-                    f"Sequence parallelism in {target.path}, whose layers are blocks themselves",
-                    rule="The sequence is cut from the first layer to the last: residuals are added inside of layers",
-                    remedy="Leave enable_sequence_parallelism off, or name in Stack(layers=...) modules that add it",
-                )
-
-
-def layout_of(stream: StreamLayout, stack: StackDescription) -> StreamLayout:
-    """The stream of one stack: of one whose sequence stays whole, what begins at the model's inputs."""
-    cuts = [cut for cut in stream.cuts if cut.begin is Begin.INPUTS or not stack.whole_sequence]
-    return StreamLayout(tuple(cuts))
+    cut = {stack.layers for stack in plan.stacks if any(c.begin is Begin.STACK for c in stack.layout_in(stream).cuts)}
+    for _, block in plan.blocks:
+        if block.summands is not None and any(block.entry.startswith(f"{layers}.") for layers in cut):
+            raise ConfigError(
+                f"Sequence parallelism around the stacked experts {block.entry}",
+                rule="A rank has a part of each expert, and all tokens have to pass through every part",
+                remedy="Leave enable_sequence_parallelism off for this model",
+            )
+        if block.entry.rpartition(".")[0] in cut and block.gathers_around is None:
+            raise ConfigError(
+                f"Sequence parallelism in {block.entry}, whose layers are blocks themselves",
+                rule="The sequence is cut from the first layer to the last: residuals are added inside of layers",
+                remedy="Leave enable_sequence_parallelism off, or name in Stack(layers=...) modules that add it",
+            )
 
 
 def _open_stack(model: nn.Module, stack: StackDescription, stream: Stream, axis: Axis, random: bool) -> None:
@@ -106,41 +98,42 @@ def _open_stack(model: nn.Module, stack: StackDescription, stream: Stream, axis:
 
 
 def _open_block(
-    target: Target, description: BlockDescription, classes: ParallelLayers, stream: Stream, random: bool
+    model: nn.Module, description: BlockDescription, classes: ParallelLayers, stream: Stream, random: bool
 ) -> OpenBlock | None:
     """Opens one block; None where it needs no hooks of its own, or stands in two layers and is open already."""
     axis = stream.axis
-    row = target.module.get_submodule(description.row)
+    row = model.get_submodule(description.row)
     if isinstance(row, classes.row) and getattr(row, "block", None) is not None:
         return None
-    for path, name in description.inputs:
-        change_argument(target.module.get_submodule(path), name, partial(enter, axis=axis))
-    for name, (path, dim, bounds) in description.arguments.items():
-        local = partial(of_local_heads, dim=dim, bounds=bounds, axis=axis)
-        change_argument(target.module.get_submodule(path), name, local)
-    if description.is_whole_module:
+    if description.summands is not None:
         enclose(row, axis, description.summands)
         return None
-    block = Block(stream, random, description.width)
+    arguments = description.arguments or BlockArguments("")
+    brings = model.get_submodule(arguments.at)
+    for name in arguments.entering:
+        change_argument(brings, name, partial(enter, axis=axis))
+    for name, dim in arguments.by_head.items():
+        change_argument(brings, name, partial(of_local_heads, dim=dim, bounds=arguments.bounds, axis=axis))
+    block = Block(stream, random, arguments.width)
     for name in [*description.columns, *description.others]:
-        column = _expected(target, name, classes.column, "columns")
+        column = _expected(model, name, classes.column, "columns")
         column.block = block
         if name in description.columns:
             block.columns.append(column)
-    _expected(target, description.row, classes.row, "row").block = block
+    _expected(model, description.row, classes.row, "row").block = block
     if description.exits_with is not None:
-        other = _expected(target, description.exits_with, classes.row, "row")
+        other = _expected(model, description.exits_with, classes.row, "row")
         other.exits_with = (row,)
-    entry = target.module.get_submodule(description.entry)
+    entry = model.get_submodule(description.entry)
     block.register_entry(entry, holds_exit=description.holds_exit)
     return entry, block
 
 
-def _expected(target: Target, name: str, kind: type[nn.Module], what: str) -> Any:
-    module = target.module.get_submodule(name)
+def _expected(model: nn.Module, name: str, kind: type[nn.Module], what: str) -> Any:
+    module = model.get_submodule(name)
     if not isinstance(module, kind):
         raise PolicyError(
-            f"{target.path}.{name} is a {type(module).__name__}",
+            f"{name} is a {type(module).__name__}",
             rule=f"The {what} of a block {'are' if what.endswith('s') else 'is'} replaced by {kind.__name__}",
             remedy="Name the same path in sub_module_replacement",
         )
@@ -157,6 +150,5 @@ def uses_dropout(model: nn.Module) -> bool:
             return True
         if isinstance(module, _DropoutNd) and module.p > 0:
             return True
-    configs = [c for m in model.modules() if (c := getattr(m, "config", None)) is not None]
-    fields = [item for c in {id(c): c for c in configs}.values() for item in vars(c).items()]
+    fields = [item for config in configs_in(model) for item in vars(config).items()]
     return any("drop" in name and isinstance(v, float) and v > 0 for name, v in fields)

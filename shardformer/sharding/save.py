@@ -12,7 +12,7 @@ from shardformer.comm.collectives import broadcast, gather_objects
 from shardformer.comm.gather import gather_full
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.state import ShardedState, state_of
-from shardformer.sharding.agree import wait_for_all
+from shardformer.sharding.agree import gather_all, wait_for_all
 from shardformer.sharding.stages import Stages
 
 
@@ -83,9 +83,7 @@ def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
             native(self, save_directory, state_dict=weights, **kwargs)
         except Exception as error:
             problem = error
-    said = [str(problem) if problem else ""]
-    for axis in context.axes.values():
-        said = [word for words in gather_objects(said, axis) for word in words]
+    said = [text for _, text in gather_all(str(problem) if problem else "", context)]
     if problem is not None:
         raise problem
     if any(said):

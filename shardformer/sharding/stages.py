@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -13,14 +13,13 @@ from shardformer.errors import ConfigError
 from shardformer.layers.tensor.modes import MODES
 from shardformer.layout.stream import Place, StreamLayout
 from shardformer.pipeline.balance import balanced, even, explicit
-from shardformer.pipeline.chain import Chain, StackDescription, UnitRange, holders, homes, no_chain
+from shardformer.pipeline.chain import Chain, UnitRange, holders, homes, no_chain
 from shardformer.pipeline.placeholders import Placeholders
 from shardformer.pipeline.stage_forward import StageForward
 from shardformer.pipeline.stage_manager import PipelineStageManager
-from shardformer.policies.describe import ModulePolicyDescription
+from shardformer.policies.paths import configs_in, owner_of
 from shardformer.policies.policy import Policy
 from shardformer.sharding.costs import costs_of
-from shardformer.sharding.plan import Plan, Target
 
 OF_EVERY_LAYER = ("output_router_logits", "output_hidden_states", "output_attentions")
 WHY_NOT = "It collects something of every layer, and a stage has its own layers only"
@@ -46,11 +45,12 @@ class Stages:
     Args:
         home: the units that each parameter and buffer goes with, by name.
         holders: the virtual stages that hold each parameter and buffer, by name.
-        shared: the stages that hold each parameter of which there are several, by name.
-        draws: whether the model draws random numbers when it trains.
-        stream: how the activations between the layers lie.
         state: name -> (first name of that tensor, full shape) of all that the whole model saves.
         parameters: name -> (first name of that parameter, how many numbers it holds) of the whole model's.
+        shared: the stages that hold each parameter of which there are several, by name: of a layer that several call,
+            or by several names (tied).
+        draws: whether the model draws random numbers when it trains.
+        stream: how the activations between the layers lie.
     """
 
     manager: PipelineStageManager
@@ -60,8 +60,8 @@ class Stages:
     home: dict[str, frozenset[int]]
     holders: dict[str, frozenset[int]]
     state: dict[str, tuple[str, tuple[int, ...]]]
-    shared: dict[str, tuple[int, ...]]
-    parameters: dict[str, tuple[str, int]] = field(default_factory=dict)
+    parameters: dict[str, tuple[str, int]]
+    shared: dict[str, tuple[int, ...]] = field(default_factory=dict)
     placeholders: Placeholders = field(default_factory=Placeholders)
     stage_forward: StageForward | None = None
     draws: bool = False
@@ -101,35 +101,6 @@ class Stages:
 
     def _own_spans(self) -> list[UnitRange]:
         return [self.spans[v] for v in self.manager.virtual_stages]
-
-    def restricted(self, plan: Plan) -> Plan:
-        """What of a plan is about modules that are here."""
-        return replace(plan, targets=[self._restricted(target) for target in plan.targets])
-
-    def _restricted(self, target: Target) -> Target:
-        def is_here(path: str) -> bool:
-            module = target.submodule(path)[1]
-            return module is None or not self.placeholders.has_any(module)
-
-        d = target.description
-        parameters = {p: s for p, s in (d.parameters or {}).items() if self._has(target, p)}
-        return Target(
-            target.path,
-            target.module,
-            ModulePolicyDescription(
-                d.attribute_replacement,
-                d.param_replacement,
-                [sub for sub in d.sub_module_replacement or [] if is_here(sub.suffix)],
-                d.method_replacement,
-                [b for b in d.blocks or [] if is_here(b.entry if b.is_whole_module else b.row)],
-                parameters,
-            ),
-        )
-
-    def _has(self, target: Target, path: str) -> bool:
-        owner_path, _, name = path.rpartition(".")
-        owner = target.submodule(owner_path)[1]
-        return owner is not None and name in {**owner._parameters, **owner._buffers}
 
     def open(self, model: nn.Module, stream: StreamLayout) -> None:
         """Makes what runs a part of the model, and puts it into the layers, after all else that changes them.
@@ -174,9 +145,17 @@ def make_stages(model: nn.Module, policy: Policy, manager: PipelineStageManager)
     at random, or is asked for what no stage has.
     """
     chain, home, costs, spans = cut_into(model, policy, manager)
-    held = holders(home, spans)
-    stages = Stages(manager, chain, spans, costs, home, held, _state_of(model), {}, _parameters_of(model))
-    _tie(stages)
+    state = {n: (first, tuple(t.shape)) for n, (first, t) in _by_first_name(model.state_dict(keep_vars=True)).items()}
+    named = _by_first_name(dict(model.named_parameters(remove_duplicate=False)))
+    parameters = {name: (first, p.numel()) for name, (first, p) in named.items()}
+    stages = Stages(manager, chain, spans, costs, home, holders(home, spans), state, parameters)
+    names: dict[str, list[str]] = {}
+    for name, (first, _) in parameters.items() if manager.num_stages > 1 else ():
+        names.setdefault(first, []).append(name)
+    for same in names.values():  # beside each other: stages know one by different names, and fill buckets in this order
+        ranks = sorted({rank for name in same for rank in stages.stages_of(name)})
+        if len(ranks) > 1:
+            stages.shared |= dict.fromkeys(same, tuple(ranks))
     return stages
 
 
@@ -194,7 +173,12 @@ def cut_into(
     if asked.num_stages > 1:
         _check_settings(model)
         if against := policy.refuses_pipeline():
-            raise _refused(model, asked.num_stages, against)
+            raise ConfigError(
+                f"pipe={asked.num_stages}, and of this {type(model).__name__} it is known that {against}",
+                rule="A stage has its own layers, and hands on only what its last one gives",
+                remedy="Leave pipe out: cut this model by tensor parallelism, or give each process its own part of the "
+                "batch",
+            )
     home = homes(model, chain) if chain.stacks else {}
     costs = [float(c) for c in asked.costs] if asked.costs is not None else costs_of(model, chain, home)
     if len(costs) != len(chain.units):
@@ -204,50 +188,26 @@ def cut_into(
             remedy="Leave costs out to have them estimated",
         )
     if count > max(len(costs), asked.num_stages):
-        raise _too_many(model, asked, len(costs))
-    spans = chain.spans(_bounds(asked, costs, count)) if count > 1 else [UnitRange(0, len(chain.units))]
-    return chain, home, costs, spans
+        raise ConfigError(
+            f"{asked.num_stages} stages of {count // asked.num_stages} chunks each, so {count} virtual stages, for the "
+            f"{len(costs)} layers of {type(model).__name__}",
+            rule="Every virtual stage holds at least one layer",
+            remedy="Use the schedule '1f1b', which has one a stage, fewer stages, or a model of "
+            f"{count} layers or more",
+        )
+    if count == 1:
+        bounds = [0, len(costs)]
+    elif isinstance(asked.cut, str):
+        bounds = even(len(costs), count) if asked.cut == "even" else balanced(costs, count)
+    else:
+        bounds = explicit(asked.cut, len(costs), count)
+    return chain, home, costs, chain.spans(bounds)
 
 
-def _too_many(model: nn.Module, asked: Asked, layers: int) -> ConfigError:
-    count, chunks = asked.num_virtual_stages, asked.num_virtual_stages // asked.num_stages
-    return ConfigError(
-        f"{asked.num_stages} stages of {chunks} chunks each, so {count} virtual stages, for the {layers} layers of "
-        f"{type(model).__name__}",
-        rule="Every virtual stage holds at least one layer",
-        remedy=f"Use the schedule '1f1b', which has one a stage, fewer stages, or a model of {count} layers or more",
-    )
-
-
-def _state_of(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _by_first_name(tensors: Mapping[str, Any]) -> dict[str, tuple[str, Tensor]]:
+    """Each name of a tensor -> the first of its names, and the tensor."""
     first: dict[int, str] = {}
-    state = model.state_dict(keep_vars=True)
-    return {n: (first.setdefault(id(t), n), tuple(t.shape)) for n, t in state.items() if isinstance(t, Tensor)}
-
-
-def _parameters_of(model: nn.Module) -> dict[str, tuple[str, int]]:
-    first: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: (first.setdefault(id(p), name), p.numel()) for name, p in named}
-
-
-def _bounds(asked: Asked, costs: list[float], count: int) -> list[int]:
-    if not isinstance(asked.cut, str):
-        return explicit(asked.cut, len(costs), count)
-    return even(len(costs), count) if asked.cut == "even" else balanced(costs, count)
-
-
-def _tie(stages: Stages) -> None:
-    """Notes which parameters are on several stages: of a layer that several call, or by several names (tied)."""
-    if stages.manager.num_stages == 1:
-        return
-    names: dict[str, list[str]] = {}
-    for name, (first, _) in stages.parameters.items():
-        names.setdefault(first, []).append(name)
-    for same in names.values():
-        ranks = sorted({rank for name in same for rank in stages.stages_of(name)})
-        if len(ranks) > 1:
-            stages.shared |= dict.fromkeys(same, tuple(ranks))
+    return {name: (first.setdefault(id(x), name), x) for name, x in tensors.items() if isinstance(x, Tensor)}
 
 
 def share_from_first(model: nn.Module, chain: Chain, spans: Sequence[UnitRange]) -> None:
@@ -255,32 +215,15 @@ def share_from_first(model: nn.Module, chain: Chain, spans: Sequence[UnitRange])
     for stack, start in zip(chain.stacks, chain.starts, strict=True):
         for span in spans:
             at = max(span.start, start)
-            if start < at < min(span.end, start + len(stack.units)):
-                _share_from_first(model, stack, stack.units[at - start])
-
-
-def _share_from_first(model: nn.Module, stack: StackDescription, to: str) -> None:
-    """Lets a layer read attributes of the first one; not as modules of its own, which would name them twice."""
-    for path in stack.from_first:
-        owner, _, name = path.rpartition(".")
-        value = getattr(model.get_submodule(f"{stack.units[0]}.{owner}"), name)
-        model.get_submodule(f"{to}.{owner}").__dict__[name] = value
-
-
-def _refused(model: nn.Module, pipe: int, against: str) -> ConfigError:
-    return ConfigError(
-        f"pipe={pipe}, and of this {type(model).__name__} it is known that {against}",
-        rule="A stage has its own layers, and hands on only what its last one gives",
-        remedy="Leave pipe out: cut this model by tensor parallelism, or give each process its own part of the batch",
-    )
+            for path in stack.stages.from_first if start < at < min(span.end, start + len(stack.units)) else ():
+                first, name = owner_of(model.get_submodule(stack.units[0]), path)
+                owner, _ = owner_of(model.get_submodule(stack.units[at - start]), path)
+                owner.__dict__[name] = getattr(first, name)  # not as a module of its own, which would have two names
 
 
 def _check_settings(model: nn.Module) -> None:
     """Refuses what stages cannot do: layers dropped at random, and outputs that are gathered from all layers."""
-    configs: Mapping[int, Any] = {
-        id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), "__dict__")
-    }
-    for config in configs.values():
+    for config in configs_in(model):
         for name, value in vars(config).items():
             if name.endswith("layerdrop") and isinstance(value, float) and value > 0:
                 raise ConfigError(

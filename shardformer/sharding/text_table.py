@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 
 NAME_WIDTH = 52
 """Of the first column; longer lists of names go on in the next line."""
@@ -33,20 +35,33 @@ def table(head: tuple[str, ...], rows: Sequence[Row], layers: Mapping[str, int])
             count = layers.get(section, 0)
             lines.append((f"{section}: {count} layer{'' if count == 1 else 's'}",))
         for names, cells in _merged(members, layers.get(section, 1)):
-            first, *more = _wrapped(names)
+            first, *more = wrapped(names, NAME_WIDTH)
             indent = "  " if section else ""
             lines += [(indent + first, *cells), *[(f"{indent}  {rest}",) for rest in more]]
-    widths = [max((len(line[i]) for line in lines if i < len(line) > 1), default=0) for i in range(len(head) + 1)]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=False)).rstrip() for line in lines]
+    return aligned(lines)
 
 
-def _wrapped(names: str) -> list[str]:
-    kept = names.replace(": ", ":\xa0")  # what comes behind the colon belongs to the name before it
-    if len(kept) > NAME_WIDTH and " " not in kept:  # one long path, in two at a dot
-        at = kept.rfind(".", 0, NAME_WIDTH) + 1
-        return [kept[:at], kept[at:]] if at else [kept]
-    lines = textwrap.wrap(kept, NAME_WIDTH, break_long_words=False, break_on_hyphens=False)
+def aligned(lines: Sequence[Sequence[str]], numbers: int | None = None) -> list[str]:
+    """The lines with their cells in columns, from ``numbers`` on at the right; a line of one cell stands alone."""
+    columns = range(max(map(len, lines)))
+    widths = [max((len(line[i]) for line in lines if i < len(line) > 1), default=0) for i in columns]
+
+    def padded(at: int, cell: str) -> str:
+        return cell.ljust(widths[at]) if numbers is None or at < numbers else cell.rjust(widths[at])
+
+    return ["  ".join(padded(at, cell) for at, cell in enumerate(line)).rstrip() for line in lines]
+
+
+def wrapped(names: str, width: int, together: str = "(?<=:) ") -> list[str]:
+    """The names in lines of that width; a space that matches ``together`` stays, and a long path breaks at a dot."""
+    words = [_in_two(word, width) for word in re.sub(together, "\xa0", names).split(" ")]
+    lines = textwrap.wrap(" ".join(words), width, break_long_words=False, break_on_hyphens=False)
     return [line.replace("\xa0", " ") for line in lines]
+
+
+def _in_two(path: str, width: int) -> str:
+    at = path.rfind(".", 0, width) + 1 if len(path) > width else 0
+    return f"{path[:at]} {path[at:]}" if at else path
 
 
 def whole_rows(parameters: Iterable[tuple[str, str, int, float]]) -> list[Row]:
@@ -94,17 +109,17 @@ def _sections(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
 
 def _merged(rows: Sequence[Row], num_layers: int) -> list[tuple[str, tuple[str, ...]]]:
     """Names and cells; neighbours of one module that have the same cells share a line: ``attn.q, k, v``."""
-    out: list[tuple[list[str], Row]] = []
-    for row in rows:
+
+    def alike(row: Row) -> tuple[str, tuple[str, ...], int, str]:
         path, cells, count = row
-        parent, _, leaf = path.rpartition(".")
-        if out and ": " not in path:
-            names, (other, other_cells, other_count) = out[-1]
-            if (other.rpartition(".")[0], other_cells, other_count) == (parent, cells, count):
-                names.append(leaf)
-                continue
-        out.append(([path], row))
-    return [(", ".join(names), (*cells, _how_many(count, num_layers))) for names, (_, cells, count) in out]
+        return path.rpartition(".")[0], cells, count, path if ": " in path else ""
+
+    out = []
+    for _, neighbours in groupby(rows, alike):
+        (first, cells, count), *others = neighbours
+        names = [first, *(path.rpartition(".")[2] for path, *_ in others)]
+        out.append((", ".join(names), (*cells, _how_many(count, num_layers))))
+    return out
 
 
 def _how_many(count: int, num_layers: int) -> str:

@@ -14,12 +14,9 @@ from shardformer.config import ShardConfig
 from shardformer.errors import ShardFormerError
 from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.schedule import default_chunks, make_schedule
-from shardformer.policies import first_form
 from shardformer.policies.policy import Policy
 from shardformer.sharder import resolve_policy
-from shardformer.sharding.checks import check_plain
-from shardformer.sharding.optimize import check_optimizations
-from shardformer.sharding.plan import make_plan
+from shardformer.sharding.checks import check_plain, checked_plan
 from shardformer.sharding.stages import cut_into
 
 
@@ -73,12 +70,6 @@ def check_split(
     # a copy: the one that was given is sent to the workers, without this model in it
     chosen, _ = resolve_policy(model, policy if isinstance(policy, type) else deepcopy(policy), tensor=tensor)
     config = ShardConfig(context=ParallelContext.of({"tensor": tensor}), **(options or {}))
-    chosen.set_model(model)
-    chosen.set_shard_config(config)
-    check_optimizations(model, config, chosen)
-    model = chosen.preprocess() or model
-    chosen.set_model(model)
-    make_plan(model, chosen)
+    plan = checked_plan(model, chosen, config)
     if stages is not None:
-        cut_into(model, chosen, stages)
-    first_form.check(chosen, model)
+        cut_into(plan.model, chosen, stages)

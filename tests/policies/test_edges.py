@@ -26,7 +26,7 @@ from shardformer.policies.describe import Argument, Col_Layer, Row_Layer
 from shardformer.policies.describe import Layer as ShardedLayer
 from shardformer.policies.first_form import ColumnOrEmbedding
 from shardformer.policies.policy import Policy
-from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, Inputs, Projections, RolePolicy, Stack
 from shardformer.sharder import ModelSharder, ShardFormer, resolve_policy, shard_model
 from shardformer.testing.pool import WorkerPool
 from shardformer.testing.threads import run_as_threads
@@ -127,7 +127,7 @@ class LostExit(ToyPolicy):
     stack = Stack(
         "layers",
         [
-            Attention("attn", q="q", k="k", v="v", out="o", attributes={"num_heads": "heads"}),
+            Attention("attn", Projections(q="q", k="k", v="v", out="o"), counts={"num_heads": "heads"}),
             MLP("mlp", up="fc1", down="fc3", optional=True),
         ],
     )
@@ -181,7 +181,12 @@ class EntersAtQ(ToyPolicy):
     stack = Stack(
         "layers",
         [
-            Attention("attn", q="q", k="k", v="v", out="o", entry="q", attributes={"num_heads": "heads"}),
+            Attention(
+                "attn",
+                Projections(q="q", k="k", v="v", out="o"),
+                inputs=Inputs(entry="q"),
+                counts={"num_heads": "heads"},
+            ),
             MLP("mlp", up="fc1", down="fc2"),
         ],
         final_norm="norm",
@@ -461,7 +466,7 @@ def test_what_is_no_policy() -> None:
     with pytest.raises(PolicyError, match=r"says 'embedings'.*Did you mean 'embeddings'"):
         type("Misspelt", (RolePolicy,), {"embedings": "embed"})
     with pytest.raises(PolicyError, match=r"'num_heads': 'head'.*'heads'"):
-        Attention("attn", "o", attributes={"num_heads": "head"})
+        Attention("attn", Projections(out="o"), {"num_heads": "head"})
     with pytest.raises(PolicyError, match="A family's policy is a subclass"):
         shardformer.register("toy", ToyPolicy())  # type: ignore[arg-type]  # wrong on purpose
 

@@ -22,7 +22,7 @@ from shardformer.policies.describe import (
     ModulePolicyDescription,
     SubModuleReplacementDescription,
 )
-from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack
 from shardformer.sharder import ModelSharder
 from shardformer.testing.pool import Pools, WorkerPool
 from shardformer.testing.zoo import Batches, Sample
@@ -87,7 +87,7 @@ class FlatLM(ToyLM):
 
 
 class FlatPolicy(ToyPolicy):
-    attention = Attention("attn", q="q", k="k", v="v", out="o", attributes={"num_heads": "heads"})
+    attention = Attention("attn", Projections(q="q", k="k", v="v", out="o"), counts={"num_heads": "heads"})
     stack = Stack("layers", [attention, MLP("fc1", up=".fc1", down=".fc2")], final_norm="norm")
 
 
@@ -100,7 +100,7 @@ class MyGPT2(RolePolicy):
     stack = Stack(
         "h",
         [
-            Attention("attn", qkv="c_attn", out="c_proj", attributes={"split_size": "width"}),
+            Attention("attn", Projections(qkv="c_attn", out="c_proj"), counts={"split_size": "width"}),
             MLP("mlp", up="c_fc", down="c_proj"),
         ],
         final_norm="ln_f",

@@ -20,7 +20,7 @@ from shardformer.errors import PolicyError
 from shardformer.layers.tensor.split_norm import SplitNorm
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.infer.prove import Reference, mismatch
-from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, Inputs, Projections, RolePolicy, Stack
 from shardformer.sharder import shard_model
 from shardformer.testing.threads import run_as_threads
 
@@ -78,11 +78,10 @@ class Model(nn.Module):
 
 ATTENTION = Attention(
     "attn",
-    qkv="qkv",
-    q="q?",
-    out="out",
-    attributes={"num_heads": "heads", "head_count?": "heads"},
-    parameters={
+    Projections(qkv="qkv", q="q?", out="out"),
+    counts={
+        "num_heads": "heads",
+        "head_count?": "heads",
         "q_bias": "width",
         "k_bias": "width",
         "v_bias": "width",
@@ -90,9 +89,9 @@ ATTENTION = Attention(
         "scale": "heads",
         "shift": "inside",
         "absent?": "heads",
+        "norm": "heads",
     },
-    width_of_input=True,
-    norms={"norm": "heads"},
+    inputs=Inputs(give_width=True),
 )
 
 
@@ -128,9 +127,9 @@ def test_nobody_can_tell(ranks: int, mode: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"width_of_input": False}, "shape '[2, 7, 30]' is invalid"),
-        ({"parameters": {**ATTENTION.parameters, "scale": "inside"}}, "must match the size of tensor"),
-        ({"parameters": {n: k for n, k in ATTENTION.parameters.items() if n != "shift"}}, "shift is a parameter of"),
+        ({"inputs": Inputs()}, "shape '[2, 7, 30]' is invalid"),
+        ({"counts": {**ATTENTION.counts, "scale": "inside"}}, "must match the size of tensor"),
+        ({"counts": {n: k for n, k in ATTENTION.counts.items() if n != "shift"}}, "shift is a parameter of"),
     ],
 )
 def test_each_word_is_needed(changes: dict[str, Any], said: str) -> None:
@@ -191,21 +190,25 @@ def saved() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "parameters", "said"),
+    ("make", "counts", "said"),
     [
-        (Model, {"q_bia": "width"}, r"no parameter or buffer 'layers\.0\.attn\.q_bia'.*'q_bias'"),
+        (Model, {"q_bia": "width"}, r"nothing at 'layers\.\*\.attn\.q_bia'.*'q_bias'"),
+        (Model, {"q_bia": ("width", 0)}, r"What an argument counts is heads"),
+        (Model, {"q_bia": ("heads", 0)}, r"attn\.q_bias is a parameter of"),
+        (Model, {"num_heads": "inside"}, r"What an attribute counts is heads, kv_heads, groups, width"),
+        (Model, {"qkv": "heads"}, r"Two rules replace 'layers\.0\.attn\.qkv'"),
         (Model, {"q_bias": "heads"}, r"attn\.q_bias has the shape \(30,\).*size of what it counts, here 5"),
         (Model, {"table": ("heads", 0)}, r"attn\.table has the shape \(13, 5\).*Name the dim"),
         (square, {"scale": "heads"}, r"attn\.scale has the shape \(5, 5, 1\).*\('heads', dim\)"),
-        (saved, ATTENTION.parameters, r"layers\.1\.attn\.k_bias is a buffer that is saved"),
-        (Model, {**ATTENTION.parameters, "qkv.weight": "inside"}, r"qkv\.weight is named, and .* is replaced"),
+        (saved, ATTENTION.counts, r"layers\.1\.attn\.k_bias is a buffer that is saved"),
+        (Model, {**ATTENTION.counts, "qkv.weight": "inside"}, r"qkv\.weight is named, and .* is replaced"),
     ],
 )
-def test_what_does_not_fit_is_refused(make: Callable[[], nn.Module], parameters: dict[str, Any], said: str) -> None:
+def test_what_does_not_fit_is_refused(make: Callable[[], nn.Module], counts: dict[str, Any], said: str) -> None:
     with pytest.raises(PolicyError, match=said):
-        run_as_threads(lambda context: shard_model(make(), changed(parameters=parameters), context=context), tensor=2)
+        run_as_threads(lambda context: shard_model(make(), changed(counts=counts), context=context), tensor=2)
 
 
 def test_a_wrong_count_is_refused_where_it_is_written() -> None:
-    with pytest.raises(PolicyError, match=r"parameters=\{'scale': 'head'\}.*'heads'"):
-        Attention("attn", "o", parameters={"scale": "head"})
+    with pytest.raises(PolicyError, match=r"counts=\{'scale': 'head'\}.*'heads'"):
+        Attention("attn", Projections(out="o"), {"scale": "head"})

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.policies.infer.prove import Reference, mismatch
 from shardformer.policies.paths import matching
-from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack
 from shardformer.sharder import shard_model
 from shardformer.sharding.describe import describe
 from shardformer.testing.threads import run_as_threads
@@ -69,7 +69,7 @@ class StagedPolicy(RolePolicy):
     stack = Stack(
         "layers.*.blocks",
         [
-            Attention("attn", qkv="qkv", out="out", attributes={"num_heads": "heads"}),
+            Attention("attn", Projections(qkv="qkv", out="out"), counts={"num_heads": "heads"}),
             MLP("mlp", up="0", down="2"),
         ],
     )

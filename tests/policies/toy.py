@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.policies.policy import Policy
-from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack
 from shardformer.testing.pool import WorkerPool
 from shardformer.testing.zoo import Batches, Sample
 from shardformer.verify import Report, verify
@@ -85,7 +85,7 @@ class ToyPolicy(RolePolicy):
     stack = Stack(
         "layers",
         [
-            Attention("attn", q="q", k="k", v="v", out="o", attributes={"num_heads": "heads"}),
+            Attention("attn", Projections(q="q", k="k", v="v", out="o"), counts={"num_heads": "heads"}),
             MLP("mlp", up="fc1", down="fc2"),
         ],
         final_norm="norm",

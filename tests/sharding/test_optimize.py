@@ -15,9 +15,8 @@ from shardformer.errors import ConfigError
 from shardformer.layout.state import specs_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.policy import Policy
-from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
-from shardformer.sharding.fuse_norms import check_norms
-from shardformer.sharding.optimize import WRITTEN_OUT, check_activations
+from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack
+from shardformer.sharding.optimize import WRITTEN_OUT, check_activations, check_norms
 from shardformer.testing.threads import run_as_threads
 from tests.policies.toy import HIDDEN, FeedForward, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
 
@@ -52,7 +51,7 @@ class NormedPolicy(RolePolicy):
         "layers",
         [
             Attention(
-                "attn", q="q.0", k="k", v="v", out="o", norms={"q.1": "heads"}, attributes={"num_heads": "heads"}
+                "attn", Projections(q="q.0", k="k", v="v", out="o"), counts={"q.1": "heads", "num_heads": "heads"}
             ),
             MLP("mlp", up="fc1", down="fc2"),
         ],

@@ -24,7 +24,7 @@ from shardformer.policies.describe import (
     SubModuleReplacementDescription,
 )
 from shardformer.policies.policy import Policy
-from shardformer.policies.role_policy import MLP, Attention, Stack
+from shardformer.policies.role_policy import MLP, Attention, Projections, Stack
 from shardformer.sharding.plan import Plan, make_plan
 from tests.policies.toy import Layer as ToyLayer
 from tests.policies.toy import SelfAttention, ToyLM, ToyPolicy
@@ -90,7 +90,7 @@ def test_a_rule_that_matches_no_module(key: Any, hint: str) -> None:
 @pytest.mark.parametrize("key", ["SelfAttention", SelfAttention, "layers.*.attn", "tests.policies.toy.SelfAttention"])
 def test_a_rule_finds_its_modules_by_name_class_and_path(key: Any) -> None:
     plan = plan_of(Written({key: cut("q")}))
-    assert [path for path, _, _ in plan.replacements()] == ["layers.0.attn.q", "layers.1.attn.q"]
+    assert list(plan.replacements) == ["layers.0.attn.q", "layers.1.attn.q"]
 
 
 def test_a_class_does_not_match_its_subclasses() -> None:
@@ -104,7 +104,7 @@ def test_a_submodule_that_does_not_exist() -> None:
 
 def test_a_submodule_that_may_lack() -> None:
     plan = plan_of(Written({"Layer": cut("attn.qq", "attn.q", ignore_if_not_exist=True)}))
-    assert [path for path, _, _ in plan.replacements()] == ["layers.0.attn.q", "layers.1.attn.q"]
+    assert list(plan.replacements) == ["layers.0.attn.q", "layers.1.attn.q"]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_tied_weight_of_which_one_owner_is_not_named() -> None:
     refused(Written({"": table}), "head.weight is tied to embed.weight", "Name 'head' too", model=tied)
     assert table.sub_module_replacement is not None
     table.sub_module_replacement.append(SubModuleReplacementDescription("head", VocabParallelLMHead1D))
-    assert len(list(plan_of(Written({"": table}), tied).replacements())) == 2
+    assert len(plan_of(Written({"": table}), tied).replacements) == 2
 
 
 def test_a_parameter_at_the_edge_of_a_block() -> None:
@@ -209,8 +209,14 @@ GOOD_ATTENTION, GOOD_MLP = ToyPolicy.stack.blocks
     ("changes", "words"),
     [
         ({"stack": Stack("layer", [GOOD_MLP])}, ("no module 'layer'", "'layers.0'")),
-        ({"stack": block(Attention("atn", q="q", k="k", v="v", out="o"))}, ("no module 'layers.*.atn'", "'attn'")),
-        ({"stack": block(Attention("attn", q="wq", k="k", v="v", out="o"))}, ("no module 'layers.*.attn.wq'",)),
+        (
+            {"stack": block(Attention("atn", Projections(q="q", k="k", v="v", out="o")))},
+            ("no module 'layers.*.atn'", "'attn'"),
+        ),
+        (
+            {"stack": block(Attention("attn", Projections(q="wq", k="k", v="v", out="o")))},
+            ("no module 'layers.*.attn.wq'",),
+        ),
         ({"stack": block(MLP("mlp", up="up", down="fc2"))}, ("no module 'layers.*.mlp.up'",)),
         ({"stack": block(MLP("mlp", up=["up?"], down="fc2"))}, ("no module 'layers.*.mlp.up'",)),
         ({"stack": block(MLP("mlp", up="fc1", down="norm"))}, ("layers.*.mlp.norm is a Identity", "nn.Linear")),
@@ -232,10 +238,10 @@ def test_a_table_that_does_not_fit_the_model(changes: dict[str, Any], words: tup
 
 
 def test_what_may_lack_and_what_stays_whole_on_purpose() -> None:
-    extra = Attention("cross", q="q", k="k", v="v", out="o", optional=True)
+    extra = Attention("cross", Projections(q="q", k="k", v="v", out="o"), optional=True)
     gate = MLP("mlp", up=["fc1", "gate?"], down="fc2")
     plan = plan_of(Other(stack=block(GOOD_ATTENTION, extra, gate), embeddings=(), whole=("embed", "pooler?")))
-    assert [path for path, _, _ in plan.replacements() if path.startswith("layers.0")] == [
+    assert [path for path in plan.replacements if path.startswith("layers.0")] == [
         f"layers.0.{name}" for name in ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.fc1", "mlp.fc2")
     ]
 
@@ -283,7 +289,7 @@ def test_a_layer_that_may_lack_and_one_with_a_class_of_its_own() -> None:
             Layer(weight="attn.o.weight", replace_layer=Linear1D_Row),
         )
     )
-    assert [(path, sub.target_module) for path, _, sub in plan.replacements()][:1] == [
+    assert [(path, sub.target_module) for path, sub in plan.replacements.items()][:1] == [
         ("layers.0.attn.o", Linear1D_Row)
     ]
 

@@ -15,7 +15,7 @@ from shardformer.errors import ConfigError
 from shardformer.layout.state import specs_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.policy import Policy
-from shardformer.policies.role_policy import Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import Attention, Projections, RolePolicy, Stack
 from shardformer.testing.threads import run_as_threads
 from tests.policies.toy import HEADS, HIDDEN, VOCAB, FeedForward, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
 
@@ -110,7 +110,7 @@ class AttentionsOnly(nn.Module):
 
 
 class AttentionsOnlyPolicy(RolePolicy):
-    stack = Stack("layers", [Attention("", q="q", k="k", v="v", out="o", attributes={"num_heads": "heads"})])
+    stack = Stack("layers", [Attention("", Projections(q="q", k="k", v="v", out="o"), counts={"num_heads": "heads"})])
     embeddings = "embed"
     head = "head"
     num_heads = HEADS

@@ -33,9 +33,13 @@ def no_sum_over_stages() -> Any:
     """A gradient of what several stages hold is each stage's own."""
 
     def make(original: Any) -> Any:
-        return lambda self, reduction: Axis("none") if reduction.stages else original(self, reduction)
+        def axes(*args: Any) -> Any:
+            axis_of = original(*args)
+            return lambda reduction: Axis("none") if reduction.stages else axis_of(reduction)
 
-    return replaced(gradients._Axes, "of", make)
+        return axes
+
+    return replaced(gradients, "_axes", make)
 
 
 def mean_of_means() -> Any:

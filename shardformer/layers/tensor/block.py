@@ -168,7 +168,7 @@ class Block:
                 raise PolicyError(
                     f"The {type(module).__name__} hands on what entered a block beside the block's exit",
                     rule="All that enters a block leaves by its row-parallel linear; a residual is added outside of it",
-                    remedy="Say where it enters instead: Attention(..., entry=<its first projection>)",
+                    remedy="Say where it enters instead: Attention(..., inputs=Inputs(entry=<its first projection>))",
                 )
             seen.add(node)
             reached += [following for following, _ in node.next_functions]

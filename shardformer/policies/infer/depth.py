@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardformer.pipeline.chain import Chain, homes
+from shardformer.pipeline.chain import Chain, StageNeeds, homes
 from shardformer.policies.infer.flow import given_by_layers
 from shardformer.policies.infer.prove import Reference
 from shardformer.policies.infer.prove_stages import ONE_LAYER, chain_of, described, stage_mismatch
@@ -39,7 +39,8 @@ def found_stacks(reference: Reference) -> list[Stack]:
     calls = list(dict.fromkeys(_calls(reference, [layer for path in outer for layer in layers[path]])))
     in_order = [path for path in outer if [call for call in calls if call in layers[path]] == layers[path]]
     given = given_by_layers(model, reference.run, in_order)
-    return [Stack(path, [], returns=given[path]) for path in sorted(in_order, key=lambda p: calls.index(layers[p][0]))]
+    in_order.sort(key=lambda path: calls.index(layers[path][0]))
+    return [Stack(path, [], stages=StageNeeds(returns=given[path])) for path in in_order]
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -97,13 +98,13 @@ class _Depth:
         yield from ways
         for way in ways:
             if everywhere := self._in_front(self._chain(way)):
-                yield [replace(stack, everywhere=everywhere) for stack in way]
+                yield [_with(stack, everywhere=everywhere) for stack in way]
 
     def _only_needed(self, stacks: Stacks) -> Stacks:
         """Without those of ``everywhere`` that are not needed."""
         kept = stacks
-        for path in stacks[0].everywhere:
-            fewer = [replace(s, everywhere=tuple(p for p in s.everywhere if p != path)) for s in kept]
+        for path in stacks[0].stages.everywhere:
+            fewer = [_with(s, everywhere=tuple(p for p in s.stages.everywhere if p != path)) for s in kept]
             if self._mismatch(fewer) is None:
                 kept = fewer
         return kept
@@ -135,13 +136,13 @@ class _Depth:
             at, own = calls.index(path), self._own(path)
             unit = next(min(units) for name, units in home.items() if name.rpartition(".")[0] == path)
             if at < bounds[0][0] and unit == end:
-                out[0] = replace(out[0], before=(*out[0].before, own))
+                out[0] = _with(out[0], before=(*out[0].stages.before, own))
             if at > bounds[-1][1] and unit != end:
-                out[-1] = replace(out[-1], after=(*out[-1].after, own))
+                out[-1] = _with(out[-1], after=(*out[-1].stages.after, own))
             for i, (before, after) in enumerate(pairwise(bounds) if len(bounds) == len(out) else []):
                 # what a stack hands to the next directly is made before it is handed on
                 if before[1] < at < after[0] and out[i + 1].context is None and unit != chain.starts[i + 1] - 1:
-                    out[i] = replace(out[i], after=(*out[i].after, own))
+                    out[i] = _with(out[i], after=(*out[i].stages.after, own))
         return out
 
     def _with_lent(self, stacks: Stacks) -> Stacks:
@@ -151,7 +152,7 @@ class _Depth:
         for stack in stacks:
             path = matching(join(self._base, stack.layers), names)[0]  # of a list of layers for each stage the first
             layers = list(self._model.get_submodule(path).children())
-            out.append(replace(stack, from_first=tuple(_only_in_first(*layers[:2]))) if len(layers) > 1 else stack)
+            out.append(_with(stack, from_first=tuple(_only_in_first(*layers[:2]))) if len(layers) > 1 else stack)
         return out
 
     def _with_contexts(self, stacks: Stacks) -> Stacks:
@@ -164,6 +165,10 @@ class _Depth:
             if found := _entry(self._truth, before, layers):
                 out[at] = replace(out[at], context=(self._own(found[0]), found[1]))
         return out
+
+
+def _with(stack: Stack, **needs: Any) -> Stack:
+    return replace(stack, stages=replace(stack.stages, **needs))
 
 
 def _calls(reference: Reference, paths: Iterable[str]) -> list[str]:

@@ -12,9 +12,9 @@ from torch import nn
 
 from shardformer.policies.infer.counts import Count, counted, head_counts, projections_of
 from shardformer.policies.infer.flow import Flow, Group
-from shardformer.policies.parts import expert_dims
+from shardformer.policies.lowering import expert_dims
 from shardformer.policies.paths import features_of, join, matching, relative
-from shardformer.policies.roles import MLP, Attention, Experts, Role
+from shardformer.policies.roles import MLP, Attention, Counted, Experts, Inputs, Projections, Role
 
 UNKNOWN = "no role describes it"
 LOW_RANK = "it only gives to a projection of an attention"
@@ -66,11 +66,14 @@ def _block(model: nn.Module, flow: Flow, group: Group, layers: str, layer: str) 
     roles = [] if low_rank else [replace(role, optional=optional) for role in _roles(model, flow, group, layer)]
     misfits = [] if low_rank or group.attends else _misfits(model, group)
     gates = [
-        join(layer, relative(role.at, gate)) for role in roles[:1] if isinstance(role, Attention) for gate in role.gates
+        join(layer, relative(role.at, gate))
+        for role in roles[:1]
+        if isinstance(role, Attention)
+        for gate in role.projections.gates
     ]
     columns = [path for c in misfits or gates or group.columns for path in _everywhere(model, c)]
     context = None
-    if any(isinstance(role, Attention) and role.reads_context for role in roles):
+    if any(isinstance(role, Attention) and role.inputs.from_context for role in roles):
         context = _context(model, flow, group, layers)
     why = LOW_RANK if low_rank else UNKNOWN if not roles else ""
     return BlockDraft(layers, roles, columns, why, _final_norm(model, flow, layers), context)
@@ -183,15 +186,15 @@ def _attentions(model: nn.Module, flow: Flow, group: Group, layer: str) -> Itera
     tables = [f"{path}?" for path, m in module.named_modules() if isinstance(m, nn.Embedding)]
     apart = [names[c] for c in group.apart]
     reads_context = bool(apart) and _context(model, flow, group, layer) is not None
-    inputs = [] if reads_context else _inputs(model, flow, group)
-    reads_inner = [] if reads_context or inputs else apart
+    arguments = [] if reads_context else _inputs(model, flow, group)
+    inside = [] if reads_context or arguments else apart
     layers = len(_everywhere(model, group.row))
     lacking = {name for c, name in names.items() if len(_everywhere(model, c)) < layers}
     for projections in projections_of(names):
         said: dict[str, Any] = {
             part: f"{name}?" if part in "kv" and name in lacking else name for part, name in projections.items()
         }
-        for count in head_counts(model, group.entry, projections, features, width, bool(reads_inner)):
+        for count in head_counts(model, group.entry, projections, features, width, bool(inside)):
             numbers = counted(_numbers(model, flow, group.entry, count), count, width)
             ways = [numbers, {n: kind for n, kind in numbers.items() if kind != "width"}, {}]
             if hasattr(module, "config"):
@@ -200,22 +203,27 @@ def _attentions(model: nn.Module, flow: Flow, group: Group, layer: str) -> Itera
             own = any(model.get_submodule(like)._parameters for like in _everywhere(model, group.entry))
             late = own or len(group.columns) > len(group.apart) + 1
             first = [name for name in names.values() if name not in apart][:1]
-            entries = [None] * (group.enters or bool(reads_inner)) + first * late
+            entries = [None] * (group.enters or bool(inside)) + first * late
             norms = _attention_norms(model, flow, group, layer, count, width)
             orders = [
                 (False, 1),
                 *[(True, 1)] * fused,
                 *[(False, PARTITIONS)] * (fused and count.kv_heads % PARTITIONS == 0),
             ]
-            for width_of_input, entry, (interleaved, partitions), attributes, parameters in product(
+            others = {**norms, **dict.fromkeys(tables, "heads"), **_arguments(flow, group, count)}
+            for give_width, entry, (interleaved, partitions), attributes, parameters in product(
                 (False, True), entries, orders, _distinct(ways), _parameters(module, count, width)
             ):
-                yield Attention(
-                    at, _inside(group, group.row, layer), **said, reads_inner=reads_inner, interleaved=interleaved,
-                    partitions=partitions, attributes=attributes, parameters=parameters, inputs=inputs, tables=tables,
-                    entry=entry, norms=norms, width_of_input=width_of_input, reads_context=reads_context,
-                    arguments=_arguments(flow, group, count), **count.said,
-                )  # fmt: skip
+                out = _inside(group, group.row, layer)
+                linears = Projections(out=out, **said, interleaved=interleaved, partitions=partitions)
+                inputs = Inputs(
+                    entry=entry,
+                    arguments=tuple(arguments),
+                    from_context=reads_context,
+                    from_inside=tuple(inside),
+                    give_width=give_width,
+                )
+                yield Attention(at, linears, {**attributes, **parameters, **others}, inputs, **count.said)
 
 
 def _numbers(model: nn.Module, flow: Flow, path: str, count: Count) -> dict[str, int]:
@@ -284,13 +292,13 @@ def _parameters(module: nn.Module, count: Count, width: int) -> list[dict[str, A
     return _distinct([guess, dict.fromkeys(own, "inside")])
 
 
-def _arguments(flow: Flow, group: Group, count: Count) -> dict[str, int]:
+def _arguments(flow: Flow, group: Group, count: Count) -> dict[str, Counted]:
     """The arguments of the attention beside the first in which a dim counts heads, or samples times heads."""
     given = list(flow.inputs.get(group.entry, {}).items())
     samples = given[0][1].shape[0] if given else 0
     counts = (count.heads, samples * count.heads)
     dims = {name: [d for d, n in enumerate(x.shape) if n in counts] for name, x in given[1:]}
-    return {name: of[0] for name, of in dims.items() if of}
+    return {name: ("heads", of[0]) for name, of in dims.items() if of}
 
 
 def _inputs(model: nn.Module, flow: Flow, group: Group) -> list[str]:

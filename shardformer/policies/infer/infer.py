@@ -158,7 +158,10 @@ def _blocks(proof: _Proof, ranks: Sequence[int]) -> tuple[list[BlockDraft], dict
 def _with_returns(policy: type[InferredPolicy], given: Mapping[str, int]) -> Stack | Sequence[Stack]:
     """The stacks of a policy, with how many things their layers return: a pipeline has to return as many."""
     stacks = [policy.stack] if isinstance(policy.stack, Stack) else policy.stack
-    found = tuple(replace(s, returns=given[layers]) for s, layers in zip(stacks, policy.layers, strict=True))
+    found = tuple(
+        replace(s, stages=replace(s.stages, returns=given[layers]))
+        for s, layers in zip(stacks, policy.layers, strict=True)
+    )
     return found[0] if isinstance(policy.stack, Stack) else found
 
 

@@ -3,46 +3,55 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from shardformer.policies.role_policy import RolePolicy, Stack
-
-STACK_FIELDS = ("final_norm", "context", "returns", "before", "after", "from_first", "everywhere")
 
 
 def source_of(policy: RolePolicy, name: str = "MyPolicy") -> str:
     """A module that defines ``policy`` as the class ``name``."""
     stacks = [policy.stack] if isinstance(policy.stack, Stack) else list(policy.stack)
-    used = sorted({type(block).__name__ for stack in stacks for block in stack.blocks} | {"RolePolicy", "Stack"})
-    lines = [f"from shardformer import {', '.join(used)}", "", "", f"class {name}(RolePolicy):"]
+    used: set[str] = {"RolePolicy"}
+    lines = [f"class {name}(RolePolicy):"]
     if "base" in vars(type(policy)):
         lines.append('    base = ""  # paths are those of the whole model')
     if len(stacks) == 1:
-        lines += [f"    stack = {_stack(stacks[0], '    ')}"]
+        lines += [f"    stack = {_stack(stacks[0], '    ', used)}"]
     else:
-        lines += ["    stack = (", *(f"        {_stack(stack, '        ')}," for stack in stacks), "    )"]
+        lines += ["    stack = (", *(f"        {_stack(stack, '        ', used)}," for stack in stacks), "    )"]
     lines += [f"    {n} = {getattr(policy, n)!r}" for n in ("embeddings", "head", "whole") if getattr(policy, n)]
     lines = [line.replace("'", '"') for line in lines]
-    for name in ("against_sequence", "against_pipeline"):
-        if getattr(policy, name):
-            lines.append(f"    {name} = {json.dumps(getattr(policy, name))}")
-    return "\n".join(lines) + "\n"
+    for reason in ("against_sequence", "against_pipeline"):
+        if getattr(policy, reason):
+            lines.append(f"    {reason} = {json.dumps(getattr(policy, reason))}")
+    return "\n".join([f"from shardformer import {', '.join(sorted(used))}", "", "", *lines]) + "\n"
 
 
-def _stack(stack: Stack, indent: str) -> str:
+def _stack(stack: Stack, indent: str, used: set[str]) -> str:
+    """The stack with a line for each of its blocks; the names of the classes that are written are ``used``."""
+    used.add("Stack")
     inner = f"{indent}    "
     lines = ["Stack(", f"{inner}{stack.layers!r},", f"{inner}["]
-    lines += [f"{inner}    {_call(block)}," for block in stack.blocks]
+    lines += [f"{inner}    {_written(block, used)}," for block in stack.blocks]
     lines.append(f"{inner}],")
-    lines += [f"{inner}{n}={getattr(stack, n)!r}," for n in STACK_FIELDS if getattr(stack, n)]
+    lines += [f"{inner}{n}={text}," for n, text in _said(stack, used) if n not in ("layers", "blocks")]
     return "\n".join([*lines, f"{indent})"])
 
 
-def _call(role: Any) -> str:
-    """The role with those of its fields that are not as they would be anyway."""
-    given = {
-        f.name: getattr(role, f.name) for f in fields(role) if getattr(role, f.name) not in (f.default, (), [], {})
-    }
-    said = [f"{name}={value!r}" for name, value in given.items() if name != "at"]
-    return f"{type(role).__name__}({', '.join([repr(role.at), *said])})"
+def _written(value: Any, used: set[str]) -> str:
+    if not is_dataclass(value):
+        return repr(value)
+    used.add(type(value).__name__)
+    said = [text if n in ("at", "projections") else f"{n}={text}" for n, text in _said(value, used)]
+    return f"{type(value).__name__}({', '.join(said)})"
+
+
+def _said(value: Any, used: set[str]) -> list[tuple[str, str]]:
+    """The fields that are not as they would be anyway, and their text."""
+    out = []
+    for f in fields(value):
+        usual = f.default if f.default_factory is MISSING else f.default_factory()
+        if getattr(value, f.name) not in (usual, (), [], {}):
+            out.append((f.name, _written(getattr(value, f.name), used)))
+    return out

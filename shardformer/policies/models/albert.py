@@ -1,14 +1,18 @@
 """ALBERT: an encoder that runs the same layer many times; the attention adds its residual itself."""
 
 from shardformer.pipeline.chain import Chain, StackDescription
-from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, Inputs, Projections, RolePolicy, Stack
 
 
 class AlbertPolicy(RolePolicy):
     stack = Stack(
         "encoder.albert_layer_groups.*.albert_layers",
         [
-            Attention("attention", q="query", k="key", v="value", out="dense", entry="query", whole_sequence=True),
+            Attention(
+                "attention",
+                Projections(q="query", k="key", v="value", out="dense"),
+                inputs=Inputs(entry="query", whole_sequence=True),
+            ),
             MLP("ffn", up="", down=".ffn_output"),
         ],
     )

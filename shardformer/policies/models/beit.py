@@ -1,6 +1,15 @@
 """BEiT: pre-norm encoder of patches, no bias of k, a bias a head of the relative position: of each layer, or shared."""
 
-from shardformer.policies.role_policy import BETWEEN_LAYERS, BETWEEN_STAGES, MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import (
+    BETWEEN_LAYERS,
+    BETWEEN_STAGES,
+    MLP,
+    Attention,
+    Projections,
+    RolePolicy,
+    Stack,
+    StageNeeds,
+)
 
 
 class BeitPolicy(RolePolicy):
@@ -9,17 +18,16 @@ class BeitPolicy(RolePolicy):
         [
             Attention(
                 "attention",
-                q="q_proj",
-                k="k_proj",
-                v="v_proj",
-                out="o_proj",
-                parameters={".relative_position_bias.relative_position_bias_table?": "heads"},
-                arguments={"attention_mask": 1},
+                Projections(q="q_proj", k="k_proj", v="v_proj", out="o_proj"),
+                counts={
+                    ".relative_position_bias.relative_position_bias_table?": "heads",
+                    "attention_mask": ("heads", 1),
+                },
             ),
             MLP("mlp", up="fc1", down="fc2"),
         ],
         final_norm="layernorm?",
-        everywhere=["shared_position_bias?", "relative_position_bias?"],
+        stages=StageNeeds(everywhere=["shared_position_bias?", "relative_position_bias?"]),
     )
     head = "lm_head"
     whole = ("embeddings", "pooler?", "relative_position_bias?", ".decode_head", ".auxiliary_head", ".fpn")

@@ -1,20 +1,17 @@
 """BERT, RoBERTa, ERNIE: post-norm encoder (a decoder on request), the output projections beside what they close."""
 
-from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, Inputs, Projections, RolePolicy, Stack
 
 
 class BertPolicy(RolePolicy):
     stack = Stack(
         "encoder.layer",
         [
-            Attention("attention.self", q="query", k="key", v="value", out=".attention.output.dense"),
+            Attention("attention.self", Projections(q="query", k="key", v="value", out=".attention.output.dense")),
             Attention(
                 "crossattention.self",
-                q="query",
-                k="key",
-                v="value",
-                out=".crossattention.output.dense",
-                reads_context=True,
+                Projections(q="query", k="key", v="value", out=".crossattention.output.dense"),
+                inputs=Inputs(from_context=True),
                 optional=True,
             ),
             MLP("intermediate", up="dense", down=".output.dense"),

@@ -4,15 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 from shardformer.pipeline.chain import Chain
-from shardformer.policies.role_policy import MLP, Attention, Role, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, Inputs, Projections, Role, RolePolicy, Stack, StageNeeds
 
 VISION: list[Role] = [
     Attention(
         "self_attn",
-        qkv="qkv",
-        out="projection",
-        attributes={"num_heads": "heads"},
-        width_of_input=True,
+        Projections(qkv="qkv", out="projection"),
+        counts={"num_heads": "heads"},
+        inputs=Inputs(give_width=True),
         num_heads=".num_heads",
     ),
     MLP("mlp", up="fc1", down="fc2"),
@@ -22,21 +21,19 @@ VISION: list[Role] = [
 def _attention(at: str, **kwargs: Any) -> Attention:
     return Attention(
         f"{at}.attention",
-        q="query",
-        k="key",
-        v="value",
-        out=f".{at}.output.dense",
-        attributes={"num_attention_heads": "heads", "all_head_size": "width"},
+        Projections(q="query", k="key", v="value", out=f".{at}.output.dense"),
+        counts={"num_attention_heads": "heads", "all_head_size": "width"},
         **kwargs,
     )
 
 
 QFORMER: list[Role] = [
     _attention("attention"),
-    _attention("crossattention", inputs=["encoder_hidden_states"], optional=True),
+    _attention("crossattention", inputs=Inputs(arguments=["encoder_hidden_states"]), optional=True),
     MLP("intermediate_query", up="dense", down=".output_query.dense"),
     MLP("intermediate", up="dense", down=".output.dense", optional=True),
 ]
+BEFORE = StageNeeds(before=["query_tokens"])
 WHOLE = "the Q-Former sends its queries and its text through different layers"
 
 
@@ -54,7 +51,7 @@ class Blip2QFormerPolicy(RolePolicy):
 class Blip2Policy(RolePolicy):
     stack = (
         Stack("vision_model.encoder.layers", VISION, optional=True),
-        Stack("qformer.encoder.layer", QFORMER, whole_sequence=WHOLE, optional=True, before=["query_tokens"]),
+        Stack("qformer.encoder.layer", QFORMER, whole_sequence=WHOLE, optional=True, stages=BEFORE),
     )
     parts = ("language_model?",)
     embeddings = "embeddings.word_embeddings?"

@@ -1,7 +1,7 @@
 """BLOOM: pre-norm decoder, alibi slopes, q, k and v of each head beside each other."""
 
 from shardformer.errors import ConfigError
-from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack, StageNeeds
 
 
 class BloomPolicy(RolePolicy):
@@ -10,16 +10,13 @@ class BloomPolicy(RolePolicy):
         [
             Attention(
                 "self_attention",
-                qkv="query_key_value",
-                interleaved=True,
-                out="dense",
-                attributes={"num_heads": "heads"},
-                arguments={"alibi": 0},
+                Projections(qkv="query_key_value", interleaved=True, out="dense"),
+                counts={"num_heads": "heads", "alibi": ("heads", 0)},
             ),
             MLP("mlp", up="dense_h_to_4h", down="dense_4h_to_h"),
         ],
         final_norm="ln_f",
-        returns=1,
+        stages=StageNeeds(returns=1),
     )
     embeddings = "word_embeddings"
     head = "lm_head"

@@ -1,6 +1,6 @@
 """ChatGLM2 and 3: pre-norm decoder, rotary positions, groups of k and v, a gate and what it gates in one linear."""
 
-from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack
 
 
 class ChatGLMPolicy(RolePolicy):
@@ -9,9 +9,8 @@ class ChatGLMPolicy(RolePolicy):
         [
             Attention(
                 "self_attention",
-                qkv="query_key_value",
-                out="dense",
-                attributes={
+                Projections(qkv="query_key_value", out="dense"),
+                counts={
                     "num_attention_heads_per_partition": "heads",
                     "num_multi_query_groups_per_partition": "kv_heads",
                     "core_attention.hidden_size_per_partition": "width",

@@ -1,6 +1,6 @@
 """Falcon: rotary positions or alibi; q, k and v by KV head, of which there may be as many as heads, a few, or one."""
 
-from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack, StageNeeds
 
 
 class FalconPolicy(RolePolicy):
@@ -9,16 +9,18 @@ class FalconPolicy(RolePolicy):
         [
             Attention(
                 "self_attention",
-                qkv="query_key_value",
-                interleaved=True,
-                out="dense",
-                attributes={"num_heads": "heads", "num_kv_heads": "kv_heads"},
-                arguments={"alibi": 1, "attention_mask": 1},
+                Projections(qkv="query_key_value", interleaved=True, out="dense"),
+                counts={
+                    "num_heads": "heads",
+                    "num_kv_heads": "kv_heads",
+                    "alibi": ("heads", 1),
+                    "attention_mask": ("heads", 1),
+                },
             ),
             MLP("mlp", up="dense_h_to_4h", down="dense_4h_to_h", exits_with="self_attention.dense"),
         ],
         final_norm="ln_f",
-        returns=1,
+        stages=StageNeeds(returns=1),
     )
     embeddings = "word_embeddings"
     head = "lm_head"

@@ -1,20 +1,18 @@
 """GPT-2: pre-norm decoder, learned positions, q, k and v behind each other in one Conv1D, perhaps cross-attention."""
 
-from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, Inputs, Projections, RolePolicy, Stack
 
 
 class GPT2Policy(RolePolicy):
     stack = Stack(
         "h",
         [
-            Attention("attn", qkv="c_attn", out="c_proj", attributes={"split_size": "width"}),
+            Attention("attn", Projections(qkv="c_attn", out="c_proj"), counts={"split_size": "width"}),
             Attention(
                 "crossattention",
-                q="q_attn",
-                kv="c_attn",
-                out="c_proj",
-                attributes={"split_size": "width"},
-                reads_context=True,
+                Projections(q="q_attn", kv="c_attn", out="c_proj"),
+                counts={"split_size": "width"},
+                inputs=Inputs(from_context=True),
                 optional=True,
             ),
             MLP("mlp", up="c_fc", down="c_proj"),

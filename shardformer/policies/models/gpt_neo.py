@@ -1,6 +1,6 @@
 """GPT-Neo: pre-norm decoder, learned positions, every other attention local."""
 
-from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack, StageNeeds
 
 
 class GPTNeoPolicy(RolePolicy):
@@ -9,16 +9,13 @@ class GPTNeoPolicy(RolePolicy):
         [
             Attention(
                 "attn.attention",
-                q="q_proj",
-                k="k_proj",
-                v="v_proj",
-                out="out_proj",
-                attributes={"num_heads": "heads"},
+                Projections(q="q_proj", k="k_proj", v="v_proj", out="out_proj"),
+                counts={"num_heads": "heads"},
             ),
             MLP("mlp", up="c_fc", down="c_proj"),
         ],
         final_norm="ln_f",
-        returns=1,
+        stages=StageNeeds(returns=1),
     )
     embeddings = "wte"
     head = "lm_head"

@@ -1,6 +1,6 @@
 """GPT-J: decoder with rotary positions whose attention and MLP read the same norm, side by side."""
 
-from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack, StageNeeds
 
 
 class GPTJPolicy(RolePolicy):
@@ -8,12 +8,14 @@ class GPTJPolicy(RolePolicy):
         "h",
         [
             Attention(
-                "attn", q="q_proj", k="k_proj", v="v_proj", out="out_proj", attributes={"num_attention_heads": "heads"}
+                "attn",
+                Projections(q="q_proj", k="k_proj", v="v_proj", out="out_proj"),
+                counts={"num_attention_heads": "heads"},
             ),
             MLP("mlp", up="fc_in", down="fc_out", exits_with="attn.out_proj"),
         ],
         final_norm="ln_f",
-        returns=1,
+        stages=StageNeeds(returns=1),
     )
     embeddings = "wte"
     head = "lm_head"

@@ -1,6 +1,6 @@
 """LLaMA, Mistral, Qwen 2 and 3: pre-norm decoder, rotary positions, grouped KV heads, gated MLP."""
 
-from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack
 
 
 class LlamaPolicy(RolePolicy):
@@ -9,11 +9,8 @@ class LlamaPolicy(RolePolicy):
         [
             Attention(
                 "self_attn",
-                q="q_proj",
-                k="k_proj",
-                v="v_proj",
-                out="o_proj",
-                attributes={"num_key_value_groups": "groups"},
+                Projections(q="q_proj", k="k_proj", v="v_proj", out="o_proj"),
+                counts={"num_key_value_groups": "groups"},
             ),
             MLP("mlp", up=["gate_proj", "up_proj"], down="down_proj"),
         ],

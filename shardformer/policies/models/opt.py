@@ -1,6 +1,6 @@
 """OPT: decoder with learned positions, pre-norm or post-norm; the MLP's linears stand in the layer itself."""
 
-from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack, StageNeeds
 
 
 class OPTPolicy(RolePolicy):
@@ -8,12 +8,14 @@ class OPTPolicy(RolePolicy):
         "decoder.layers",
         [
             Attention(
-                "self_attn", q="q_proj", k="k_proj", v="v_proj", out="out_proj", attributes={"num_heads": "heads"}
+                "self_attn",
+                Projections(q="q_proj", k="k_proj", v="v_proj", out="out_proj"),
+                counts={"num_heads": "heads"},
             ),
             MLP("fc1", up="", down=".fc2"),
         ],
         final_norm="decoder.final_layer_norm?",
-        after=["decoder.project_out?"],
+        stages=StageNeeds(after=["decoder.project_out?"]),
     )
     embeddings = "decoder.embed_tokens"
     head = "lm_head"

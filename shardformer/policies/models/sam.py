@@ -1,31 +1,23 @@
 """SAM: an encoder of the image with windows and relative positions, and a small decoder of masks."""
 
-from typing import Any
-
 from shardformer.pipeline.chain import Chain
-from shardformer.policies.role_policy import MLP, Attention, Role, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, Inputs, Projections, Role, RolePolicy, Stack, StageNeeds
 
 
-def _attention(at: str, **kwargs: Any) -> Attention:
+def _attention(at: str) -> Attention:
     return Attention(
         at,
-        q="q_proj",
-        k="k_proj",
-        v="v_proj",
-        out="out_proj",
-        inputs=["key", "value"],
-        attributes={"num_attention_heads": "heads"},
-        **kwargs,
+        Projections(q="q_proj", k="k_proj", v="v_proj", out="out_proj"),
+        counts={"num_attention_heads": "heads"},
+        inputs=Inputs(arguments=["key", "value"]),
     )
 
 
 LAYERS: list[Role] = [
     Attention(
         "attn",
-        qkv="qkv",
-        out="proj",
-        attributes={"num_attention_heads": "heads"},
-        parameters={"rel_pos_h?": "inside", "rel_pos_w?": "inside"},
+        Projections(qkv="qkv", out="proj"),
+        counts={"num_attention_heads": "heads", "rel_pos_h?": "inside", "rel_pos_w?": "inside"},
     ),
     MLP("mlp", up="lin1", down="lin2"),
 ]
@@ -40,7 +32,7 @@ class SamVisionPolicy(RolePolicy):
 
 class SamPolicy(RolePolicy):
     stack = (
-        Stack("vision_encoder.layers", LAYERS, after=["shared_image_embedding"]),
+        Stack("vision_encoder.layers", LAYERS, stages=StageNeeds(after=["shared_image_embedding"])),
         Stack(
             "mask_decoder.transformer.layers",
             [

@@ -1,8 +1,9 @@
 """Swin: windows of an image in stages, each with twice the heads, a bias a head of the relative position."""
 
-from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Attention, Inputs, Projections, RolePolicy, Stack, StageNeeds
 
 AGAINST_SEQUENCE = "its windows cut the image anew in every layer, so no sequence stays cut between them"
+BIAS = "continuous_position_bias_mlp.2"
 
 
 class SwinPolicy(RolePolicy):
@@ -11,15 +12,12 @@ class SwinPolicy(RolePolicy):
         [
             Attention(
                 "attention",
-                q="q_proj",
-                k="k_proj",
-                v="v_proj",
-                out="o_proj",
-                parameters={"relative_position_bias.relative_position_bias_table": "heads"},
+                Projections(q="q_proj", k="k_proj", v="v_proj", out="o_proj"),
+                counts={"relative_position_bias.relative_position_bias_table": "heads"},
             ),
             MLP("mlp", up="fc1", down="fc2"),
         ],
-        returns=2,
+        stages=StageNeeds(returns=2),
     )
     whole = ("embeddings", "encoder.layers.*.downsample?", ".decoder")
     num_heads = ".num_attention_heads"
@@ -34,18 +32,13 @@ class Swinv2Policy(RolePolicy):
         [
             Attention(
                 "attention.self",
-                q="query",
-                k="key",
-                v="value",
-                out=".attention.output.dense",
-                gates=["continuous_position_bias_mlp.2"],
-                reads_inner=["continuous_position_bias_mlp.2"],
-                attributes={"num_attention_heads": "heads", "all_head_size": "width"},
-                parameters={"logit_scale": "heads"},
+                Projections(q="query", k="key", v="value", out=".attention.output.dense", gates=[BIAS]),
+                counts={"num_attention_heads": "heads", "all_head_size": "width", "logit_scale": "heads"},
+                inputs=Inputs(from_inside=[BIAS]),
             ),
             MLP("intermediate", up="dense", down=".output.dense"),
         ],
-        returns=1,
+        stages=StageNeeds(returns=1),
     )
     whole = (
         "embeddings",

@@ -9,10 +9,10 @@ from torch import nn
 
 from shardformer.errors import ConfigError
 from shardformer.policies.describe import ModuleKey, ModulePolicyDescription
-from shardformer.policies.parts import parameter_splits, without_lacking
-from shardformer.policies.paths import module_at
+from shardformer.policies.lowering import LayerLowering
+from shardformer.policies.paths import module_at, value_at
 from shardformer.policies.role_policy import MLP, Attention, RolePolicy
-from shardformer.policies.roles import CountedDim
+from shardformer.policies.roles import Counted
 
 REBUILD = ("set_input_size", "reset_classifier", "prune_intermediate_layers")
 LOOK_BETWEEN = ("forward_intermediates", "get_intermediate_layers")
@@ -24,21 +24,25 @@ class TimmPolicy(RolePolicy):
     """A table for a model of timm.
 
     Class attributes:
-        per_head: parameters outside of the layers with a dim that counts the heads of every layer.
+        per_head: parameters outside of the layers, where a model has them, with a dim that counts the heads of every
+            layer.
     """
 
     num_heads = ".num_heads"
-    per_head: Mapping[str, CountedDim] = {}
+    per_head: Mapping[str, Counted] = {}
 
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
         said = dict(super().module_policy())
         if self.per_head:
             stack, _ = self._present_stacks()[0]
-            layer = module_at(self.model, f"{stack.layers}.0")
+            layer = LayerLowering(module_at(self.model, f"{stack.layers}.0"), stack.layers, self.axis)
             first = next(block for block in stack.blocks if isinstance(block, Attention))
-            layout = self._head_layout(first, layer, stack.layers)
-            outside = without_lacking(Attention("", "", parameters=self.per_head), self.model)
-            said[""].parameters = parameter_splits(outside, self.model, layout)
+            layout = self._attention(first, layer).layout
+            said[""].parameters = {
+                path: layout.parameter_split(path, full, counted)
+                for path, counted in self.per_head.items()
+                if (full := value_at(self.model, path)) is not None
+            }
         return said
 
     def postprocess(self) -> nn.Module:

@@ -4,7 +4,7 @@ The width of the heads is taken from the input. EVA-02 has rotary positions and,
 """
 
 from shardformer.policies.models.timm import TIMM_MLP, TimmPolicy
-from shardformer.policies.role_policy import Attention, Stack
+from shardformer.policies.role_policy import Attention, Inputs, Projections, Stack, StageNeeds
 
 BIASES = {"q_bias?": "width", "k_bias?": "width", "v_bias?": "width"}
 OUTSIDE = ("patch_embed", "pos_embed?", "cls_token?", "reg_token?", "attn_pool?", "head?")
@@ -13,36 +13,30 @@ OUTSIDE = ("patch_embed", "pos_embed?", "cls_token?", "reg_token?", "attn_pool?"
 class TimmBeitPolicy(TimmPolicy):
     attention = Attention(
         "attn",
-        qkv="qkv",
-        out="proj",
-        attributes={"num_heads": "heads"},
-        parameters={**BIASES, "relative_position_bias_table?": ("heads", -1)},
-        width_of_input=True,
+        Projections(qkv="qkv", out="proj"),
+        counts={"num_heads": "heads", **BIASES, "relative_position_bias_table?": ("heads", -1)},
+        inputs=Inputs(give_width=True),
     )
-    stack = Stack("blocks", [attention, TIMM_MLP], final_norm="norm", everywhere=["rel_pos_bias?"])
-    per_head = {"rel_pos_bias.relative_position_bias_table?": ("heads", -1)}
+    stack = Stack("blocks", [attention, TIMM_MLP], final_norm="norm", stages=StageNeeds(everywhere=["rel_pos_bias?"]))
+    per_head = {"rel_pos_bias.relative_position_bias_table": ("heads", -1)}
     whole = OUTSIDE
 
 
 class TimmEvaPolicy(TimmPolicy):
     attention = Attention(
         "attn",
-        qkv="qkv?",
-        q="q_proj?",
-        k="k_proj?",
-        v="v_proj?",
-        out="proj",
-        attributes={
+        Projections(qkv="qkv?", q="q_proj?", k="k_proj?", v="v_proj?", out="proj"),
+        counts={
             "num_heads": "heads",
             "num_kv_heads?": "kv_heads",
             "num_kv_groups?": "groups",
             "attn_dim?": "width",
+            **BIASES,
+            "norm": "heads",
         },
-        parameters=BIASES,
-        width_of_input=True,
-        norms={"norm": "heads"},
+        inputs=Inputs(give_width=True),
         num_kv_heads=".num_kv_heads",
     )
-    stack = Stack("blocks", [attention, TIMM_MLP], final_norm="norm", everywhere=["rope?"])
-    per_head = {"rope.freqs?": ("heads", 2)}
+    stack = Stack("blocks", [attention, TIMM_MLP], final_norm="norm", stages=StageNeeds(everywhere=["rope?"]))
+    per_head = {"rope.freqs": ("heads", 2)}
     whole = OUTSIDE

@@ -3,16 +3,14 @@
 from shardformer.policies.models.swin import AGAINST_SEQUENCE
 from shardformer.policies.models.timm import TIMM_MLP, TimmPolicy
 from shardformer.policies.models.timm_beit import BIASES
-from shardformer.policies.role_policy import Attention, Stack
+from shardformer.policies.role_policy import Attention, Inputs, Projections, Stack
 
 
 class TimmSwinPolicy(TimmPolicy):
     attention = Attention(
         "attn",
-        qkv="qkv",
-        out="proj",
-        attributes={"num_heads": "heads"},
-        parameters={"relative_position_bias_table": ("heads", -1)},
+        Projections(qkv="qkv", out="proj"),
+        counts={"num_heads": "heads", "relative_position_bias_table": ("heads", -1)},
     )
     stack = Stack("layers.*.blocks", [attention, TIMM_MLP])
     whole = ("patch_embed", "layers.*.downsample", "head?")
@@ -22,16 +20,15 @@ class TimmSwinPolicy(TimmPolicy):
 class TimmSwinV2Policy(TimmPolicy):
     attention = Attention(
         "attn",
-        qkv="qkv",
-        out="proj",
-        attributes={"num_heads": "heads"},
-        parameters={
+        Projections(qkv="qkv", out="proj"),
+        counts={
+            "num_heads": "heads",
             **BIASES,
             "logit_scale": ("heads", 0),
             "cpb_mlp.0.weight": "inside",
             "cpb_mlp.2.weight": ("heads", 0),
         },
-        width_of_input=True,
+        inputs=Inputs(give_width=True),
     )
     stack = Stack("layers.*.blocks", [attention, TIMM_MLP])
     whole = ("patch_embed", "layers.*.downsample", "head?")

@@ -1,7 +1,7 @@
 """timm's ViT and DeiT: pre-norm encoder, q, k and v behind each other, perhaps with norms and scales between."""
 
 from shardformer.policies.models.timm import TIMM_MLP, TimmPolicy
-from shardformer.policies.role_policy import Attention, Stack
+from shardformer.policies.role_policy import Attention, Inputs, Projections, Stack
 
 
 class TimmViTPolicy(TimmPolicy):
@@ -10,11 +10,9 @@ class TimmViTPolicy(TimmPolicy):
         [
             Attention(
                 "attn",
-                qkv="qkv",
-                out="proj",
-                attributes={"num_heads": "heads", "attn_dim?": "width"},
-                width_of_input=True,  # where there is no attn_dim
-                norms={"norm": "heads"},
+                Projections(qkv="qkv", out="proj"),
+                counts={"num_heads": "heads", "attn_dim?": "width", "norm": "heads"},
+                inputs=Inputs(give_width=True),  # where there is no attn_dim
             ),
             TIMM_MLP,
         ],

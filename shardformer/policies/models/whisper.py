@@ -2,15 +2,24 @@
 
 from typing import Any
 
-from shardformer.policies.role_policy import BETWEEN_LAYERS, BETWEEN_STAGES, MLP, Attention, RolePolicy, Stack
+from shardformer.policies.role_policy import (
+    BETWEEN_LAYERS,
+    BETWEEN_STAGES,
+    MLP,
+    Attention,
+    Inputs,
+    Projections,
+    RolePolicy,
+    Stack,
+)
 
+CONTEXT = Inputs(from_context=True)
 FEED_FORWARD = MLP("fc1", up="", down=".fc2")
 
 
 def _attention(at: str, **kwargs: Any) -> Attention:
-    return Attention(
-        at, q="q_proj", k="k_proj", v="v_proj", out="out_proj", attributes={"num_heads": "heads"}, **kwargs
-    )
+    projections = Projections(q="q_proj", k="k_proj", v="v_proj", out="out_proj")
+    return Attention(at, projections, counts={"num_heads": "heads"}, **kwargs)
 
 
 class WhisperPolicy(RolePolicy):
@@ -20,7 +29,7 @@ class WhisperPolicy(RolePolicy):
         ),
         Stack(
             "decoder.layers",
-            [_attention("self_attn"), _attention("encoder_attn", reads_context=True), FEED_FORWARD],
+            [_attention("self_attn"), _attention("encoder_attn", inputs=CONTEXT), FEED_FORWARD],
             final_norm="decoder.layer_norm",
             context=("decoder", "encoder_hidden_states"),
             optional=True,

@@ -63,8 +63,13 @@ def test_what_stages_need_is_found_and_without_it_they_differ(family: str) -> No
     assert policy.against_pipeline is None
     assert stage_mismatch(reference, policy, stacks) is None
     ((field, paths),) = needs.items()
-    assert any(set(paths) <= set(getattr(stack, field) or ()) for stack in stacks), stacks
-    without = [replace(stack, **{field: None if field == "context" else ()}) for stack in stacks]
+    assert any(
+        set(paths) <= set(getattr(stack if field == "context" else stack.stages, field) or ()) for stack in stacks
+    ), stacks
+    if field == "context":
+        without = [replace(stack, context=None) for stack in stacks]
+    else:
+        without = [replace(stack, stages=replace(stack.stages, **{field: ()})) for stack in stacks]
     assert stage_mismatch(reference, policy, without) is not None
 
 

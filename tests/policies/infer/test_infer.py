@@ -22,7 +22,7 @@ from shardformer.policies.infer.write import source_of
 from shardformer.policies.models.gpt2 import GPT2Policy
 from shardformer.policies.policy import Policy
 from shardformer.policies.registry import FAMILIES
-from shardformer.policies.role_policy import MLP, Attention, Stack
+from shardformer.policies.role_policy import MLP, Attention, Projections, Stack
 from shardformer.sharder import shard_model
 from shardformer.sharding.plan import make_plan
 from shardformer.testing.threads import run_as_threads
@@ -76,7 +76,7 @@ def cut_lines(model: nn.Module, policy: Policy) -> list[str]:
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2}, {"tensor": 1})))
     plan = make_plan(model, policy)
     replaced = [line for line in plan.lines() if " -> " in line]
-    blocks = sorted(str(block) for target in plan.targets for block in target.description.blocks or [])
+    blocks = sorted(str(block) for _, block in plan.blocks)
     return [*sorted(replaced), *blocks, *map(str, plan.stacks)]
 
 
@@ -102,7 +102,7 @@ def test_a_family_that_nobody_described(family: str) -> None:
     # ALBERT's attention views what it is given, ConvBERT's and the rest of DeepSeek's stay whole
     assert (sequence is not None) == (policy.against_sequence is not None) == (family in NO_SEQUENCE)
     policy.set_model(model)
-    replaced = {id(module) for _, module, _ in make_plan(model, policy).replacements()}
+    replaced = {id(model.get_submodule(path)) for path in make_plan(model, policy).replacements}
     layers = tuple(stack.layers for stack in policy.stacks())
     linears = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith(layers)]
     share = sum(m.weight.numel() for m in linears if id(m) in replaced) / sum(m.weight.numel() for m in linears)
@@ -149,13 +149,14 @@ def test_of_a_config() -> None:
 
 
 class WholeMLP(GPT2Policy):
-    stack = Stack("h", [Attention("attn", qkv="c_attn", out="c_proj", attributes={"split_size": "width"})])
+    stack = Stack("h", [Attention("attn", Projections(qkv="c_attn", out="c_proj"), counts={"split_size": "width"})])
     whole = ("h.*.mlp",)
 
 
 class Interleaved(WholeMLP):
     stack = Stack(
-        "h", [Attention("attn", qkv="c_attn", out="c_proj", interleaved=True, attributes={"split_size": "width"})]
+        "h",
+        [Attention("attn", Projections(qkv="c_attn", out="c_proj", interleaved=True), counts={"split_size": "width"})],
     )
 
 
@@ -164,7 +165,7 @@ class RowTwice(WholeMLP):
 
 
 class NoAttribute(WholeMLP):
-    stack = Stack("h", [Attention("attn", qkv="c_attn", out="c_proj")])
+    stack = Stack("h", [Attention("attn", Projections(qkv="c_attn", out="c_proj"))])
 
 
 @pytest.mark.parametrize("policy", [Interleaved, RowTwice, NoAttribute])
@@ -267,7 +268,8 @@ def test_states_that_enter_by_further_arguments_of_the_attention(name: str) -> N
     policy: Any = infer(native.config_class(architectures=[name]))
     stacks = [policy.stack] if isinstance(policy.stack, Stack) else policy.stack
     attentions = [block for stack in stacks for block in stack.blocks if isinstance(block, Attention)]
-    assert [block.inputs for block in attentions if block.inputs] == [OTHER_STATES[name]]
+    said = [list(block.inputs.arguments) for block in attentions if block.inputs.arguments]
+    assert said == [OTHER_STATES[name]]
     assert all(any(isinstance(block, MLP) for block in stack.blocks) for stack in stacks)  # Funnel's adds its residual
 
 

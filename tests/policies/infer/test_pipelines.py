@@ -92,5 +92,5 @@ def test_what_reads_between_the_layers_is_named(pool2: WorkerPool) -> None:
 @pytest.mark.parametrize(("family", "returns"), [("mpt", 2), ("deberta-v2", 2), ("olmo2", 0)])
 def test_how_many_things_layers_return_is_found_and_written_down(family: str, returns: int) -> None:
     policy = infer(Small(family, CLASSES[family])())
-    assert isinstance(policy.stack, Stack) and policy.stack.returns == returns
+    assert isinstance(policy.stack, Stack) and policy.stack.stages.returns == returns
     assert (f"returns={returns}" in source_of(policy)) == (returns > 0)

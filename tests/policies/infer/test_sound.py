@@ -18,7 +18,7 @@ from shardformer.policies.infer.infer import infer, infer_on
 from shardformer.policies.infer.prove import Reference, mismatch
 from shardformer.policies.infer.twin import twin_of
 from shardformer.policies.lowering import LayerLowering
-from shardformer.policies.role_policy import MLP, Attention, Experts, Stack
+from shardformer.policies.role_policy import MLP, Attention, Experts, Inputs, Projections, Stack
 from shardformer.sharder import shard_model
 from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo.inputs import batches_for, runner
@@ -31,14 +31,15 @@ def test_states_of_the_encoder_enter_once_although_a_pipeline_knows_where_they_c
     twin = twin_of(model_of(native.config_class(architectures=[name])))
     policy: Any = infer_on(twin.model, twin.run)
     assert policy.against_pipeline is None and policy.stack[1].context == ("decoder", "encoder_hidden_states")
-    assert any(block.inputs for block in policy.stack[1].blocks if isinstance(block, Attention))
+    assert any(block.inputs.arguments for block in policy.stack[1].blocks if isinstance(block, Attention))
     assert mismatch(Reference.of(twin.model, twin.run), policy, 2) is None
 
 
 def test_states_that_a_table_lets_enter_twice_are_refused_when_it_is_written() -> None:
-    cross = Attention("cross", "o", q="q", k="k", v="v", reads_context=True)
-    other = Attention("attn", "o", q="q", k="k", v="v", inputs=["states"])
-    with pytest.raises(PolicyError, match=r"attention 'attn' twice: .* inputs=\['states'\]"):
+    linears = Projections(q="q", k="k", v="v", out="o")
+    cross = Attention("cross", linears, inputs=Inputs(from_context=True))
+    other = Attention("attn", linears, inputs=Inputs(arguments=["states"]))
+    with pytest.raises(PolicyError, match=r"attention 'attn' twice: .* arguments \['states'\]"):
         Stack("layers", [cross, other], context=("decoder", "states"))
     Stack("layers", [cross, other], context=("decoder", "other_states"))
 
@@ -80,8 +81,11 @@ def test_heads_that_differ_by_their_index_in_training_stay_whole(bird: tuple[nn.
     assert [type(block) for block in bird[1].stack.blocks] == [MLP]
 
 
-BIRD = Attention("attention.self", ".attention.output.dense", q="query", k="key", v="value",
-                 attributes={"num_attention_heads": "heads", "all_head_size": "width"})  # fmt: skip
+BIRD = Attention(
+    "attention.self",
+    Projections(q="query", k="key", v="value", out=".attention.output.dense"),
+    counts={"num_attention_heads": "heads", "all_head_size": "width"},
+)
 
 
 @pytest.mark.parametrize("cuts_attention", [False, True])
@@ -140,7 +144,7 @@ def test_what_a_pipeline_needs_is_left_out_where_ranks_would_differ_with_it(
     twin = twin_of(transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=60, num_hidden_layers=2)))
     native: Any = infer_on(twin.model, twin.run)
     attention, *others = native.stack.blocks
-    torn = [replace(native.stack, blocks=[replace(attention, attributes={}), *others])]
+    torn = [replace(native.stack, blocks=[replace(attention, counts={}), *others])]
     monkeypatch.setattr("shardformer.policies.infer.infer.along_depth", lambda reference, policy: (torn, None))
     policy: Any = infer_on(twin.model, twin.run)
     assert policy.stack.blocks == native.stack.blocks
