@@ -26,60 +26,44 @@ HALF = (torch.bfloat16, torch.float16)
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
 
 
-def _scaled(x: Tensor, eps: float) -> Tensor:
-    """x over its root mean square, computed in fp32 and given in fp32."""
-    x = x.to(torch.float32)
-    return F.rms_norm(x, x.shape[-1:], None, eps)
+RMS_KINDS = ("llama", "t5", "gemma", "olmo", "torch")
+"""With y = x over its root mean square, computed in fp32:
+
+    llama   w * y.to(x.dtype)
+    t5      w * y, with y in the dtype of w where that has 16 bit; only the mean is in fp32 where x is in fp64
+    gemma   ((1 + w) * y).to(x.dtype)
+    olmo    (w * y).to(x.dtype)
+    torch   as F.rms_norm: all in the dtype of x, the mean in fp32 or, for fp64, fp64
+"""
 
 
-def _one_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], weight, eps).to(x.dtype)  # autocast may have computed it in fp32
-
-
-def _llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Rounded to the dtype of x, then times the weight."""
-    # in 16 bit the kernel rounds once, after the weight: at most one unit in the last place from rounding twice
-    if x.dtype == weight.dtype != torch.float64:
-        return _one_kernel(x, weight, eps)
-    return weight * _scaled(x, eps).to(x.dtype)
-
-
-def _t5(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Only the statistics in fp32; rounded to the dtype of the weight if that has 16 bit."""
-    if x.dtype == weight.dtype != torch.float64:
-        return _one_kernel(x, weight, eps)
-    if x.dtype == torch.float64:
-        scaled = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)
+def rms_norm(
+    kind: str, x: Tensor, weight: Tensor | None, eps: float | None, mean: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """The RMS norm of a kind: by kernels, or with a ``mean`` over the last dim of one's own."""
+    shape = x.shape[-1:]
+    if weight is not None and kind == "gemma":
+        weight = 1.0 + weight.to(torch.float32)
+    if mean is None and kind == "torch":
+        return F.rms_norm(x, shape, weight, eps)
+    if mean is None and kind == "gemma":
+        return F.rms_norm(x.to(torch.float32), shape, weight, eps).to(x.dtype)
+    if mean is None and weight is not None and x.dtype == weight.dtype != torch.float64:
+        # in 16 bit the kernel rounds once, after the weight: at most one unit in the last place from rounding twice
+        return F.rms_norm(x, shape, weight, eps).to(x.dtype)  # autocast may have computed it in fp32
+    y = x if x.dtype == torch.float64 and kind in ("t5", "torch") else x.to(torch.float32)
+    if mean is None and y.dtype == torch.float32:
+        y = F.rms_norm(y, shape, None, eps)
     else:
-        scaled = _scaled(x, eps)
-    return weight * (scaled.to(weight.dtype) if weight.dtype in HALF else scaled)
-
-
-def _gemma(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Times one plus the weight in fp32, then rounded to the dtype of x."""
-    x32 = x.to(torch.float32)
-    return F.rms_norm(x32, x32.shape[-1:], 1.0 + weight.to(torch.float32), eps).to(x.dtype)
-
-
-def _olmo(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Times the weight, then rounded to the dtype of x."""
-    if x.dtype == weight.dtype != torch.float64:
-        return _one_kernel(x, weight, eps)
-    return (weight * _scaled(x, eps)).to(x.dtype)
-
-
-def _torch(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
-    """nn.RMSNorm: all in the dtype of x, statistics in fp32 or, for fp64, fp64."""
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
-
-
-RMS_KINDS: dict[str, Callable[..., Tensor]] = {
-    "llama": _llama,
-    "t5": _t5,
-    "gemma": _gemma,
-    "olmo": _olmo,
-    "torch": _torch,
-}
+        squares = (y.to(torch.float32) if kind == "t5" else y).square()
+        over = squares.mean(-1, keepdim=True) if mean is None else mean(squares)
+        y = y * torch.rsqrt(over + (torch.finfo(x.dtype).eps if eps is None else eps))
+    if kind == "llama":
+        y = y.to(x.dtype)
+    if kind == "t5" and weight is not None and weight.dtype in HALF:
+        y = y.to(weight.dtype)
+    y = y if weight is None else weight * y
+    return y if kind in ("llama", "t5") else y.to(x.dtype)
 
 
 class FusedLayerNorm(nn.LayerNorm):
@@ -114,7 +98,6 @@ class FusedRMSNorm(nn.Module):
     def __init__(self, kind: str, eps: float | None) -> None:
         super().__init__()
         self.kind, self.eps = kind, eps
-        self._compute = RMS_KINDS[kind]
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedRMSNorm:
@@ -132,7 +115,7 @@ class FusedRMSNorm(nn.Module):
         return norm
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._compute(x, self.weight, self.eps)
+        return rms_norm(self.kind, x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         size = "" if self.weight is None else f"{self.weight.shape[0]}, "
@@ -254,15 +237,15 @@ def _rms_kind(module: nn.Module, shape: tuple[int, ...]) -> str | None:
     if module._parameters.get("bias") is not None:
         return None
     eps, weight = _eps(module), module._parameters.get("weight")
-    kinds = {name: f for name, f in RMS_KINDS.items() if name == "torch" or (weight is not None and eps is not None)}
+    kinds = RMS_KINDS if weight is not None and eps is not None else ("torch",)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that it has no fused kernel for mixed dtypes
         runs = list(_runs(module, shape, mixed=True))
         errors = {
-            name: max(_error(f(x, twin._parameters.get("weight"), eps), y) for x, twin, y in runs)
-            for name, f in kinds.items()
+            kind: max(_error(rms_norm(kind, x, twin._parameters.get("weight"), eps), y) for x, twin, y in runs)
+            for kind in kinds
         }
-    best = min(errors, key=lambda name: errors[name])
+    best = min(errors, key=lambda kind: errors[kind])
     return best if errors[best] <= 1 else None
 
 
