@@ -7,7 +7,7 @@ import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +18,12 @@ from shardformer.pipeline.actions import Action, Kind
 from shardformer.pipeline.backward import WeightBackward, backward_of_inputs
 from shardformer.pipeline.chain import Chain, UnitRange
 from shardformer.pipeline.exchange import StageExchange
+from shardformer.pipeline.head import Head
 from shardformer.pipeline.schedule import Schedule
 from shardformer.pipeline.stage_forward import Payload, StageForward, StagePass
 
 LOST = ("Connection closed", "Connection reset", "Timed out", "Application timeout", "Broken pipe", "Socket", "remote")
 """How gloo and NCCL say that a peer is gone."""
-
-
-class Head(Protocol):
-    """What is done with the model's output on the last stage."""
-
-    def before(self, micro_batch: int) -> None:
-        """Called when the last layer has run."""
-
-    def after(self, micro_batch: int, output: Any) -> Tensor | None:
-        """Called with what the model gave; returns the loss to go back from, or None."""
 
 
 @dataclass

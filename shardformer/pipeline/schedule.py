@@ -94,10 +94,8 @@ def messages(schedule: Schedule, sender: int, receiver: int) -> Order:
 
 def goes_to(schedule: Schedule, action: Action) -> int | None:
     """The rank that takes the result of ``action``, its own one among them; None if there is none."""
-    if action.kind is Kind.WEIGHT:
-        return None
-    stage = action.stage + (1 if action.kind is Kind.FORWARD else -1)
-    return schedule.placement[stage] if 0 <= stage <= schedule.last else None
+    is_sent = action.kind is not Kind.WEIGHT and 0 <= action.taker <= schedule.last
+    return schedule.placement[action.taker] if is_sent else None
 
 
 # ------------------------------------------------------------------------------------------------- what goes with what
