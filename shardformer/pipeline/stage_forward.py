@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardformer.errors import ConfigError
 from shardformer.layers.random_stream import DrawObserver, seed_random
+from shardformer.layers.tensor.stream import first_tensor, with_first_tensor
 from shardformer.pipeline.chain import Chain, StackDescription, UnitRange
 from shardformer.pipeline.placeholders import Placeholders, is_placeholder, output_of
 
@@ -179,7 +180,7 @@ class StageForward:
             if at >= run.span.end:
                 raise _Left(self._payload(run, at, args, kwargs))
             if at == run.span.start and "hidden" in run.received:
-                args, kwargs = _with_hidden(args, kwargs, run.received["hidden"])
+                args, kwargs = with_first_tensor(args, kwargs, lambda _: run.received["hidden"])
             return self._run_unit(run, at, stack, original, args, kwargs)
 
         self._replace(module, forward)
@@ -213,7 +214,7 @@ class StageForward:
         path = self._chain.units[at]
         names = list(inspect.signature(original).parameters)
         given = [*zip([*names, *(f"argument {i}" for i in range(len(names), len(args)))], args), *kwargs.items()]
-        hidden = _hidden_of(args, kwargs)
+        hidden = first_tensor(args, kwargs)
         for name, value in given:
             is_own = value is hidden and (not run.is_computed or at == run.span.start > 0 or not self._placeholders)
             if not is_own and any(map(is_placeholder, tree_leaves(value))):
@@ -223,7 +224,7 @@ class StageForward:
         payload = {}
         carried = self._chain.carried(at)
         if "hidden" in carried:
-            payload["hidden"] = _hidden_of(args, kwargs)
+            payload["hidden"] = first_tensor(args, kwargs)
         if "context" in carried:
             assert run.context is not None
             payload["context"] = run.context
@@ -288,24 +289,8 @@ class _StandIn:
 
 
 def _handed_on(stack: StackDescription, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    hidden = _hidden_of(args, kwargs)
+    hidden = first_tensor(args, kwargs)
     return (hidden, *[None] * (stack.returns - 1)) if stack.returns else hidden
-
-
-def _hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    if args and isinstance(args[0], Tensor):
-        return args[0]
-    named = kwargs.get("hidden_states")
-    found = named if isinstance(named, Tensor) else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
-    assert found is not None, "a layer is called with its hidden states"
-    return found
-
-
-def _with_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: Tensor) -> tuple[Any, Any]:
-    if args and isinstance(args[0], Tensor):
-        return (hidden, *args[1:]), kwargs
-    before = _hidden_of(args, kwargs)
-    return args, {name: hidden if value is before else value for name, value in kwargs.items()}
 
 
 def _no_context(module: nn.Module, name: str, value: Any) -> ConfigError:
