@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.layers.attention.kernels import REMEDY_OFF, attention
+from shardformer.layers.attention.kernels import REMEDY_OFF, attention, check_arguments
 
 Output = tuple[Tensor, Tensor | None]
 
@@ -221,14 +221,6 @@ def replace_own(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]
         if own.method in vars(module):
             continue  # in place already
         setattr(module, own.method, own.function.__get__(module))
-        module.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
+        refuse = lambda module, _, kwargs: check_arguments(type(module).__name__, kwargs, ["output_attentions"])  # noqa: E731
+        module.register_forward_pre_hook(refuse, with_kwargs=True)
         yield f"{path}.{own.method}", own.method, own.function
-
-
-def _refuse_weights(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if kwargs.get("output_attentions"):
-        raise ConfigError(
-            f"enable_flash_attention, and {type(module).__name__} was called with output_attentions",
-            rule="The fused kernels compute plain softmax attention and do not return its weights",
-            remedy=f"Call the model without output_attentions. Or {REMEDY_OFF.lower()}",
-        )
