@@ -158,7 +158,7 @@ class Runtime:
         else:
             assert payload is not None
             live.handed_on = list(payload.values())
-            self._exchange.send(action, list(payload.values()), self._lies_whole(span.end, payload))
+            self._exchange.send(action, list(payload.values()), self._lies_whole(span.stop, payload))
         if torch.is_grad_enabled():
             self._live[stage, index] = live
         return waited

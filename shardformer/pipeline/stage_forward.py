@@ -177,7 +177,7 @@ class StageForward:
             run.calls.append(at)
             if at < run.span.start:
                 return _handed_on(stack, args, kwargs)
-            if at >= run.span.end:
+            if at >= run.span.stop:
                 raise _Left(self._payload(run, at, args, kwargs))
             if at == run.span.start and "hidden" in run.received:
                 args, kwargs = with_first_tensor(args, kwargs, lambda _: run.received["hidden"])
@@ -250,7 +250,7 @@ class StageForward:
                 return None
             if not isinstance(value, Tensor):
                 raise _no_context(module, name, value)
-            if run.span.end <= start:
+            if run.span.stop <= start:
                 raise _Left({"context": value})
             run.context = value
             return None

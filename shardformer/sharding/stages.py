@@ -158,7 +158,9 @@ class Stages:
 
     def _checkpointed(self) -> frozenset[int]:
         counts = self.manager.checkpointed([len(span) for span in self.spans])
-        return frozenset(u for span, n in zip(self.spans, counts, strict=True) for u in range(span.start, span.end)[:n])
+        return frozenset(
+            u for span, n in zip(self.spans, counts, strict=True) for u in range(span.start, span.stop)[:n]
+        )
 
     def note_shared(self, model: nn.Module) -> None:
         """Writes down the parameters that other stages hold too: stage -> this rank's own, for each that holds it."""
@@ -255,7 +257,7 @@ def share_from_first(model: nn.Module, chain: Chain, spans: Sequence[UnitRange])
     for stack, start in zip(chain.stacks, chain.starts, strict=True):
         for span in spans:
             at = max(span.start, start)
-            if start < at < min(span.end, start + len(stack.units)):
+            if start < at < min(span.stop, start + len(stack.units)):
                 _share_from_first(model, stack, stack.units[at - start])
 
 
