@@ -158,9 +158,7 @@ class Stages:
 
     def _checkpointed(self) -> frozenset[int]:
         counts = self.manager.checkpointed([len(span) for span in self.spans])
-        return frozenset(
-            u for span, n in zip(self.spans, counts, strict=True) for u in range(span.start, span.stop)[:n]
-        )
+        return frozenset(u for span, n in zip(self.spans, counts, strict=True) for u in span[:n])
 
     def note_shared(self, model: nn.Module) -> None:
         """Writes down the parameters that other stages hold too: stage -> this rank's own, for each that holds it."""
