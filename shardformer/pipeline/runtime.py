@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.errors import LaunchError, ShardFormerError
+from shardformer.errors import LaunchError
 from shardformer.layout.stream import Place, StreamLayout
 from shardformer.pipeline.actions import Action, Kind
 from shardformer.pipeline.backward import WeightBackward, backward_of_inputs
@@ -144,7 +144,8 @@ class Runtime:
         received: list[Tensor] = []
         if stage > 0:
             parts, shapes = self._exchange.activations(stage, index)
-            received = [self._leaf(p, s.trains) for p, s in zip(parts, shapes, strict=True)]
+            trained = [s.trains and torch.is_grad_enabled() for s in shapes]
+            received = [p.requires_grad_() if trains else p for p, trains in zip(parts, trained, strict=True)]
         waited = time.perf_counter() - began
         is_last = stage == job.schedule.last
         names = self._chain.carried(span.start)
@@ -162,9 +163,6 @@ class Runtime:
         if torch.is_grad_enabled():
             self._live[stage, index] = live
         return waited
-
-    def _leaf(self, x: Tensor, trains: bool) -> Tensor:
-        return x.requires_grad_() if trains and torch.is_grad_enabled() else x
 
     def _lies_whole(self, unit: int, payload: Payload) -> list[bool]:
         """Which tensors of a payload all tensor ranks hold alike, at a boundary before ``unit``."""
@@ -206,9 +204,6 @@ class Runtime:
         where = f"stage {self._stage}, {what}"
         try:
             yield
-        except ShardFormerError as error:
-            error.add_note(f"In {where}.")
-            raise
         except Exception as error:
             if isinstance(error, RuntimeError) and any(word in str(error) for word in LOST):
                 raise _gone(self._exchange.waiting_for, where, error) from error

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardformer.comm.conjugates import first_order_only
 from shardformer.mesh.axis import Axis
@@ -168,21 +168,14 @@ class _Resolved(Function):
 
 def _is_same(func: Any, x: PendingTensor, args: tuple[Any, ...]) -> bool:
     """Whether what is asked for is x: a slice of everything, or a view of its own shape, as models take at the head."""
-    if func is Tensor.__getitem__:
-        return _takes_all(x, args[0])
-    if func not in (Tensor.view, Tensor.reshape) or any(isinstance(arg, torch.dtype) for arg in args):
+    if func not in (Tensor.__getitem__, Tensor.view, Tensor.reshape):
         return False
-    return torch.empty(x.shape, device="meta").reshape(*args).shape == x.shape
-
-
-def _takes_all(x: PendingTensor, key: Any) -> bool:
-    """Whether an index is slices alone, each of a whole dim."""
-    keys = key if isinstance(key, tuple) else (key,)
-    if any(not isinstance(k, slice) for k in keys if k is not Ellipsis) or keys.count(Ellipsis) > 1:
+    if any(isinstance(x, Tensor) for x in tree_leaves(args)):
         return False
-    at = keys.index(Ellipsis) if Ellipsis in keys else len(keys)
-    pairs = [*zip(keys[:at], x.shape, strict=False), *zip(reversed(keys[at + 1 :]), reversed(x.shape), strict=False)]
-    return all(k.indices(n) == (0, n, 1) for k, n in pairs)
+    whole = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    seen = func(whole, *args)
+    is_alike = (seen.shape, seen.stride(), seen.dtype) == (whole.shape, whole.stride(), whole.dtype)
+    return is_alike and seen.untyped_storage()._cdata == whole.untyped_storage()._cdata
 
 
 def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
