@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardformer.comm.values import numbers_in
+from shardformer.layers.tensor.pending import writes
 from shardformer.layers.vocab.views import mapped
 
 Name = tuple[Any, ...]
@@ -128,12 +129,11 @@ class LabelTracer:
         return found
 
     def saw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        name = getattr(func, "__name__", "")
-        writes = _writes(name) or bool(kwargs.get("inplace"))
-        written = args[0] if writes and args and isinstance(args[0], Tensor) else None
+        is_write = writes(func, kwargs)
+        written = args[0] if is_write and args and isinstance(args[0], Tensor) else None
         if written is None and not isinstance(out, Tensor | tuple | list):
             return
-        made = self._made(func, args, kwargs, writes)
+        made = self._made(func, args, kwargs, is_write)
         if written is not None:
             self._note(written, made)
         elif isinstance(out, Tensor):
@@ -150,7 +150,7 @@ class LabelTracer:
             del self._known[tensor]  # written into with what is not known
 
     def _made(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], writes: bool
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], is_write: bool
     ) -> Made | None:
         name = getattr(func, "__name__", "")
         if any(word in name for word in _RANDOM):
@@ -170,16 +170,10 @@ class LabelTracer:
             return x  # a number
 
         try:
-            made = Made(func, mapped(tuple(args), named), mapped(dict(kwargs), named), writes=writes)
+            made = Made(func, mapped(tuple(args), named), mapped(dict(kwargs), named), writes=is_write)
         except _Unknown:
             return None
         return made if num_known else None
-
-
-def _writes(name: str) -> bool:
-    if name.startswith("__"):
-        return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__iand__", "__ior__", "__ixor__")
-    return name.endswith("_")
 
 
 _RANDOM = ("rand", "bernoulli", "multinomial", "normal", "dropout", "uniform")

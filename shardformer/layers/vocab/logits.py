@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardformer.layers.tensor.pending import writes
 from shardformer.layers.vocab.loss import vocab_parallel_cross_entropy
 from shardformer.layers.vocab.sharded_tensor import (
     Placement,
@@ -82,7 +83,7 @@ class VocabParallelLogits(VocabSharded):
 def _gathered(func: Torch, args: Args, kwargs: Kwargs) -> Any:
     """Anything without a rule: the full logits, gathered once, as a plain tensor."""
     name = getattr(func, "__name__", "")
-    if name in _WRITES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace"):
+    if name in _RECEIVES or writes(func, kwargs):
         return _written(func, args, kwargs)
     if name in ("__set__", "__delete__") or isinstance(kwargs.get("out"), VocabSharded):
         refuse("Vocabulary-parallel logits were to be written to by an attribute or as out=")
@@ -240,11 +241,8 @@ def _of_part(func: Torch, args: Args, kwargs: Kwargs) -> Any:
     return func(args[0]._local, *args[1:], **kwargs)
 
 
-_WRITES = {
-    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__ipow__"),
-    *("all_reduce", "broadcast", "reduce", "recv", "irecv"),  # of torch.distributed
-}
-"""Functions that write into their first argument, beside those whose name ends in an underscore."""
+_RECEIVES = {"all_reduce", "broadcast", "reduce", "recv", "irecv"}
+"""Functions of torch.distributed that write into their first argument."""
 
 # Methods and attributes of a tensor, and functions of torch and torch.nn.functional, by name.
 _NAMES: Mapping[Rule, str] = {
