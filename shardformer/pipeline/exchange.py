@@ -129,7 +129,13 @@ class StageExchange:
             )
             is_new = key not in self.known
             if self.known.setdefault(key, shapes) != shapes:
-                raise _changed(self.known[key], shapes)
+                raise InputError(
+                    f"A stage hands on {[s.sizes for s in shapes]}, before for micro-batches of these shapes "
+                    f"{[s.sizes for s in self.known[key]]}",
+                    rule="What a stage hands on has one shape for one shape of micro-batches, which the next stage "
+                    "remembers",
+                    remedy="Pad the batch, so that its shapes tell the shapes of everything that the model makes of it",
+                )
             parts = [t.detach() for t in given]
             if receiver != self._point_to_point.axis.rank and is_new:
                 self._start(_header(shapes, self._device), receiver, "header")
@@ -269,12 +275,3 @@ def _header(shapes: Shapes, device: torch.device) -> Tensor:
     written = pickle.dumps(shapes)
     assert len(written) <= HEADER_BYTES
     return torch.frombuffer(bytearray(written.ljust(HEADER_BYTES)), dtype=torch.uint8).to(device)
-
-
-def _changed(before: Shapes, now: Shapes) -> InputError:
-    return InputError(
-        f"A stage hands on {[s.sizes for s in now]}, before for micro-batches of these shapes "
-        f"{[s.sizes for s in before]}",
-        rule="What a stage hands on has one shape for one shape of micro-batches, which the next stage remembers",
-        remedy="Pad the batch, so that its shapes tell the shapes of everything that the model makes of it",
-    )

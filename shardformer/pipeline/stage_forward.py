@@ -173,10 +173,16 @@ class StageForward:
             if stack.calls_again:
                 at = first + sum(first <= u < first + len(stack.units) for u in run.calls)
             if at in run.calls:
-                raise _called_twice(stack)
+                raise ConfigError(
+                    f"The layers at {stack.layers} were run a second time in one forward",
+                    rule="A pipeline runs the layers of a model once, one behind the other, from the first stage to "
+                    "the last",
+                    remedy="Run this head without a pipeline, or compute its loss in two steps",
+                )
             run.calls.append(at)
             if at < run.span.start:
-                return _handed_on(stack, args, kwargs)
+                hidden = first_tensor(args, kwargs)
+                return (hidden, *[None] * (stack.returns - 1)) if stack.returns else hidden
             if at >= run.span.stop:
                 raise _Left(self._payload(run, at, args, kwargs))
             if at == run.span.start and "hidden" in run.received:
@@ -249,7 +255,11 @@ class StageForward:
                     return (*args[:position], run.context, *args[position + 1 :]), kwargs
                 return None
             if not isinstance(value, Tensor):
-                raise _no_context(module, name, value)
+                raise ConfigError(
+                    f"{type(module).__name__} was given {name}={value!r:.60} by its model",
+                    rule="A pipeline hands the states of the stack before to the stage that begins with this module",
+                    remedy="Call the model with what both of its stacks read, as in training it on one device",
+                )
             if run.span.stop <= start:
                 raise _Left({"context": value})
             run.context = value
@@ -288,31 +298,10 @@ class _StandIn:
         )
 
 
-def _handed_on(stack: StackDescription, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    hidden = first_tensor(args, kwargs)
-    return (hidden, *[None] * (stack.returns - 1)) if stack.returns else hidden
-
-
-def _no_context(module: nn.Module, name: str, value: Any) -> ConfigError:
-    return ConfigError(
-        f"{type(module).__name__} was given {name}={value!r:.60} by its model",
-        rule="A pipeline hands the states of the stack before to the stage that begins with this module",
-        remedy="Call the model with what both of its stacks read, as in training it on one device",
-    )
-
-
 def _of_another_stage(path: str, name: str) -> ConfigError:
     return ConfigError(
         f"{path} is given {name}, which is computed of parameters that another stage holds",
         rule="A stage hands on the states between the layers; what a layer reads beside them is made on its own stage",
         remedy="Name the module that makes it in a policy: everywhere=[...] of the Stack, from_first=[...] where it "
         "stands in the first layer, before=[...] or after=[...] where one stage needs it",
-    )
-
-
-def _called_twice(stack: StackDescription) -> ConfigError:
-    return ConfigError(
-        f"The layers at {stack.layers} were run a second time in one forward",
-        rule="A pipeline runs the layers of a model once, one behind the other, from the first stage to the last",
-        remedy="Run this head without a pipeline, or compute its loss in two steps",
     )

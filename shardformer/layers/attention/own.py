@@ -58,7 +58,10 @@ def gpt_neo(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask
     mask = attention_mask
     if self.attention_type == "local" or mask is not None:
         seen = self.bias[:, :, length - q_length : length, :length]
-        mask = seen if mask is None else seen & mask if mask.dtype == torch.bool else _where(seen, mask)
+        if mask is None or mask.dtype == torch.bool:
+            mask = seen if mask is None else seen & mask
+        else:
+            mask = torch.where(seen, mask, torch.finfo(mask.dtype).min)
     p = _rate(self, self.attn_dropout)
     out_BQND, _ = attention(self, query.to(value.dtype), key.to(value.dtype), value, mask, p, scaling=1.0)
     return out_BQND.transpose(1, 2), None
@@ -131,10 +134,6 @@ def _cosine_attention(
 
 def _rate(module: nn.Module, dropout: Any) -> float:
     return float(dropout.p) if module.training else 0.0
-
-
-def _where(seen: Tensor, added: Tensor) -> Tensor:
-    return torch.where(seen, added, torch.finfo(added.dtype).min)
 
 
 # -- which ------------------------------------------------------------------------------------------------------------

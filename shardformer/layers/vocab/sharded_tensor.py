@@ -157,12 +157,11 @@ def write(x: VocabSharded, how: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
     chain = [x]
     while chain[-1]._origin is not None:
         chain.append(chain[-1]._origin[0])
-    full = chain[-1].full_tensor()
-    fulls = [full]
+    fulls = [chain[-1].full_tensor()]
     for view in reversed(chain[:-1]):
         assert view._origin is not None
-        full = view._origin[1](full)
-        fulls.append(full)
+        fulls.append(view._origin[1](fulls[-1]))
+    full = fulls[-1]
     result = how(full)
     if (full.shape, full.dtype) != (x.full_shape, x.at.dtype):
         refuse("The shape of vocabulary-parallel logits was to be changed in place")
