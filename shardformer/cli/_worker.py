@@ -32,7 +32,7 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: types
         trace = trace.tb_next
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     ours = _parts(error)
-    if not ours or not path or _wants_traceback():
+    if not ours or not path or sys.modules["shardformer.errors"].wants_traceback():
         sys.__excepthook__(kind, error.with_traceback(trace), trace)
     if path and not issubclass(kind, KeyboardInterrupt):
         text = "".join(traceback.format_exception(kind, error, trace))
@@ -50,12 +50,6 @@ def _parts(error: BaseException) -> list[str] | None:
     if errors is None or not isinstance(error, errors.ShardFormerError):
         return None
     return [type(error).__name__, error.what, error.rule, error.remedy]
-
-
-def _wants_traceback() -> bool:
-    from shardformer.errors import wants_traceback
-
-    return wants_traceback()
 
 
 def _own_frame(trace: types.TracebackType | None) -> str:

@@ -11,9 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,6 +28,12 @@ _OPTIONAL_PACKAGES = {
     "matplotlib": ("matplotlib", "pictures of memory and schedules", "pip install matplotlib"),
     "tensorboard": ("tensorboard", "training curves", "pip install tensorboard"),
     "timm": ("timm", "vision models beside those of transformers", "pip install 'shardformer[timm]'"),
+}
+_BACKENDS: dict[str, tuple[Literal["missing", "failed"], str]] = {
+    # backend: (what it is not to have it, how to have it)
+    "gloo": ("failed", "install a build of torch with gloo (those of pytorch.org have it)"),
+    "nccl": ("missing", "install a CUDA build of torch (needed only with GPUs)"),
+    "mpi": ("missing", "build torch from source with MPI (rarely wanted)"),
 }
 
 
@@ -98,23 +104,13 @@ def _backends() -> list[Finding]:
         from torch import distributed
     except ImportError:
         return []
-    available: dict[str, Callable[[], bool]] = {
-        "gloo": distributed.is_gloo_available,
-        "nccl": distributed.is_nccl_available,
-        "mpi": distributed.is_mpi_available,
-    }
-    remedies = {
-        "gloo": "install a build of torch with gloo (those of pytorch.org have it)",
-        "nccl": "install a CUDA build of torch (needed only with GPUs)",
-        "mpi": "build torch from source with MPI (rarely wanted)",
-    }
-    absent: dict[str, Literal["missing", "failed"]] = {"gloo": "failed", "nccl": "missing", "mpi": "missing"}
-    return [
-        Finding("backends", name, "ok", "available")
-        if distributed.is_available() and is_there()
-        else Finding("backends", name, absent[name], "not in this torch", remedies[name])
-        for name, is_there in available.items()
-    ]
+    findings = []
+    for name, (status, remedy) in _BACKENDS.items():
+        if distributed.is_available() and getattr(distributed, f"is_{name}_available")():
+            findings.append(Finding("backends", name, "ok", "available"))
+        else:
+            findings.append(Finding("backends", name, status, "not in this torch", remedy))
+    return findings
 
 
 def _all_reduce() -> Finding:
@@ -227,13 +223,10 @@ def _print_table(findings: list[Finding], ready: bool) -> None:
     table = Table(title="shardformer check")
     for column in ("", "what", "", "value"):
         table.add_column(column, overflow="fold")
-    last_group = ""
-    for finding in findings:
-        if last_group and finding.group != last_group:
-            table.add_section()
-        group = "" if finding.group == last_group else finding.group
-        table.add_row(group, finding.name, marks[finding.status], escape(finding.value))
-        last_group = finding.group
+    for group, members in groupby(findings, key=lambda finding: finding.group):
+        for number, finding in enumerate(members):
+            table.add_row("" if number else group, finding.name, marks[finding.status], escape(finding.value))
+        table.add_section()
     console = Console()
     console.print(table)
     for finding in findings:

@@ -334,7 +334,10 @@ def _launch(options: argparse.Namespace) -> int:
         start(options)
     except ChildFailedError as error:
         sys.stdout.flush()
-        print(describe_failures(error.failures, _ranks_here(options)), file=sys.stderr, flush=True)
+        # where this is not the only launcher, others know how the rest of the ranks ended
+        alone = options.nnodes in ("1", "1:1")
+        ranks = range(torchrun.determine_local_world_size(options.nproc_per_node) if alone else 0)
+        print(describe_failures(error.failures, ranks), file=sys.stderr, flush=True)
         return 1
     except SignalException as error:
         print(f"shardformer run: ended by {error.sigval.name}", file=sys.stderr, flush=True)
@@ -346,10 +349,3 @@ def _launch(options: argparse.Namespace) -> int:
             remedy="Check --master_addr, the firewall of the first machine and --master_port (another if it is taken)",
         ) from error
     return 0
-
-
-def _ranks_here(options: argparse.Namespace) -> range:
-    """The ranks that this launcher started, where it is the only one; else none, as other machines have the rest."""
-    from torch.distributed.run import determine_local_world_size
-
-    return range(determine_local_world_size(options.nproc_per_node) if options.nnodes in ("1", "1:1") else 0)

@@ -12,7 +12,7 @@ from shardformer.demo.journal import Note, follow
 from shardformer.demo.models import TASK, Chosen
 from shardformer.demo.settings import Settings
 from shardformer.demo.text import Windows
-from shardformer.demo.training import DemoJob, DemoRun, train
+from shardformer.demo.training import DemoRun, train
 from shardformer.testing.pool import WorkerPool
 
 BOUND = 1e-4
@@ -74,17 +74,12 @@ def compare(settings: Settings, chosen: Chosen, start: Callable[[str], Tell]) ->
 
         def run(name: str, num_processes: int, batch_fn: Windows) -> list[DemoRun]:
             journal = str(Path(folder, name.replace(" ", "-")))
-            tokens_per_step = settings.batch * settings.sequence
             pipe = settings.pipe if settings.pipe is not None and num_processes > 1 else 1
-            job = DemoJob(
-                chosen.model_fn, batch_fn, settings.steps, chosen.learning_rate, tokens_per_step,
-                settings.sequence_parallel, journal, pipe, settings.num_parts,
-            )  # fmt: skip
             with (
                 follow(journal, start(name)),
                 WorkerPool(num_processes, timeout_s=TIMEOUT_S, imports=("torch", "transformers")) as pool,
             ):
-                return pool.run(train, job)
+                return pool.run(train, settings, chosen.model_fn, batch_fn, chosen.learning_rate, journal, pipe)
 
         plain = run("one process", 1, batch_fn)[0]
         outcome = Outcome(plain, run(f"split over {settings.num_processes}", settings.num_processes, batch_fn))

@@ -36,12 +36,9 @@ def follow(journal: str, tell: Callable[[Note], None]) -> Iterator[None]:
 
     def read() -> None:
         with path.open(encoding="utf-8") as file:
-            rest = ""
             while True:
                 last = done.is_set()
-                rest += file.read()
-                *lines, rest = rest.split("\n")
-                for line in lines:
+                for line in file:  # each was written at once
                     tell(Note(**json.loads(line)))
                 if last:
                     return

@@ -44,31 +44,21 @@ class SmallModel:
     def config(self) -> Any:
         import transformers
 
-        num_heads = self.hidden // HEAD_DIM
-        tokens = dict(vocab_size=VOCAB_SIZE, pad_token_id=NOTHING, bos_token_id=NOTHING, eos_token_id=NOTHING)
-        settings: dict[str, dict[str, Any]] = {
-            "bert": dict(
-                hidden_size=self.hidden, num_hidden_layers=self.layers, num_attention_heads=num_heads,
-                intermediate_size=4 * self.hidden, max_position_embeddings=self.sequence, hidden_dropout_prob=0.0,
-                attention_probs_dropout_prob=0.0,
-            ),
-            "gpt2": dict(
-                n_embd=self.hidden, n_layer=self.layers, n_head=num_heads, n_positions=self.sequence, resid_pdrop=0.0,
-                embd_pdrop=0.0, attn_pdrop=0.0,
-            ),
-            "llama": dict(
-                hidden_size=self.hidden, num_hidden_layers=self.layers, num_attention_heads=num_heads,
-                num_key_value_heads=max(num_heads // 2, 1), intermediate_size=8 * self.hidden // 3,
-                max_position_embeddings=self.sequence,
-            ),
+        num_heads, wide = self.hidden // HEAD_DIM, 8 * self.hidden // 3
+        same = dict(vocab_size=VOCAB_SIZE, pad_token_id=NOTHING, bos_token_id=NOTHING, eos_token_id=NOTHING)
+        same |= dict(hidden_size=self.hidden, num_hidden_layers=self.layers, num_attention_heads=num_heads)
+        own: dict[str, dict[str, Any]] = {
+            "bert": dict(intermediate_size=4 * self.hidden, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+            "gpt2": dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+            "llama": dict(num_key_value_heads=max(num_heads // 2, 1), intermediate_size=wide),
             # gated, as T5 v1.1 and FLAN: the ReLU of the first T5 makes rounding errors grow
             "t5": dict(
-                d_model=self.hidden, num_layers=self.layers, num_decoder_layers=self.layers, num_heads=num_heads,
-                d_kv=HEAD_DIM, d_ff=8 * self.hidden // 3, feed_forward_proj="gated-gelu", dropout_rate=0.0,
-                decoder_start_token_id=NOTHING,
+                num_decoder_layers=self.layers, d_kv=HEAD_DIM, d_ff=wide, feed_forward_proj="gated-gelu",
+                dropout_rate=0.0, decoder_start_token_id=NOTHING,
             ),
         }  # fmt: skip
-        return transformers.AutoConfig.for_model(self.family, **tokens, **settings[self.family])
+        positions = {} if self.family == "t5" else {"max_position_embeddings": self.sequence}
+        return transformers.AutoConfig.for_model(self.family, **same, **positions, **own[self.family])
 
     def __call__(self) -> nn.Module:
         import transformers

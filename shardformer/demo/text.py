@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -63,11 +64,7 @@ def _text_of_python() -> bytes:
 
 def bytes_as_tokens(raw: bytes) -> Tensor:
     """Each byte is a token."""
-    return (
-        torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(torch.int32)
-        if raw
-        else torch.empty(0, dtype=torch.int32)
-    )
+    return torch.from_numpy(numpy.frombuffer(raw, dtype=numpy.uint8).astype(numpy.int32))
 
 
 def check_length(text: Text, batch: int, sequence: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardformer.comm.recorder import Recorder
 from shardformer.demo.journal import Note, write_note
 from shardformer.demo.memory import Peak, measure_peak
+from shardformer.demo.settings import Settings
 from shardformer.engine import Pipeline
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.grad_norm import clip_grad_norm_
@@ -24,21 +25,6 @@ WARMUP_STEPS = 10
 PROBED_STEP = 2
 """Counted from 0. It is profiled, so it is slow, and its time does not count; AdamW's states are there by then."""
 SEED = 0
-
-
-@dataclass(frozen=True, eq=False)
-class DemoJob:
-    """What to train. Picklable."""
-
-    model_fn: Callable[[], nn.Module]
-    batch_fn: Callable[[int], Mapping[str, Tensor]]
-    steps: int
-    learning_rate: float
-    tokens_per_step: int
-    sequence_parallel: bool
-    journal: str
-    pipe: int = 1
-    micro_batches: int = 1
 
 
 @dataclass(frozen=True)
@@ -53,29 +39,36 @@ class DemoRun:
     step_s: float
 
 
-def train(job: DemoJob) -> DemoRun:
+def train(
+    settings: Settings,
+    model_fn: Callable[[], nn.Module],
+    batch_fn: Callable[[int], Mapping[str, Tensor]],
+    learning_rate: float,
+    journal: str,
+    pipe: int,
+) -> DemoRun:
     """Trains in this process, or in all of them together, on the CPU in fp32."""
-    context = ParallelContext.from_world({"tensor": None, "pipe": job.pipe, "data": 1}, device=torch.device("cpu"))
+    context = ParallelContext.from_world({"tensor": None, "pipe": pipe, "data": 1}, device=torch.device("cpu"))
     torch.manual_seed(SEED)
-    model = job.model_fn().float().train()
+    model = model_fn().float().train()
     if context.tensor.size * context.pipe.size > 1:
-        model = shard_model(model, context=context, enable_sequence_parallelism=job.sequence_parallel)
-    pipeline = Pipeline(model, job.micro_batches) if context.pipe.size > 1 else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_and_fall(step, job.steps))
+        model = shard_model(model, context=context, enable_sequence_parallelism=settings.sequence_parallel)
+    pipeline = Pipeline(model, settings.num_parts) if context.pipe.size > 1 else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_and_fall(step, settings.steps))
     losses: list[float] = []
     times_s: list[float] = []
     peak, recorder = Peak(), Recorder(context)
-    for step in range(job.steps):
+    for step in range(settings.steps):
         start = time.perf_counter()
         with ExitStack() as probes:
-            if step == min(PROBED_STEP, job.steps - 1):
+            if step == min(PROBED_STEP, settings.steps - 1):
                 peak = probes.enter_context(measure_peak(model, optimizer))
                 probes.enter_context(recorder)
             if pipeline is not None:
-                loss = pipeline.step(job.batch_fn(step))
+                loss = pipeline.step(batch_fn(step))
             else:
-                loss = model(**job.batch_fn(step)).loss
+                loss = model(**batch_fn(step)).loss
                 loss.backward()
             clip_grad_norm_(model, MAX_NORM)
             optimizer.step()
@@ -84,7 +77,8 @@ def train(job: DemoJob) -> DemoRun:
         losses.append(float(loss.detach()))
         times_s.append(time.perf_counter() - start)
         if context.tensor.rank == context.pipe.rank == 0:
-            write_note(job.journal, Note(step + 1, losses[-1], job.tokens_per_step / _typical(times_s)))
+            rate = settings.batch * settings.sequence / _typical(times_s)
+            write_note(journal, Note(step + 1, losses[-1], rate))
     num_parameters = sum(p.numel() for p in model.parameters())
     sent = round(sum(call.wire_bytes / (1 if call.op == "send" else call.ranks) for call in recorder.calls))
     return DemoRun(losses, num_parameters, peak.num_bytes, sent, recorder.count(), _typical(times_s))

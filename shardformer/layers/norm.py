@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,60 +26,44 @@ HALF = (torch.bfloat16, torch.float16)
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
 
 
-def _scaled(x: Tensor, eps: float) -> Tensor:
-    """x over its root mean square, computed in fp32 and given in fp32."""
-    x = x.to(torch.float32)
-    return F.rms_norm(x, x.shape[-1:], None, eps)
+RMS_KINDS = ("llama", "t5", "gemma", "olmo", "torch")
+"""With y = x over its root mean square, computed in fp32:
+
+    llama   w * y.to(x.dtype)
+    t5      w * y, with y in the dtype of w where that has 16 bit; only the mean is in fp32 where x is in fp64
+    gemma   ((1 + w) * y).to(x.dtype)
+    olmo    (w * y).to(x.dtype)
+    torch   as F.rms_norm: all in the dtype of x, the mean in fp32 or, for fp64, fp64
+"""
 
 
-def _one_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], weight, eps).to(x.dtype)  # autocast may have computed it in fp32
-
-
-def _llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Rounded to the dtype of x, then times the weight."""
-    # in 16 bit the kernel rounds once, after the weight: at most one unit in the last place from rounding twice
-    if x.dtype == weight.dtype != torch.float64:
-        return _one_kernel(x, weight, eps)
-    return weight * _scaled(x, eps).to(x.dtype)
-
-
-def _t5(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Only the statistics in fp32; rounded to the dtype of the weight if that has 16 bit."""
-    if x.dtype == weight.dtype != torch.float64:
-        return _one_kernel(x, weight, eps)
-    if x.dtype == torch.float64:
-        scaled = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)
+def rms_norm(
+    kind: str, x: Tensor, weight: Tensor | None, eps: float | None, mean: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """The RMS norm of a kind: by kernels, or with a ``mean`` over the last dim of one's own."""
+    shape = x.shape[-1:]
+    if weight is not None and kind == "gemma":
+        weight = 1.0 + weight.to(torch.float32)
+    if mean is None and kind == "torch":
+        return F.rms_norm(x, shape, weight, eps)
+    if mean is None and kind == "gemma":
+        return F.rms_norm(x.to(torch.float32), shape, weight, eps).to(x.dtype)
+    if mean is None and weight is not None and x.dtype == weight.dtype != torch.float64:
+        # in 16 bit the kernel rounds once, after the weight: at most one unit in the last place from rounding twice
+        return F.rms_norm(x, shape, weight, eps).to(x.dtype)  # autocast may have computed it in fp32
+    y = x if x.dtype == torch.float64 and kind in ("t5", "torch") else x.to(torch.float32)
+    if mean is None and y.dtype == torch.float32:
+        y = F.rms_norm(y, shape, None, eps)
     else:
-        scaled = _scaled(x, eps)
-    return weight * (scaled.to(weight.dtype) if weight.dtype in HALF else scaled)
-
-
-def _gemma(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Times one plus the weight in fp32, then rounded to the dtype of x."""
-    x32 = x.to(torch.float32)
-    return F.rms_norm(x32, x32.shape[-1:], 1.0 + weight.to(torch.float32), eps).to(x.dtype)
-
-
-def _olmo(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Times the weight, then rounded to the dtype of x."""
-    if x.dtype == weight.dtype != torch.float64:
-        return _one_kernel(x, weight, eps)
-    return (weight * _scaled(x, eps)).to(x.dtype)
-
-
-def _torch(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
-    """nn.RMSNorm: all in the dtype of x, statistics in fp32 or, for fp64, fp64."""
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
-
-
-RMS_KINDS: dict[str, Callable[..., Tensor]] = {
-    "llama": _llama,
-    "t5": _t5,
-    "gemma": _gemma,
-    "olmo": _olmo,
-    "torch": _torch,
-}
+        squares = (y.to(torch.float32) if kind == "t5" else y).square()
+        over = squares.mean(-1, keepdim=True) if mean is None else mean(squares)
+        y = y * torch.rsqrt(over + (torch.finfo(x.dtype).eps if eps is None else eps))
+    if kind == "llama":
+        y = y.to(x.dtype)
+    if kind == "t5" and weight is not None and weight.dtype in HALF:
+        y = y.to(weight.dtype)
+    y = y if weight is None else weight * y
+    return y if kind in ("llama", "t5") else y.to(x.dtype)
 
 
 class FusedLayerNorm(nn.LayerNorm):
@@ -92,11 +76,9 @@ class FusedLayerNorm(nn.LayerNorm):
         Raises ConfigError when ``module`` computes something else.
         """
         _refuse_options(cls, kwargs)
-        shape = _normalized_shape(module)
-        if shape is None or not _is_layer_norm(module, shape):
+        shape, eps = _normalized_shape(module), _eps(module)
+        if shape is None or eps is None or norm_kind(module) != "layer":
             raise _not_recognised(cls, module)
-        eps = _eps(module)
-        assert eps is not None
         norm = cls(shape, eps=eps, elementwise_affine=False)
         norm.elementwise_affine = module._parameters.get("weight") is not None
         _take_over(norm, module, ("weight", "bias"))
@@ -114,7 +96,6 @@ class FusedRMSNorm(nn.Module):
     def __init__(self, kind: str, eps: float | None) -> None:
         super().__init__()
         self.kind, self.eps = kind, eps
-        self._compute = RMS_KINDS[kind]
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedRMSNorm:
@@ -123,16 +104,15 @@ class FusedRMSNorm(nn.Module):
         Raises ConfigError when none does.
         """
         _refuse_options(cls, kwargs)
-        shape = _normalized_shape(module)
-        kind = _rms_kind(module, shape) if shape is not None and len(shape) == 1 else None
-        if kind is None:
+        kind = norm_kind(module)
+        if kind is None or kind == "layer":
             raise _not_recognised(cls, module)
         norm = cls(kind, _eps(module))
         _take_over(norm, module, ("weight",))
         return norm
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._compute(x, self.weight, self.eps)
+        return rms_norm(self.kind, x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         size = "" if self.weight is None else f"{self.weight.shape[0]}, "
@@ -149,10 +129,8 @@ def fused_norm(module: nn.Module) -> nn.Module:
     """
     if isinstance(module, FusedLayerNorm | FusedRMSNorm):
         return module
-    shape = _normalized_shape(module)
-    if shape is not None and _is_layer_norm(module, shape):
-        return FusedLayerNorm.from_native_module(module)
-    return FusedRMSNorm.from_native_module(module)
+    kind: type[FusedLayerNorm | FusedRMSNorm] = FusedLayerNorm if norm_kind(module) == "layer" else FusedRMSNorm
+    return kind.from_native_module(module)
 
 
 def _take_over(norm: nn.Module, module: nn.Module, names: tuple[str, ...]) -> None:
@@ -195,6 +173,37 @@ PROBES = (
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float64: 3e-7}  # relative; bf16: one unit in the last place
 
 
+@with_values()
+def norm_kind(module: nn.Module) -> str | None:
+    """``"layer"``, or which of the RMS norms a module is; None for one whose numbers no formula gives."""
+    shape, eps = _normalized_shape(module), _eps(module)
+    if shape is None:
+        return None
+    has_weight, has_bias = (module._parameters.get(name) is not None for name in ("weight", "bias"))
+    kinds = ["layer"] if eps is not None else []
+    if len(shape) == 1 and not has_bias:
+        kinds += RMS_KINDS if has_weight and eps is not None else ["torch"]
+    errors = dict.fromkeys(kinds, 0.0)
+    sizes = torch.tensor([1.0, 1e-3, 30.0], dtype=torch.float64).reshape(3, *[1] * len(shape))
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it has no fused kernel for mixed dtypes
+        for x_dtype, weight_dtype in PROBES:
+            x = (_waves((3, *shape), 0.7) * sizes).to(x_dtype)
+            twin, is_mixed = _twin(module, weight_dtype), x_dtype != weight_dtype
+            weight, bias = (twin._parameters.get(name) for name in ("weight", "bias"))
+            try:
+                y = twin.forward(x)
+            except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+                y = None  # not of this kind, or not made for this pair of dtypes
+            for kind in kinds:
+                if kind == "layer" and not is_mixed:
+                    errors[kind] = max(errors[kind], _error(F.layer_norm(x, shape, weight, bias, eps or 0.0), y))
+                elif kind != "layer" and (y is not None or not is_mixed):
+                    errors[kind] = max(errors[kind], _error(rms_norm(kind, x, weight, eps), y))
+    best = min(errors, key=lambda kind: errors[kind], default=None)
+    return best if best is not None and errors[best] <= 1 else None
+
+
 def _waves(shape: tuple[int, ...], step: float) -> Tensor:
     """Numbers in (-1, 1) that look irregular and take nothing from the random stream."""
     num = torch.Size(shape).numel()
@@ -211,59 +220,12 @@ def _twin(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return twin
 
 
-def _runs(module: nn.Module, shape: tuple[int, ...], mixed: bool) -> Iterator[tuple[Tensor, nn.Module, Tensor | None]]:
-    """For each probe its input, the twin, and what the twin's own forward gives; None where that raises."""
-    sizes = torch.tensor([1.0, 1e-3, 30.0], dtype=torch.float64).reshape(3, *[1] * len(shape))
-    for x_dtype, weight_dtype in PROBES:
-        if x_dtype != weight_dtype and not mixed:
-            continue
-        x = (_waves((3, *shape), 0.7) * sizes).to(x_dtype)
-        twin = _twin(module, weight_dtype)
-        try:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
-                y = twin.forward(x)
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-            y = None  # not of this kind, or not made for this pair of dtypes
-        if y is not None or x_dtype == weight_dtype:
-            yield x, twin, y
-
-
 def _error(ours: Tensor, native: Tensor | None) -> float:
     """The largest deviation by element, as a multiple of the bound of its dtype."""
     if not isinstance(native, Tensor) or native.dtype != ours.dtype or native.shape != ours.shape:
         return float("inf")
     a, b = ours.to(torch.float64), native.to(torch.float64)
     return float(((a - b).abs() / b.abs().clamp(min=1e-4)).max()) / BOUNDS[native.dtype]
-
-
-@with_values()
-def _is_layer_norm(module: nn.Module, shape: tuple[int, ...]) -> bool:
-    eps = _eps(module)
-    if eps is None:
-        return False
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return all(
-            _error(F.layer_norm(x, shape, twin._parameters.get("weight"), twin._parameters.get("bias"), eps), y) <= 1
-            for x, twin, y in _runs(module, shape, mixed=False)
-        )
-
-
-@with_values()
-def _rms_kind(module: nn.Module, shape: tuple[int, ...]) -> str | None:
-    if module._parameters.get("bias") is not None:
-        return None
-    eps, weight = _eps(module), module._parameters.get("weight")
-    kinds = {name: f for name, f in RMS_KINDS.items() if name == "torch" or (weight is not None and eps is not None)}
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it has no fused kernel for mixed dtypes
-        runs = list(_runs(module, shape, mixed=True))
-        errors = {
-            name: max(_error(f(x, twin._parameters.get("weight"), eps), y) for x, twin, y in runs)
-            for name, f in kinds.items()
-        }
-    best = min(errors, key=lambda name: errors[name])
-    return best if errors[best] <= 1 else None
 
 
 def _refuse_options(cls: type[nn.Module], options: dict[str, Any]) -> None:

@@ -32,13 +32,12 @@ class RandomStream:
         self._outer: list[tuple[torch.Generator, Tensor]] = []
 
     def enter(self, x: Tensor) -> None:
-        seed = int(numbers_in(torch.randint(2**62, (), device="cpu")))
-        own = 0 if self._aligned else 0x9E3779B97F4A7C15 * (self._axis.rank + 1)
+        seed, own = torch.randint(2**62, (), device="cpu"), 0x9E3779B97F4A7C15 * (self._axis.rank + 1)
         if self._aligned:
-            seed = broadcast_object(seed, self._axis)
+            seed, own = broadcast(seed.to(x.device), self._axis), 0
         self._outer = [(g, g.get_state()) for g in _generators(x.device)]
         for g, _ in self._outer:
-            g.manual_seed((seed + own) % 2**63)
+            g.manual_seed((int(numbers_in(seed)) + own) % 2**63)
 
     def leave(self) -> None:
         for generator, state in self._outer:
@@ -46,7 +45,7 @@ class RandomStream:
         self._outer = []
 
 
-class AgreedDraw:
+def agree_on_draws(axis: Axis, module: nn.Module) -> None:
     """A module's draws are the same on all ranks, though the stream around it is each rank's own.
 
     Stochastic depth between blocks drops whole samples, of which with sequence parallelism each rank has a part.
@@ -54,25 +53,9 @@ class AgreedDraw:
 
     Communicates: in training one broadcast of one number a call.
     """
-
-    def __init__(self, axis: Axis, module: nn.Module) -> None:
-        self._axis = axis
-        self._before: list[tuple[torch.Generator, Tensor]] = []
-        module.register_forward_pre_hook(self._enter)
-        module.register_forward_hook(self._leave, always_call=True)
-
-    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not module.training:
-            return
-        seed = broadcast(torch.randint(2**62, (1,), device="cpu").to(args[0].device), self._axis)
-        self._before = [(g, g.get_state()) for g in _generators(args[0].device)]
-        for generator, _ in self._before:
-            generator.manual_seed(int(numbers_in(seed)[0]))
-
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        for generator, state in self._before:
-            generator.set_state(state)
-        self._before = []
+    stream = RandomStream(axis, aligned=True)
+    module.register_forward_pre_hook(lambda module, args: stream.enter(args[0]) if module.training else None)
+    module.register_forward_hook(lambda *_: stream.leave(), always_call=True)
 
 
 def align_random(axis: Axis, device: torch.device) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardformer.errors import ConfigError
 from shardformer.lazy.recipe import Place, compute, place_of, view_of
@@ -60,61 +61,34 @@ def fill(model: nn.Module, device: torch.device | str | None = None) -> nn.Modul
     """Puts values in the place of tensors without, one after the other: a recipe's tensors are freed with it."""
     storages: dict[Place, UntypedStorage] = {}
     done: dict[int, Tensor] = {}
-    target = torch.device(device or "cpu")
+    cpu = torch.device("cpu")
+
+    def filled(tensor: Tensor, target: torch.device) -> Tensor:
+        place = place_of(tensor)
+        if place is None and target in (tensor.device, cpu):
+            return tensor
+        if id(tensor) not in done:
+            with torch.no_grad():
+                if place is not None and place not in storages:
+                    whole = torch.empty(0, dtype=torch.uint8).set_(compute(place))
+                    storages[place] = whole.to(target).untyped_storage()
+                new = tensor.to(target) if place is None else view_of(tensor).of(storages[place])
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+            new.__dict__.update({name: value for name, value in vars(tensor).items() if name != VERSION})
+            done[id(tensor)] = new
+        return done[id(tensor)]
+
     for module in model.modules():
         tables: list[dict[str, Any]] = [module._parameters, module._buffers]
         for table in tables:
-            for name, tensor in list(table.items()):
-                if tensor is not None:
-                    table[name] = _filled(tensor, storages, done, target)
+            table.update({n: filled(t, torch.device(device or cpu)) for n, t in table.items() if t is not None})
         for name, value in list(vars(module).items()):  # what is kept beside the tables does not move with the model
-            if name not in ("_parameters", "_buffers", "_modules"):
-                new = _filled_in(value, storages, done)
-                if new is not value:
-                    vars(module)[name] = new
+            if type(value) not in (Tensor, nn.Parameter, list, tuple, dict) or any(value is table for table in tables):
+                continue
+            if any(place_of(x) is not None for x in tree_leaves(value)):
+                vars(module)[name] = tree_map_only(Tensor, lambda x: filled(x, cpu), value)
     return model
-
-
-def _filled(
-    tensor: Tensor, storages: dict[Place, UntypedStorage], done: dict[int, Tensor], device: torch.device
-) -> Tensor:
-    if id(tensor) not in done:
-        done[id(tensor)] = _with_values(tensor, storages, device)
-    return done[id(tensor)]
-
-
-def _with_values(tensor: Tensor, storages: dict[Place, UntypedStorage], device: torch.device) -> Tensor:
-    place = place_of(tensor)
-    if place is None and (tensor.device == device or device.type == "cpu"):
-        return tensor
-    with torch.no_grad():
-        if place is None:
-            new = tensor.to(device)
-        else:
-            if place not in storages:
-                storages[place] = _moved(compute(place), device)
-            new = view_of(tensor).of(storages[place])
-    if isinstance(tensor, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-    new.__dict__.update({name: value for name, value in vars(tensor).items() if name != VERSION})
-    return new
-
-
-def _moved(storage: UntypedStorage, device: torch.device) -> UntypedStorage:
-    if device.type == "cpu":
-        return storage
-    return torch.empty(0, dtype=torch.uint8).set_(storage).to(device).untyped_storage()
-
-
-def _filled_in(value: Any, storages: dict[Place, UntypedStorage], done: dict[int, Tensor]) -> Any:
-    """A tensor that a module keeps as a plain attribute, alone or in a list, tuple or dict."""
-    if isinstance(value, Tensor):
-        return _filled(value, storages, done, torch.device("cpu")) if place_of(value) is not None else value
-    if type(value) in (list, tuple) and any(place_of(x) is not None for x in value):
-        return type(value)(_filled_in(x, storages, done) for x in value)
-    if type(value) is dict and any(place_of(x) is not None for x in value.values()):
-        return {name: _filled_in(x, storages, done) for name, x in value.items()}
-    return value
 
 
 def check_recipes(model: nn.Module) -> None:

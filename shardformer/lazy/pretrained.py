@@ -14,11 +14,11 @@ from threading import Lock
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardformer.errors import ConfigError
 from shardformer.lazy.materialize import NOTES
-from shardformer.lazy.recipe import compute, place_of, view_of
+from shardformer.lazy.recipe import place_of, values_of
 from shardformer.lazy.recorder import Loading
 from shardformer.lazy.source import tensors_of
 
@@ -194,17 +194,11 @@ def _tie_equal(model: Any) -> None:
         one, other = model.get_parameter(target), model.get_parameter(source)
         if one is other or place_of(one) is None or place_of(other) is None:
             continue
-        if torch.equal(_values(one), _values(other)):
+        if torch.equal(values_of(one), values_of(other)):
             owner, _, name = target.rpartition(".")
             setattr(model.get_submodule(owner), name, other)
         else:
             model.all_tied_weights_keys.pop(target)
-
-
-def _values(tensor: Tensor) -> Tensor:
-    place = place_of(tensor)
-    assert place is not None
-    return view_of(tensor).of(compute(place))
 
 
 def _notes(info: Mapping[str, Iterable[str]]) -> list[str]:

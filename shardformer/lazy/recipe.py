@@ -138,6 +138,12 @@ def compute(place: Place) -> UntypedStorage:
     return storage.clone() if getattr(steps[-1].func, "is_borrowed", False) else storage
 
 
+def values_of(tensor: Tensor) -> Tensor:
+    """What a tensor with a recipe holds, on the CPU."""
+    view = view_of(tensor)
+    return view.of(compute(view.place))
+
+
 def run(step: Step, storages: dict[int, UntypedStorage]) -> None:
     """Carries out one step on real values, which ``storages`` holds by the identity of their place."""
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from shardformer.errors import ConfigError
-from shardformer.lazy.recipe import Place, Step, View, compute, forget, make_place, place_of, run, view_of
+from shardformer.lazy.recipe import Place, Step, View, compute, forget, make_place, place_of, run, values_of, view_of
 
 aten = torch.ops.aten
 
@@ -62,8 +62,8 @@ class InitRecorder(TorchDispatchMode):
     random numbers draws them at once, for the sake of the numbers that follow, and throws them away.
     """
 
-    makes = False
-    """Whether new tensors of floating-point numbers are without values too."""
+    makes = allows_meta = False
+    """Whether new tensors of floating-point numbers are without values too; whether some may be made so by others."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives its bases no types
@@ -102,7 +102,7 @@ class InitRecorder(TorchDispatchMode):
         if any(place_of(x) is None for x in written):  # into a tensor that has values
             return func(*_with_values(args), **_with_values(kwargs))
         try:
-            result = func(*_without_values(args), **_on_meta(_without_values(kwargs)))
+            result = func(*_without_values(args), **_on("meta", _without_values(kwargs)))
         except RuntimeError:  # what it does depends on values, or it is wrong, and then says so here
             tried = func(*_with_values(args), **_with_values(kwargs))
             if not written:
@@ -115,7 +115,14 @@ class InitRecorder(TorchDispatchMode):
         """A new tensor of floating-point numbers, without values."""
         device = torch.device(kwargs.get("device") or "cpu")
         if device.type != "cpu":
-            self._refuse_meta(device)
+            if device.type == "meta" and not self.allows_meta:
+                raise ConfigError(
+                    "A tensor was made on the meta device inside of LazyInit",
+                    rule="LazyInit builds a model from its config; from_pretrained of transformers has a way of its "
+                    "own, which keeps no word of where the values are",
+                    remedy="Use shardformer.from_pretrained(ModelClass, folder) for saved weights, and leave "
+                    "torch.device('meta') out",
+                )
             return func(*args, **kwargs)
         if func in DRAWN:
             fill, taken = DRAWN[func]
@@ -127,9 +134,6 @@ class InitRecorder(TorchDispatchMode):
         if func in FILLED:
             place.writer = Step(func, args, {**kwargs, "device": device, "dtype": result.dtype}, (view_of(result),))
         return result
-
-    def _refuse_meta(self, device: torch.device) -> None:
-        """Another way to build without values, inside of this one."""
 
     def _record(self, func: Any, args: Any, kwargs: Any, written: list[Tensor], result: Any) -> None:
         results = list(result) if isinstance(result, tuple | list) else [result]
@@ -143,7 +147,7 @@ class InitRecorder(TorchDispatchMode):
             assert new_place is not None
             new_place.writer = steps
             return
-        step = Step(func, tree_map(_argument, args), _on_cpu(tree_map(_argument, kwargs)))
+        step = Step(func, tree_map(_argument, args), _on("cpu", tree_map(_argument, kwargs)))
         step.out = tuple(view_of(x) if any(x is n for n in new) else None for x in results)
         draws, generator = torch.Tag.nondeterministic_seeded in func.tags, kwargs.get("generator")
         if draws:
@@ -200,22 +204,11 @@ class LazyInit(InitRecorder):
             param.__dict__[VERSION] = param._version
         self._seen.clear()
 
-    def _refuse_meta(self, device: torch.device) -> None:
-        if device.type == "meta":
-            raise ConfigError(
-                "A tensor was made on the meta device inside of LazyInit",
-                rule="LazyInit builds a model from its config; from_pretrained of transformers has a way of its own, "
-                "which keeps no word of where the values are",
-                remedy="Use shardformer.from_pretrained(ModelClass, folder) for saved weights, and leave "
-                "torch.device('meta') out",
-            )
-
 
 class Loading(LazyInit):
     """LazyInit around transformers' ``from_pretrained``, which builds on the meta device and puts weights in later."""
 
-    def _refuse_meta(self, device: torch.device) -> None:
-        return
+    allows_meta = True
 
 
 def _is_float(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -299,22 +292,13 @@ def _argument(x: Any) -> Any:
     return view_of(x) if place_of(x) is not None else x.detach().clone()
 
 
-def _values(x: Any) -> Any:
-    place = place_of(x)
-    return x if place is None else view_of(x).of(compute(place))
-
-
 def _with_values(tree: Any) -> Any:
-    return tree_map(_values, tree)
+    return tree_map(lambda x: x if place_of(x) is None else values_of(x), tree)
 
 
 def _without_values(tree: Any) -> Any:
     return tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, tree)
 
 
-def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**kwargs, "device": torch.device("meta")} if kwargs.get("device") is not None else kwargs
-
-
-def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
+def _on(device: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**kwargs, "device": torch.device(device)} if kwargs.get("device") is not None else kwargs

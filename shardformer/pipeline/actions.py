@@ -34,6 +34,11 @@ class Action:
     def __str__(self) -> str:
         return f"{self.kind}{self.micro_batch}@{self.stage}"
 
+    @property
+    def taker(self) -> int:
+        """The virtual stage that its result is for: behind a forward the next one, behind a backward the one before."""
+        return self.stage + (1 if self.kind is Kind.FORWARD else -1)
+
     def needs(self, last: int) -> tuple[Action, ...]:
         """What must have been done before this, where ``last`` is the last virtual stage."""
         forward = Action(Kind.FORWARD, self.stage, self.micro_batch)

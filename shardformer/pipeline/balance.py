@@ -7,8 +7,9 @@ A cut of ``n`` layers into ``p`` stages is the list of its ``p + 1`` bounds: sta
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 from shardformer.errors import ConfigError
 
@@ -48,8 +49,9 @@ def balanced(costs: Sequence[float], parts: int, before: Sequence[float] | float
     # exact sums: rounding must not decide which of two cuts is the better one
     units, own_units = _as_integers(costs, own)
     sums = [0, *accumulate(units)]
-    least = _smallest_peak(sums, own_units)
-    return _most_even(sums, own_units, least)
+    peak = _best(sums, own_units, math.inf, 0, lambda cost, count, after: max(cost, after))
+    _, counts = _best(sums, own_units, peak, (0, ()), lambda _, count, after: (after[0] + count**2, (count, *after[1])))
+    return [0, *accumulate(counts)]
 
 
 def even(layers: int, parts: int) -> list[int]:
@@ -144,42 +146,29 @@ def _as_integers(*groups: Sequence[float]) -> list[list[int]]:
     return [[n * (unit // d) for n, d in group] for group in ratios]
 
 
-def _smallest_peak(sums: Sequence[int], own: Sequence[int]) -> int:
-    """The largest cost of a stage in the best cut."""
+def _best(
+    sums: Sequence[int], own: Sequence[int], limit: float, end: Any, value: Callable[[int, int, Any], Any]
+) -> Any:
+    """The least value of a cut none of whose stages costs more than ``limit``.
+
+    Args:
+        end: the value of a cut of nothing.
+        value: (cost of a stage, its layers, the value of the cut of the layers behind it) -> that with the stage.
+    """
     layers = len(sums) - 1
-    # peaks[i]: of the best cut of the first i layers into the stages so far
-    peaks = [own[0] + total if i else None for i, total in enumerate(sums)]
-    for stage in range(1, len(own)):
-        peaks = [
-            min(
-                (max(peak, own[stage] + sums[i] - sums[j]) for j in range(i) if (peak := peaks[j]) is not None),
-                default=None,
-            )
-            for i in range(layers + 1)
-        ]
-    best = peaks[layers]
-    assert best is not None  # there are as many layers as stages
-    return best
-
-
-def _most_even(sums: Sequence[int], own: Sequence[int], limit: int) -> list[int]:
-    """Of the cuts none of whose stages costs more than ``limit``, the most even, earlier stages the lighter ones."""
-    layers, parts = len(sums) - 1, len(own)
-    # rest[i]: (sum of the squares, counts) of the best cut of the layers from i on into the stages from here on
-    rest: list[tuple[int, tuple[int, ...]] | None] = [None] * layers + [(0, ())]
-    for stage in reversed(range(parts)):
+    # rest[i]: of the best cut of the layers from i on into the stages from here on
+    rest: list[Any] = [None] * layers + [end]
+    for own_cost in reversed(own):
         rest = [
             min(
                 (
-                    ((j - i) ** 2 + squares, (j - i, *counts))
+                    value(cost, j - i, rest[j])
                     for j in range(i + 1, layers + 1)
-                    if (after := rest[j]) is not None and own[stage] + sums[j] - sums[i] <= limit
-                    for squares, counts in [after]
+                    if rest[j] is not None and (cost := own_cost + sums[j] - sums[i]) <= limit
                 ),
                 default=None,
             )
             for i in range(layers + 1)
         ]
-    best = rest[0]
-    assert best is not None  # the limit is that of a cut
-    return [0, *accumulate(best[1])]
+    assert rest[0] is not None  # there are as many layers as stages, and the limit is that of a cut
+    return rest[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, pairwise, takewhile
 from typing import Any, TypeVar
 
 from torch import nn
@@ -92,18 +92,8 @@ class StackDescription:
         return len(set(self.units)) < len(self.units)
 
 
-@dataclass(frozen=True)
-class UnitRange:
-    """The units from ``start`` to before ``end``: what one virtual stage runs."""
-
-    start: int
-    end: int
-
-    def __contains__(self, unit: int) -> bool:
-        return self.start <= unit < self.end
-
-    def __len__(self) -> int:
-        return self.end - self.start
+UnitRange = range
+"""The units that one virtual stage runs, from ``start`` to before ``stop``."""
 
 
 @dataclass(frozen=True)
@@ -209,12 +199,7 @@ def _unit_beside(name: str, units: Chain, order: Mapping[str, int]) -> int:
 def _common(name: str, layers: str) -> int:
     """How many parts of two paths are the same, from the left."""
     pairs = zip(name.split("."), layers.split("."), strict=False)
-    count = 0
-    for a, b in pairs:
-        if a != b:
-            break
-        count += 1
-    return count
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def _is_under(name: str, path: str) -> bool:

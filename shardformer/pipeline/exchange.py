@@ -8,6 +8,7 @@ together: over the link goes one copy, not one a tensor rank.
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,13 +28,10 @@ from shardformer.mesh.traffic import Traffic
 from shardformer.pipeline.actions import Action, Kind
 from shardformer.pipeline.schedule import Schedule, messages
 
-HEADER_NUMBERS = 128
+HEADER_BYTES = 1024
 AHEAD = 4
 """How many messages of a rank are received ahead of their use. gloo lets one leave when its receiver asks for it, so in
 a schedule where a rank computes longer than the other sends, the second would only then set out."""
-DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class StageExchange:
         self._point_to_point, self._tensor, self._device = point_to_point, tensor, device
         self.known: dict[tuple[int, Hashable], Shapes] = {}
         self.given: Mapping[tuple[int, Hashable], Shapes] = {}
-        self._kept: dict[tuple[Kind, int, int], list[Tensor]] = {}
+        self._kept: dict[tuple[bool, int, int], list[Tensor]] = {}
         self._sent: deque[tuple[Any, Tensor]] = deque()
         self._incoming: dict[int, _Incoming] = {}
         self.waiting_for: int | None = None
@@ -121,10 +119,8 @@ class StageExchange:
 
         Gradients are given for what trains; one that is None is zero.
         """
-        to_stage = action.stage + (1 if action.kind is Kind.FORWARD else -1)
-        receiver = self._schedule.placement[to_stage]
-        boundary = max(action.stage, to_stage)
-        key = (boundary, self._keys[action.micro_batch])
+        receiver = self._schedule.placement[action.taker]
+        key = (max(action.stage, action.taker), self._keys[action.micro_batch])
         if action.kind is Kind.FORWARD:
             given = [t for t in tensors if t is not None]
             shapes = tuple(
@@ -133,29 +129,35 @@ class StageExchange:
             )
             is_new = key not in self.known
             if self.known.setdefault(key, shapes) != shapes:
-                raise _changed(self.known[key], shapes)
+                raise InputError(
+                    f"A stage hands on {[s.sizes for s in shapes]}, before for micro-batches of these shapes "
+                    f"{[s.sizes for s in self.known[key]]}",
+                    rule="What a stage hands on has one shape for one shape of micro-batches, which the next stage "
+                    "remembers",
+                    remedy="Pad the batch, so that its shapes tell the shapes of everything that the model makes of it",
+                )
             parts = [t.detach() for t in given]
             if receiver != self._point_to_point.axis.rank and is_new:
                 self._start(_header(shapes, self._device), receiver, "header")
         else:
             wanted = [s for s in self.known[key] if s.trains]
-            parts = [self._gradient(t, s) for t, s in zip(tensors, wanted, strict=True)]
+            parts = [
+                torch.zeros(s.sizes, dtype=s.dtype, device=self._device) if t is None else t
+                for t, s in zip(tensors, wanted, strict=True)
+            ]
             shapes = tuple(wanted)
         if receiver == self._point_to_point.axis.rank:
-            self._kept[self._inbox(action.kind, to_stage, action.micro_batch)] = parts
+            self._kept[_place(action)] = parts
             return
         for part, shape in zip(parts, shapes, strict=True):
-            purpose = "activation" if action.kind is Kind.FORWARD else "gradient"
-            self._start(self._part_of(part, shape), receiver, purpose)
+            if shape.is_cut:
+                start, end = self._own_bounds(shape)
+                part = part.reshape(-1)[start:end]
+            self._start(part.contiguous(), receiver, _purpose(action))
 
-    def _gradient(self, grad: Tensor | None, shape: Shape) -> Tensor:
-        return torch.zeros(shape.sizes, dtype=shape.dtype, device=self._device) if grad is None else grad
-
-    def _part_of(self, x: Tensor, shape: Shape) -> Tensor:
-        if not shape.is_cut:
-            return x.contiguous()
-        bounds = even_bounds(shape.numel, self._tensor.size)
-        return x.reshape(-1)[bounds[self._tensor.rank] : bounds[self._tensor.rank + 1]]
+    def _own_bounds(self, shape: Shape) -> list[int]:
+        """From where to where in all numbers this tensor rank's part of them is."""
+        return even_bounds(shape.numel, self._tensor.size)[self._tensor.rank : self._tensor.rank + 2]
 
     def _start(self, x: Tensor, receiver: int, purpose: str) -> None:
         if x.numel():
@@ -172,30 +174,22 @@ class StageExchange:
 
     def activations(self, stage: int, micro_batch: int) -> tuple[list[Tensor], Shapes]:
         """What the virtual stage before ``stage`` handed over, and what is known of it."""
-        parts = self._take(Kind.FORWARD, stage, micro_batch, Action(Kind.FORWARD, stage - 1, micro_batch))
+        parts = self._take(Action(Kind.FORWARD, stage - 1, micro_batch))
         return parts, self.known[stage, self._keys[micro_batch]]
 
     def gradients(self, stage: int, micro_batch: int, kind: Kind) -> list[Tensor]:
         """The gradients of what ``stage`` handed on, of the tensors that train."""
-        return self._take(Kind.BACKWARD, stage, micro_batch, Action(kind, stage + 1, micro_batch))
+        return self._take(Action(kind, stage + 1, micro_batch))
 
-    def _take(self, kind: Kind, stage: int, micro_batch: int, awaited: Action) -> list[Tensor]:
-        place = (kind, stage, micro_batch)
-        source = self._schedule.placement[awaited.stage]
-        while place not in self._kept:
-            incoming = self._incoming[source]
+    def _take(self, action: Action) -> list[Tensor]:
+        """What came of an action."""
+        while _place(action) not in self._kept:
+            incoming = self._incoming[self._schedule.placement[action.stage]]
             self._begin_next(incoming)
             posted = incoming.posted.popleft()
-            self._kept[self._arrived(posted.action)] = self._finish(incoming, posted)
+            self._kept[_place(posted.action)] = self._finish(incoming, posted)
             self._begin_next(incoming)
-        return self._kept.pop(place)
-
-    def _arrived(self, action: Action) -> tuple[Kind, int, int]:
-        to_stage = action.stage + (1 if action.kind is Kind.FORWARD else -1)
-        return self._inbox(action.kind, to_stage, action.micro_batch)
-
-    def _inbox(self, kind: Kind, stage: int, micro_batch: int) -> tuple[Kind, int, int]:
-        return (Kind.FORWARD if kind is Kind.FORWARD else Kind.BACKWARD, stage, micro_batch)
+        return self._kept.pop(_place(action))
 
     def _begin_next(self, incoming: _Incoming) -> None:
         posted = incoming.posted
@@ -206,21 +200,19 @@ class StageExchange:
                 return  # its own activation has not left yet, whose shapes it has
             posted.append(_Posted(incoming.expected.popleft()))
             if shapes is None:
-                header = torch.empty(HEADER_NUMBERS, dtype=torch.int64, device=self._device)
+                header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self._device)
                 posted[-1].header = header, self._point_to_point.receive(header, incoming.source, "header")
             else:
                 self._post(incoming.source, posted[-1], shapes)
 
     def _post(self, source: int, posted: _Posted, shapes: Shapes) -> None:
-        tensor = self._tensor
         for shape in shapes:
-            bounds = even_bounds(shape.numel, tensor.size) if shape.is_cut else []
-            sizes = (bounds[tensor.rank + 1] - bounds[tensor.rank],) if shape.is_cut else shape.sizes
+            start, end = self._own_bounds(shape)
+            sizes = (end - start,) if shape.is_cut else shape.sizes
             part = torch.empty(sizes, dtype=shape.dtype, device=self._device)
-            purpose = "activation" if posted.action.kind is Kind.FORWARD else "gradient"
             posted.parts.append(part)
             if part.numel():
-                posted.works.append(self._point_to_point.receive(part, source, purpose))
+                posted.works.append(self._point_to_point.receive(part, source, _purpose(posted.action)))
 
     def _shapes_of(self, action: Action) -> Shapes | None:
         if action.kind is Kind.FORWARD:
@@ -234,7 +226,7 @@ class StageExchange:
             header, work = posted.header
             work.wait()
             key = (action.stage + 1, self._keys[action.micro_batch])
-            self.known[key] = _read(header) if has_values(header) else self._unread(*key)
+            self.known[key] = pickle.loads(bytes(header.tolist())) if has_values(header) else self._unread(*key)
             self._post(incoming.source, posted, self.known[key])
         for work in posted.works:
             work.wait()
@@ -270,27 +262,16 @@ class StageExchange:
             work.wait()
 
 
+def _place(action: Action) -> tuple[bool, int, int]:
+    """Where the result of an action is kept."""
+    return action.kind is Kind.FORWARD, action.taker, action.micro_batch
+
+
+def _purpose(action: Action) -> str:
+    return "activation" if action.kind is Kind.FORWARD else "gradient"
+
+
 def _header(shapes: Shapes, device: torch.device) -> Tensor:
-    numbers = [len(shapes)]
-    for s in shapes:
-        numbers += [DTYPES.index(s.dtype), s.trains, s.is_cut, len(s.sizes), *s.sizes]
-    assert len(numbers) <= HEADER_NUMBERS
-    return torch.tensor(numbers + [0] * (HEADER_NUMBERS - len(numbers)), dtype=torch.int64, device=device)
-
-
-def _read(header: Tensor) -> Shapes:
-    numbers = iter(header.tolist())
-    out = []
-    for _ in range(next(numbers)):
-        dtype, trains, is_cut, dims = (next(numbers) for _ in range(4))
-        out.append(Shape(tuple(next(numbers) for _ in range(dims)), DTYPES[dtype], bool(trains), bool(is_cut)))
-    return tuple(out)
-
-
-def _changed(before: Shapes, now: Shapes) -> InputError:
-    return InputError(
-        f"A stage hands on {[s.sizes for s in now]}, before for micro-batches of these shapes "
-        f"{[s.sizes for s in before]}",
-        rule="What a stage hands on has one shape for one shape of micro-batches, which the next stage remembers",
-        remedy="Pad the batch, so that its shapes tell the shapes of everything that the model makes of it",
-    )
+    written = pickle.dumps(shapes)
+    assert len(written) <= HEADER_BYTES
+    return torch.frombuffer(bytearray(written.ljust(HEADER_BYTES)), dtype=torch.uint8).to(device)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from shardformer.errors import ConfigError
 from shardformer.pipeline.loss import LossWeights
@@ -43,10 +44,12 @@ class Head:
         self.output: Any = None
 
     def before(self, micro_batch: int) -> None:
+        """When the last layer has run."""
         if self._weights is not None:
             self._weights.start(micro_batch)
 
     def after(self, micro_batch: int, output: Any) -> Tensor | None:
+        """When the model gave its output: the loss to go back from, or None."""
         if self._weights is None:
             self._outputs[micro_batch] = output
             return None
@@ -120,15 +123,6 @@ def without_placeholders(output: Any) -> Any:
     """The output without what other stages made of it, which is NaN here where the output itself is not."""
     tensors = [t for _, t in tensors_of({"output": output}) if t.is_floating_point() and t.numel()]
     placeholders = {id(t) for t in tensors if is_placeholder(t)}
-    return _without(output, placeholders) if len(placeholders) < len(tensors) else output
-
-
-def _without(output: Any, placeholders: set[int]) -> Any:
-    if isinstance(output, Tensor):
-        return None if id(output) in placeholders else output
-    if isinstance(output, Mapping):
-        kept = {name: _without(value, placeholders) for name, value in output.items()}
-        return kept if type(output) is dict else type(output)(**kept)
-    if isinstance(output, list | tuple):
-        return type(output)(_without(value, placeholders) for value in output)
-    return output
+    if len(placeholders) == len(tensors):
+        return output
+    return tree_map_only(Tensor, lambda t: None if id(t) in placeholders else t, output)

@@ -88,17 +88,14 @@ def _line(head: str, cells: Sequence[str], cell: int) -> str:
 def _legend(schedule: Schedule, timeline: Timeline) -> list[str]:
     lines = [", ".join(f"{kind} {NAMES[kind]}" for kind in _kinds(schedule)) + "; then the micro-batch"]
     if schedule.chunks > 1:
-        shown = [f"{_letter(schedule, chunk)} {_stages_of(schedule, chunk)}" for chunk in range(schedule.chunks)]
+        size = schedule.stages
+        of = [f"s {c * size}-{c * size + size - 1}" if size > 1 else f" {c}" for c in range(schedule.chunks)]
+        shown = [f"{_letter(schedule, chunk)} virtual stage{which}" for chunk, which in enumerate(of)]
         lines.append(f"chunk: {', '.join(shown)}")
     unit = _unit(timeline)
     if any(abs(span.start / unit - round(span.start / unit)) > 1e-6 for row in timeline.spans for span in row):
         lines.append(f"a column is {unit:g} units of time, to which the grid is rounded")
     return lines
-
-
-def _stages_of(schedule: Schedule, chunk: int) -> str:
-    first, last = chunk * schedule.stages, (chunk + 1) * schedule.stages - 1
-    return f"virtual stages {first}-{last}" if first < last else f"virtual stage {first}"
 
 
 def name_of(schedule: Schedule, action: Action) -> str:

@@ -56,7 +56,9 @@ class Placeholders:
         for module, name in self._places:
             value = module.__dict__[name]
             of_model = before is not None and value.dtype == before[1]
-            module.__dict__[name] = _one(value).to(like.device, like.dtype if of_model else None).expand(value.shape)
+            module.__dict__[name] = (
+                value.as_strided((), ()).to(like.device, like.dtype if of_model else None).expand(value.shape)
+            )
 
     def _parameter_of(self, model: nn.Module) -> Tensor | None:
         """A parameter that is here. Where it stands is remembered: a stage may have many modules before its first."""
@@ -84,18 +86,13 @@ def _stand_in(param: Tensor) -> Tensor:
     return torch.full((), number, dtype=param.dtype, device=device).expand(tuple(param.shape))
 
 
-def _one(value: Tensor) -> Tensor:
-    return value.as_strided((), ())
-
-
 def output_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """What a table or a linear would give, without computing it: NaNs, to which a model may add in place."""
     x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
     weight: Any = module.weight
-    if isinstance(module, nn.Linear):
-        return placeholder(*x.shape[:-1], module.out_features, like=weight).contiguous()
-    width: Any = module.embedding_dim
-    return placeholder(*x.shape, width, like=weight).contiguous()
+    width: Any = module.out_features if isinstance(module, nn.Linear) else module.embedding_dim
+    shape = x.shape[:-1] if isinstance(module, nn.Linear) else x.shape
+    return placeholder(*shape, width, like=weight).contiguous()
 
 
 def is_placeholder(x: Any) -> bool:

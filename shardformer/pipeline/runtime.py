@@ -7,32 +7,23 @@ import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardformer.errors import LaunchError, ShardFormerError
+from shardformer.errors import LaunchError
 from shardformer.layout.stream import Place, StreamLayout
 from shardformer.pipeline.actions import Action, Kind
 from shardformer.pipeline.backward import WeightBackward, backward_of_inputs
 from shardformer.pipeline.chain import Chain, UnitRange
 from shardformer.pipeline.exchange import StageExchange
+from shardformer.pipeline.head import Head
 from shardformer.pipeline.schedule import Schedule
 from shardformer.pipeline.stage_forward import Payload, StageForward, StagePass
 
 LOST = ("Connection closed", "Connection reset", "Timed out", "Application timeout", "Broken pipe", "Socket", "remote")
 """How gloo and NCCL say that a peer is gone."""
-
-
-class Head(Protocol):
-    """What is done with the model's output on the last stage."""
-
-    def before(self, micro_batch: int) -> None:
-        """Called when the last layer has run."""
-
-    def after(self, micro_batch: int, output: Any) -> Tensor | None:
-        """Called with what the model gave; returns the loss to go back from, or None."""
 
 
 @dataclass
@@ -153,7 +144,8 @@ class Runtime:
         received: list[Tensor] = []
         if stage > 0:
             parts, shapes = self._exchange.activations(stage, index)
-            received = [self._leaf(p, s.trains) for p, s in zip(parts, shapes, strict=True)]
+            trained = [s.trains and torch.is_grad_enabled() for s in shapes]
+            received = [p.requires_grad_() if trains else p for p, trains in zip(parts, trained, strict=True)]
         waited = time.perf_counter() - began
         is_last = stage == job.schedule.last
         names = self._chain.carried(span.start)
@@ -167,13 +159,10 @@ class Runtime:
         else:
             assert payload is not None
             live.handed_on = list(payload.values())
-            self._exchange.send(action, list(payload.values()), self._lies_whole(span.end, payload))
+            self._exchange.send(action, list(payload.values()), self._lies_whole(span.stop, payload))
         if torch.is_grad_enabled():
             self._live[stage, index] = live
         return waited
-
-    def _leaf(self, x: Tensor, trains: bool) -> Tensor:
-        return x.requires_grad_() if trains and torch.is_grad_enabled() else x
 
     def _lies_whole(self, unit: int, payload: Payload) -> list[bool]:
         """Which tensors of a payload all tensor ranks hold alike, at a boundary before ``unit``."""
@@ -215,9 +204,6 @@ class Runtime:
         where = f"stage {self._stage}, {what}"
         try:
             yield
-        except ShardFormerError as error:
-            error.add_note(f"In {where}.")
-            raise
         except Exception as error:
             if isinstance(error, RuntimeError) and any(word in str(error) for word in LOST):
                 raise _gone(self._exchange.waiting_for, where, error) from error

@@ -7,6 +7,7 @@ letter behind it the chunk, where a rank has several. A test draws the same pict
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -94,10 +95,8 @@ def messages(schedule: Schedule, sender: int, receiver: int) -> Order:
 
 def goes_to(schedule: Schedule, action: Action) -> int | None:
     """The rank that takes the result of ``action``, its own one among them; None if there is none."""
-    if action.kind is Kind.WEIGHT:
-        return None
-    stage = action.stage + (1 if action.kind is Kind.FORWARD else -1)
-    return schedule.placement[stage] if 0 <= stage <= schedule.last else None
+    is_sent = action.kind is not Kind.WEIGHT and 0 <= action.taker <= schedule.last
+    return schedule.placement[action.taker] if is_sent else None
 
 
 # ------------------------------------------------------------------------------------------------- what goes with what
@@ -186,11 +185,7 @@ def _gpipe(stages: int, micro_batches: int) -> tuple[Order, ...]:
         1 | .  F0 F1 F2 .  .  .  B0 -- B1 -- B2 -- .  .
         2 | .  .  F0 F1 F2 B0 -- B1 -- B2 -- .  .  .  .
     """
-    forwards, backwards = (
-        [[Action(kind, stage, i) for i in range(micro_batches)] for stage in range(stages)]
-        for kind in (Kind.FORWARD, Kind.BACKWARD)
-    )
-    return tuple((*forwards[rank], *backwards[rank]) for rank in range(stages))
+    return _orders(stages, micro_batches, 1, lambda rank: micro_batches)
 
 
 def _one_f_one_b(stages: int, micro_batches: int) -> tuple[Order, ...]:
@@ -205,13 +200,7 @@ def _one_f_one_b(stages: int, micro_batches: int) -> tuple[Order, ...]:
         2 | .  .  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- F4 B3 -- F5 B4 -- .  B5 -- .  .  .  .
         3 | .  .  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- F4 B4 -- F5 B5 -- .  .  .  .  .  .
     """
-    orders = []
-    for rank in range(stages):
-        forwards, backwards = (
-            [Action(kind, rank, i) for i in range(micro_batches)] for kind in (Kind.FORWARD, Kind.BACKWARD)
-        )
-        orders.append(_in_turn(forwards, backwards, ahead=stages - 1 - rank))
-    return tuple(orders)
+    return _orders(stages, micro_batches, 1, lambda rank: stages - 1 - rank)
 
 
 def _interleaved(stages: int, micro_batches: int, chunks: int) -> tuple[Order, ...]:
@@ -225,23 +214,24 @@ def _interleaved(stages: int, micro_batches: int, chunks: int) -> tuple[Order, .
         0 | F0a F1a F0b F1b F2a .   B0b --  F3a B1b --  F2b B0a --  F3b B1a --  .   B2b --  .   B3b --  B2a --  B3a --
         1 | .   F0a F1a F0b B0b --  F1b B1b --  F2a B0a --  F3a B1a --  F2b B2b --  F3b B3b --  B2a --  B3a --  .   .
     """
+    return _orders(stages, micro_batches, chunks, lambda rank: 2 * (stages - 1 - rank) + (chunks - 1) * stages)
+
+
+def _orders(stages: int, micro_batches: int, chunks: int, ahead: Callable[[int], int]) -> tuple[Order, ...]:
+    """For each rank some forwards ahead, then a forward and a backward in turn, then the backwards that are left."""
     orders = []
     for rank in range(stages):
         forwards, backwards = (
             [
-                Action(kind, chunk * stages + rank, group + i)
+                Action(kind, chunk * stages + rank, i)
                 for group in range(0, micro_batches, stages)
                 for chunk in passed
-                for i in range(stages)
+                for i in range(group, min(group + stages, micro_batches))
             ]
             for kind, passed in ((Kind.FORWARD, range(chunks)), (Kind.BACKWARD, range(chunks)[::-1]))
         )
-        orders.append(_in_turn(forwards, backwards, ahead=2 * (stages - 1 - rank) + (chunks - 1) * stages))
+        first = min(ahead(rank), len(forwards))
+        pairs = zip(forwards[first:], backwards)
+        in_turn = (action for pair in pairs for action in pair)
+        orders.append((*forwards[:first], *in_turn, *backwards[len(forwards) - first :]))
     return tuple(orders)
-
-
-def _in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> Order:
-    """Some forwards ahead, then a forward and a backward in turn, then the backwards that are left."""
-    ahead = min(ahead, len(forwards))
-    pairs = zip(forwards[ahead:], backwards)
-    return (*forwards[:ahead], *(action for pair in pairs for action in pair), *backwards[len(forwards) - ahead :])

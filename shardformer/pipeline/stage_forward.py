@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardformer.errors import ConfigError
 from shardformer.layers.random_stream import DrawObserver, seed_random
+from shardformer.layers.tensor.stream import first_tensor
 from shardformer.pipeline.chain import Chain, StackDescription, UnitRange
 from shardformer.pipeline.placeholders import Placeholders, is_placeholder, output_of
 
@@ -172,14 +173,22 @@ class StageForward:
             if stack.calls_again:
                 at = first + sum(first <= u < first + len(stack.units) for u in run.calls)
             if at in run.calls:
-                raise _called_twice(stack)
+                raise ConfigError(
+                    f"The layers at {stack.layers} were run a second time in one forward",
+                    rule="A pipeline runs the layers of a model once, one behind the other, from the first stage to "
+                    "the last",
+                    remedy="Run this head without a pipeline, or compute its loss in two steps",
+                )
             run.calls.append(at)
             if at < run.span.start:
-                return _handed_on(stack, args, kwargs)
-            if at >= run.span.end:
+                hidden = first_tensor(args, kwargs)
+                return (hidden, *[None] * (stack.stages.returns - 1)) if stack.stages.returns else hidden
+            if at >= run.span.stop:
                 raise _Left(self._payload(run, at, args, kwargs))
             if at == run.span.start and "hidden" in run.received:
-                args, kwargs = _with_hidden(args, kwargs, run.received["hidden"])
+                before, hidden = first_tensor(args, kwargs), run.received["hidden"]
+                args = tuple(hidden if value is before else value for value in args)
+                kwargs = {name: hidden if value is before else value for name, value in kwargs.items()}
             return self._run_unit(run, at, stack, original, args, kwargs)
 
         self._replace(module, forward)
@@ -213,7 +222,7 @@ class StageForward:
         path = self._chain.units[at]
         names = list(inspect.signature(original).parameters)
         given = [*zip([*names, *(f"argument {i}" for i in range(len(names), len(args)))], args), *kwargs.items()]
-        hidden = _hidden_of(args, kwargs)
+        hidden = first_tensor(args, kwargs)
         for name, value in given:
             is_own = value is hidden and (not run.is_computed or at == run.span.start > 0 or not self._placeholders)
             if not is_own and any(map(is_placeholder, tree_leaves(value))):
@@ -223,7 +232,7 @@ class StageForward:
         payload = {}
         carried = self._chain.carried(at)
         if "hidden" in carried:
-            payload["hidden"] = _hidden_of(args, kwargs)
+            payload["hidden"] = first_tensor(args, kwargs)
         if "context" in carried:
             assert run.context is not None
             payload["context"] = run.context
@@ -248,8 +257,12 @@ class StageForward:
                     return (*args[:position], run.context, *args[position + 1 :]), kwargs
                 return None
             if not isinstance(value, Tensor):
-                raise _no_context(module, name, value)
-            if run.span.end <= start:
+                raise ConfigError(
+                    f"{type(module).__name__} was given {name}={value!r:.60} by its model",
+                    rule="A pipeline hands the states of the stack before to the stage that begins with this module",
+                    remedy="Call the model with what both of its stacks read, as in training it on one device",
+                )
+            if run.span.stop <= start:
                 raise _Left({"context": value})
             run.context = value
             return None
@@ -287,47 +300,10 @@ class _StandIn:
         )
 
 
-def _handed_on(stack: StackDescription, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    hidden = _hidden_of(args, kwargs)
-    return (hidden, *[None] * (stack.stages.returns - 1)) if stack.stages.returns else hidden
-
-
-def _hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    if args and isinstance(args[0], Tensor):
-        return args[0]
-    named = kwargs.get("hidden_states")
-    found = named if isinstance(named, Tensor) else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
-    assert found is not None, "a layer is called with its hidden states"
-    return found
-
-
-def _with_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: Tensor) -> tuple[Any, Any]:
-    if args and isinstance(args[0], Tensor):
-        return (hidden, *args[1:]), kwargs
-    before = _hidden_of(args, kwargs)
-    return args, {name: hidden if value is before else value for name, value in kwargs.items()}
-
-
-def _no_context(module: nn.Module, name: str, value: Any) -> ConfigError:
-    return ConfigError(
-        f"{type(module).__name__} was given {name}={value!r:.60} by its model",
-        rule="A pipeline hands the states of the stack before to the stage that begins with this module",
-        remedy="Call the model with what both of its stacks read, as in training it on one device",
-    )
-
-
 def _of_another_stage(path: str, name: str) -> ConfigError:
     return ConfigError(
         f"{path} is given {name}, which is computed of parameters that another stage holds",
         rule="A stage hands on the states between the layers; what a layer reads beside them is made on its own stage",
         remedy="Name the module that makes it in a policy: Stack(..., stages=StageNeeds(everywhere=[...])), "
         "from_first=[...] where it stands in the first layer, before=[...] or after=[...] where one stage needs it",
-    )
-
-
-def _called_twice(stack: StackDescription) -> ConfigError:
-    return ConfigError(
-        f"The layers at {stack.layers} were run a second time in one forward",
-        rule="A pipeline runs the layers of a model once, one behind the other, from the first stage to the last",
-        remedy="Run this head without a pipeline, or compute its loss in two steps",
     )

@@ -81,29 +81,10 @@ class PipelineStageManager:
     def virtual_stages_of(self, stage: int) -> tuple[int, ...]:
         return tuple(v for v, rank in enumerate(self.placement) if rank == stage)
 
-    def is_first_stage(self, virtual_stage: int | None = None) -> bool:
-        """Whether this process, or the virtual stage, takes the batch in."""
-        return virtual_stage == 0 if virtual_stage is not None else 0 in self.virtual_stages
-
-    def is_last_stage(self, virtual_stage: int | None = None) -> bool:
-        """Whether this process, or the virtual stage, gives the loss and the outputs."""
-        last = self.num_virtual_stages - 1
-        return virtual_stage == last if virtual_stage is not None else last in self.virtual_stages
-
     @property
     def last_stage(self) -> int:
         """The rank on the pipe axis that gives the loss."""
         return self.placement[-1]
-
-    @property
-    def prev_rank(self) -> int:
-        """Global rank of the stage before this one, round the ring."""
-        return self.axis.ranks[(self.stage - 1) % self.num_stages]
-
-    @property
-    def next_rank(self) -> int:
-        """Global rank of the stage behind this one, round the ring."""
-        return self.axis.ranks[(self.stage + 1) % self.num_stages]
 
     def options(self) -> dict[str, Any]:
         """What was asked for, which is the same on all ranks."""

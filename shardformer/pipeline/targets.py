@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardformer.comm.values import numbers_in
+from shardformer.layers.tensor.pending import writes
+from shardformer.layers.vocab.views import mapped
 
 Name = tuple[Any, ...]
 """Where a tensor is in a micro-batch: the key, and those within it."""
@@ -98,7 +100,7 @@ def evaluate(expression: Expression, tensors: Tensors, known: dict[int, Tensor] 
             return evaluate(x, tensors, known)
         return x.of(tensors) if isinstance(x, Size) else x
 
-    args, kwargs = _mapped(expression.args, value), _mapped(dict(expression.kwargs), value)
+    args, kwargs = mapped(expression.args, value), mapped(dict(expression.kwargs), value)
     if expression.writes:
         args = (args[0].clone(), *args[1:])
     result = expression.func(*args, **kwargs)
@@ -107,17 +109,6 @@ def evaluate(expression: Expression, tensors: Tensors, known: dict[int, Tensor] 
     out: Tensor = args[0] if expression.writes else result
     known[id(expression)] = out
     return out
-
-
-def _mapped(value: Any, how: Callable[[Any], Any]) -> Any:
-    """Nested arguments with ``how`` done to what is in them."""
-    if type(value) in (tuple, list):
-        return type(value)(_mapped(x, how) for x in value)
-    if type(value) is dict:
-        return {key: _mapped(x, how) for key, x in value.items()}
-    if type(value) is slice:
-        return slice(_mapped(value.start, how), _mapped(value.stop, how), _mapped(value.step, how))
-    return how(value)
 
 
 class _Unknown(Exception):
@@ -138,12 +129,11 @@ class LabelTracer:
         return found
 
     def saw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        name = getattr(func, "__name__", "")
-        writes = _writes(name) or bool(kwargs.get("inplace"))
-        written = args[0] if writes and args and isinstance(args[0], Tensor) else None
+        is_write = writes(func, kwargs)
+        written = args[0] if is_write and args and isinstance(args[0], Tensor) else None
         if written is None and not isinstance(out, Tensor | tuple | list):
             return
-        made = self._made(func, args, kwargs, writes)
+        made = self._made(func, args, kwargs, is_write)
         if written is not None:
             self._note(written, made)
         elif isinstance(out, Tensor):
@@ -160,7 +150,7 @@ class LabelTracer:
             del self._known[tensor]  # written into with what is not known
 
     def _made(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], writes: bool
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], is_write: bool
     ) -> Made | None:
         name = getattr(func, "__name__", "")
         if any(word in name for word in _RANDOM):
@@ -180,16 +170,10 @@ class LabelTracer:
             return x  # a number
 
         try:
-            made = Made(func, _mapped(tuple(args), named), _mapped(dict(kwargs), named), writes=writes)
+            made = Made(func, mapped(tuple(args), named), mapped(dict(kwargs), named), writes=is_write)
         except _Unknown:
             return None
         return made if num_known else None
-
-
-def _writes(name: str) -> bool:
-    if name.startswith("__"):
-        return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__iand__", "__ior__", "__ixor__")
-    return name.endswith("_")
 
 
 _RANDOM = ("rand", "bernoulli", "multinomial", "normal", "dropout", "uniform")

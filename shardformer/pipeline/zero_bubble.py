@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from shardformer.pipeline.actions import Action, Kind, Order
 
@@ -54,7 +55,7 @@ def fill_with_weights(orders: Sequence[Order], last: int) -> tuple[Order, ...]:
         0 | F0a F1a F0b F1b F2a I0b W0b F3a I1b W1b F2b I0a W0a F3b I1a I2b W1a W2b I3b I2a I3a W3b W2a W3a .
         1 | .   F0a F1a F0b I0b F1b I1b F2a I0a W0b F3a I1a W1b F2b I2b W0a F3b I3b I2a I3a W1a W2b W3b W2a W3a
     """
-    wanted = [deque(Action(_split(a.kind), a.stage, a.micro_batch) for a in order) for order in orders]
+    wanted = [deque(replace(a, kind=Kind.INPUT) if a.kind is Kind.BACKWARD else a for a in order) for order in orders]
     weights: list[deque[Action]] = [deque() for _ in orders]
     limit = max(most_held(order) for order in orders)
     play = _Play(len(orders), last)
@@ -66,16 +67,12 @@ def fill_with_weights(orders: Sequence[Order], last: int) -> tuple[Order, ...]:
             if play.can(first) and not (full and first.kind is Kind.FORWARD):
                 wanted[rank].popleft()
                 if first.kind is Kind.INPUT:
-                    weights[rank].append(Action(Kind.WEIGHT, first.stage, first.micro_batch))
+                    weights[rank].append(replace(first, kind=Kind.WEIGHT))
                 return first
         return weights[rank].popleft() if weights[rank] else None
 
     num_backwards = sum(a.kind is Kind.BACKWARD for order in orders for a in order)
     return play.run(3 * num_backwards, choose)
-
-
-def _split(kind: Kind) -> Kind:
-    return Kind.INPUT if kind is Kind.BACKWARD else kind
 
 
 def most_held(order: Sequence[Action]) -> int:

@@ -55,7 +55,7 @@ def stage_rows(stages: Stages) -> list[StageRow]:
     rows = []
     for stage in range(stages.manager.num_stages):
         held = stages.manager.virtual_stages_of(stage)
-        units = [unit for v in held for unit in range(stages.spans[v].start, stages.spans[v].end)]
+        units = [unit for v in held for unit in stages.spans[v]]
         here = {name for name in names if stage in stages.stages_of(name)}
         size = sum(dict(names[name] for name in here).values())
         rows.append(

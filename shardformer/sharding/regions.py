@@ -10,7 +10,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.layers.random_stream import AgreedDraw
+from shardformer.layers.random_stream import agree_on_draws
 from shardformer.layers.tensor.arguments import change_argument, enclose, of_local_heads
 from shardformer.layers.tensor.block import Block
 from shardformer.layers.tensor.edges import enter
@@ -94,7 +94,7 @@ def _open_stack(model: nn.Module, stack: StackDescription, stream: Stream, axis:
     if random and stream.layout.cut_at_stack(axis.name) is not None:
         for module in layers.modules():  # each rank has a part of every sample: all drop the same samples
             if type(module).__name__.endswith("DropPath"):  # in timm, and in each of transformers' families with one
-                AgreedDraw(axis, module)
+                agree_on_draws(axis, module)
 
 
 def _open_block(

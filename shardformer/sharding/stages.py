@@ -129,7 +129,7 @@ class Stages:
 
     def _checkpointed(self) -> frozenset[int]:
         counts = self.manager.checkpointed([len(span) for span in self.spans])
-        return frozenset(u for span, n in zip(self.spans, counts, strict=True) for u in range(span.start, span.end)[:n])
+        return frozenset(u for span, n in zip(self.spans, counts, strict=True) for u in span[:n])
 
     def note_shared(self, model: nn.Module) -> None:
         """Writes down the parameters that other stages hold too: stage -> this rank's own, for each that holds it."""
@@ -215,7 +215,7 @@ def share_from_first(model: nn.Module, chain: Chain, spans: Sequence[UnitRange])
     for stack, start in zip(chain.stacks, chain.starts, strict=True):
         for span in spans:
             at = max(span.start, start)
-            for path in stack.stages.from_first if start < at < min(span.end, start + len(stack.units)) else ():
+            for path in stack.stages.from_first if start < at < min(span.stop, start + len(stack.units)) else ():
                 first, name = owner_of(model.get_submodule(stack.units[0]), path)
                 owner, _ = owner_of(model.get_submodule(stack.units[at - start]), path)
                 owner.__dict__[name] = getattr(first, name)  # not as a module of its own, which would have two names

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -133,15 +133,20 @@ class OnKernels(TorchFunctionMode):
 
 
 def _check_call(query: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
-    for name in UNSUPPORTED_ARGUMENTS:
+    check_arguments("attention", kwargs, UNSUPPORTED_ARGUMENTS)
+    if dropout > 0 and query.device.type == "cpu":
+        raise dropout_refused(f"p={dropout}", "the attention dropout at 0")
+
+
+def check_arguments(what: str, kwargs: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raises ConfigError for an argument that the kernels do not know."""
+    for name in names:
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ConfigError(
-                f"enable_flash_attention, and attention was called with {name}",
+                f"enable_flash_attention, and {what} was called with {name}",
                 rule="The fused kernels compute plain softmax attention and do not return its weights",
                 remedy=f"Call the model without {name}. Or {REMEDY_OFF.lower()}",
             )
-    if dropout > 0 and query.device.type == "cpu":
-        raise dropout_refused(f"p={dropout}", "the attention dropout at 0")
 
 
 def _fits_flash_attn(query: Tensor, value: Tensor) -> bool:
@@ -203,7 +208,8 @@ def _fused(
     if kernels is None:
         return run()
     # on the CPU torch is asked what it takes: the switch would be turned for a rank that calls torch's attention itself
-    if query.device.type == "cpu" and _choice(query, key, value, mask, dropout, causal, scale, grouped) in kernels:
+    how = functools.partial(torch._fused_sdp_choice, query, key, value, mask, dropout, causal)
+    if query.device.type == "cpu" and SDPBackend(how(scale=scale, enable_gqa=grouped)) in kernels:
         return run()
     with _SWITCHES, sdpa_kernel(kernels):
         try:
@@ -219,15 +225,6 @@ def _fused(
                 rule=f"The kernels for {query.device.type} say: {why}",
                 remedy=f"Change what they name. Or {REMEDY_OFF.lower()}",
             ) from error
-
-
-def _choice(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, *how: Any
-) -> SDPBackend:
-    """The kernel that torch picks by itself."""
-    scale, grouped = how
-    picked = torch._fused_sdp_choice(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
-    return SDPBackend(picked)
 
 
 def _why_no_kernel(run: Callable[[], Tensor]) -> str | None:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.layers.attention.kernels import REMEDY_OFF, attention
+from shardformer.layers.attention.kernels import REMEDY_OFF, attention, check_arguments
 
 Output = tuple[Tensor, Tensor | None]
 
@@ -58,7 +58,10 @@ def gpt_neo(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask
     mask = attention_mask
     if self.attention_type == "local" or mask is not None:
         seen = self.bias[:, :, length - q_length : length, :length]
-        mask = seen if mask is None else seen & mask if mask.dtype == torch.bool else _where(seen, mask)
+        if mask is None or mask.dtype == torch.bool:
+            mask = seen if mask is None else seen & mask
+        else:
+            mask = torch.where(seen, mask, torch.finfo(mask.dtype).min)
     p = _rate(self, self.attn_dropout)
     out_BQND, _ = attention(self, query.to(value.dtype), key.to(value.dtype), value, mask, p, scaling=1.0)
     return out_BQND.transpose(1, 2), None
@@ -131,10 +134,6 @@ def _cosine_attention(
 
 def _rate(module: nn.Module, dropout: Any) -> float:
     return float(dropout.p) if module.training else 0.0
-
-
-def _where(seen: Tensor, added: Tensor) -> Tensor:
-    return torch.where(seen, added, torch.finfo(added.dtype).min)
 
 
 # -- which ------------------------------------------------------------------------------------------------------------
@@ -221,14 +220,6 @@ def replace_own(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]
         if own.method in vars(module):
             continue  # in place already
         setattr(module, own.method, own.function.__get__(module))
-        module.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
+        refuse = lambda module, _, kwargs: check_arguments(type(module).__name__, kwargs, ["output_attentions"])  # noqa: E731
+        module.register_forward_pre_hook(refuse, with_kwargs=True)
         yield f"{path}.{own.method}", own.method, own.function
-
-
-def _refuse_weights(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if kwargs.get("output_attentions"):
-        raise ConfigError(
-            f"enable_flash_attention, and {type(module).__name__} was called with output_attentions",
-            rule="The fused kernels compute plain softmax attention and do not return its weights",
-            remedy=f"Call the model without output_attentions. Or {REMEDY_OFF.lower()}",
-        )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,48 +39,34 @@ SEQUENCE = Dim.SEQUENCE.position
 Multiply = Callable[[Tensor], list[Tensor]]
 
 
-class Edges(Protocol):
-    """Both edges of a block in one forward, and in the backward of that."""
-
-    @property
-    def axis(self) -> Axis: ...
-
-    def enter(self, x: Tensor) -> Tensor:
-        """What the forward of the block is given: the full tensor, of which the block uses a part."""
-
-    def gathered(self, x: Tensor, multiply: Multiply, known: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
-        """The full tensor of the ranks' x, ``known`` where it is given, and ``multiply`` of it."""
-
-    def start_summed(self, x: Tensor) -> Pending:
-        """Starts the sum of the ranks' x, of which this rank gets what it holds of the stream."""
-
-    def summed(self, x: Tensor, multiply: Multiply) -> Tensor:
-        """That of ``multiply(x)``, which has one result."""
-
-    def leading(self, x: Tensor) -> tuple[int, ...]:
-        """The dims before the last of what this rank holds of a stream of which x is the whole."""
-
-
 @dataclass(frozen=True)
 class WholeEdges:
-    """All ranks of the axis hold the stream alike."""
+    """Both edges of a block in one forward, and in the backward of that, where all ranks hold the stream alike.
+
+    Those of a stream that is cut have the same methods.
+    """
 
     axis: Axis
 
     def enter(self, x: Tensor) -> Tensor:
+        """What the forward of the block is given: the full tensor, of which the block uses a part."""
         entered = enter_block(x, self.axis)
         return x.view_as(x) if entered is x else entered
 
     def gathered(self, x: Tensor, multiply: Multiply, known: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+        """The full tensor of the ranks' x, ``known`` where it is given, and ``multiply`` of it."""
         return x, multiply(x)
 
     def start_summed(self, x: Tensor) -> Pending:
+        """Starts the sum of the ranks' x, of which this rank gets what it holds of the stream."""
         return start_all_reduce(x, self.axis)
 
     def summed(self, x: Tensor, multiply: Multiply) -> Tensor:
+        """That of ``multiply(x)``, which has one result."""
         return self.start_summed(multiply(x)[0]).wait()
 
     def leading(self, x: Tensor) -> tuple[int, ...]:
+        """The dims before the last of what this rank holds of a stream of which x is the whole."""
         return tuple(x.shape[:-1])
 
 
@@ -132,7 +118,8 @@ class SequenceEdges:
         return (*x.shape[:SEQUENCE], own_length(self.full, self.axis))
 
 
-EDGES: Mapping[Dim | None, type[WholeEdges | SequenceEdges]] = {None: WholeEdges, Dim.SEQUENCE: SequenceEdges}
+Edges = WholeEdges | SequenceEdges
+EDGES: Mapping[Dim | None, type[Edges]] = {None: WholeEdges, Dim.SEQUENCE: SequenceEdges}
 """Which dim of the stream a stack cuts over the axis of its blocks -> the edges of these."""
 
 

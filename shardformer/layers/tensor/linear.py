@@ -40,6 +40,8 @@ class _ParallelLinear(ParallelModule):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    _cut: str
+    """Which of its features are cut."""
 
     def __init__(
         self,
@@ -62,17 +64,17 @@ class _ParallelLinear(ParallelModule):
         self.transposed = is_transposed(native)
         weight, full_bias = native.weight, getattr(native, "bias", None)
         assert isinstance(weight, Tensor) and (full_bias is None or isinstance(full_bias, Tensor))
-        self.split = (split or self._default_split()).over(self.axis.name)
-        self._hold(weight, full_bias, shared)
+        self.split = (split or self._even_split()).over(self.axis.name)
+        cuts_out = self._cut == "out_features"
+        splits = {int(cuts_out == self.transposed): self.split}
+        self.register_shard("weight", weight, ShardSpec(weight.shape, splits), shared)
+        self.register_shard("bias", full_bias, ShardSpec((out_features,), {0: self.split} if cuts_out else {}), shared)
         self.train(native.training)
 
-    def _default_split(self) -> Split:
-        """How the features are cut by default."""
-        raise AssertionError("given by the two kinds")
-
-    def _hold(self, weight: Tensor, bias: Tensor | None, shared: dict[int, nn.Parameter] | None) -> None:
-        """Takes this rank's parts of weight and bias."""
-        raise AssertionError("given by the two kinds")
+    def _even_split(self) -> Split:
+        size: int = getattr(self, self._cut)
+        check_divides(self._cut, size, self.axis)
+        return Split.even(size, self.axis.size)
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
@@ -91,10 +93,6 @@ class _ParallelLinear(ParallelModule):
         assert isinstance(weight, Tensor)
         in_features, out_features = weight.shape if is_transposed(module) else weight.shape[::-1]
         return cls(in_features, out_features, process_group=process_group, native=module, **kwargs)
-
-    def _weight_dim(self, out: bool) -> int:
-        """Which dim of the weight holds the out (or in) features."""
-        return int(out == self.transposed)
 
     def extra_repr(self) -> str:
         local = "x".join(str(n) for n in self.weight.shape)
@@ -121,6 +119,8 @@ class Linear1D_Col(_ParallelLinear):
             that several local query heads share but that the forward wants repeated.
     """
 
+    _cut = "out_features"
+
     def __init__(
         self,
         in_features: int,
@@ -137,19 +137,6 @@ class Linear1D_Col(_ParallelLinear):
         self.expand = expand
         self.block: Block | None = None
         self.finish: Callable[[Tensor, Tensor | None], Tensor] | None = None
-
-    def _default_split(self) -> Split:
-        check_divides("out_features", self.out_features, self.axis)
-        return Split.even(self.out_features, self.axis.size)
-
-    def _hold(self, weight: Tensor, bias: Tensor | None, shared: dict[int, nn.Parameter] | None) -> None:
-        splits = {self._weight_dim(out=True): self.split}
-        self.register_shard("weight", weight, ShardSpec(weight.shape, splits), shared)
-        self.register_shard("bias", bias, ShardSpec((self.out_features,), {0: self.split}), shared)
-
-    @property
-    def local_out(self) -> int:
-        return self.split.length(self.axis.rank)
 
     @property
     def fused_bias(self) -> Tensor | None:
@@ -219,6 +206,8 @@ class Linear1D_Row(_ParallelLinear):
     gives its bias alone and communicates nothing, and the second brings both products out in one.
     """
 
+    _cut = "in_features"
+
     def __init__(
         self,
         in_features: int,
@@ -234,15 +223,6 @@ class Linear1D_Row(_ParallelLinear):
         self.block: Block | None = None
         self.exits_with: tuple[Linear1D_Row, ...] = ()  # not as a module of this one
         self.product_of_other: tuple[Tensor, Tensor] | None = None
-
-    def _default_split(self) -> Split:
-        check_divides("in_features", self.in_features, self.axis)
-        return Split.even(self.in_features, self.axis.size)
-
-    def _hold(self, weight: Tensor, bias: Tensor | None, shared: dict[int, nn.Parameter] | None) -> None:
-        splits = {self._weight_dim(out=False): self.split}
-        self.register_shard("weight", weight, ShardSpec(weight.shape, splits), shared)
-        self.register_shard("bias", bias, ShardSpec((self.out_features,)), shared)
 
     def forward(self, x: Tensor) -> Any:
         x = resolved(x)
@@ -278,7 +258,7 @@ class Linear1D_Row(_ParallelLinear):
         return y
 
     def _part_of(self, x: Tensor) -> Tensor:
-        if self.split == self._default_split().over(self.axis.name):
+        if self.split == self._even_split().over(self.axis.name):
             return split_dim(x, self.axis, -1, self.split)
         return enter_block(x, self.axis).index_select(-1, self.split.indices(self.axis.rank).to(x.device))
 

@@ -9,7 +9,6 @@ values, which are computed once, then.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from operator import methodcaller
 from typing import Any, Self
@@ -17,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardformer.comm.conjugates import first_order_only
 from shardformer.mesh.axis import Axis
@@ -52,7 +51,7 @@ class PendingTensor(Tensor):
         cls, local: Tensor, shape: tuple[int, ...], axis: Axis | None, edges: Any, resolve: Map, to_local: Map
     ) -> Self:
         if local.requires_grad and torch.is_grad_enabled():
-            made: Self = _Made.apply(local, shape, to_local, cls)
+            made: Self = _Follows.apply(local, lambda: cls._wrapper(local, shape), to_local)
         else:
             made = cls._wrapper(local, shape)
         made.local, made.axis, made.edges = local, axis, edges
@@ -97,9 +96,9 @@ class PendingTensor(Tensor):
         if not (self.local.requires_grad and torch.is_grad_enabled()):
             return full
         if self._is_watched:  # then the gradient of the whole passes the wrapper
-            out: Tensor = _Resolved.apply(self, full, lambda grad: grad)
+            out: Tensor = _Follows.apply(self, lambda: full.view_as(full), lambda grad: grad)
         else:
-            out = _Resolved.apply(self.local, full, self._to_local)
+            out = _Follows.apply(self.local, lambda: full.view_as(full), self._to_local)
         return out
 
     @classmethod
@@ -117,7 +116,7 @@ class PendingTensor(Tensor):
             first._is_watched = True
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if first is not None and _writes(func, kwargs):  # what is written into stands for it from now on
+        if first is not None and writes(func, kwargs):  # what is written into stands for it from now on
             value = first.value()
             first._own = value.clone() if value._is_view() else value
         args, kwargs = tree_map_only(PendingTensor, methodcaller("value"), (args, dict(kwargs)))
@@ -136,29 +135,13 @@ class PendingTensor(Tensor):
         return f"{type(self).__name__}(over {self.axis}, shape={tuple(self.shape)})"
 
 
-class _Made(Function):
-    """The wrapper as a function of the local part."""
+class _Follows(Function):
+    """What ``make`` gives, the wrapper or the full values, as a function of the local part."""
 
     @staticmethod
-    def forward(
-        ctx: Any, local: Tensor, shape: tuple[int, ...], to_local: Map, kind: type[PendingTensor]
-    ) -> PendingTensor:
+    def forward(ctx: Any, local: Tensor, make: Callable[[], Tensor], to_local: Map) -> Tensor:
         ctx.to_local = to_local
-        return kind._wrapper(local, shape)
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.to_local(grad), None, None, None
-
-
-class _Resolved(Function):
-    """The full values as a function of the local part."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, full: Tensor, to_local: Map) -> Tensor:
-        ctx.to_local = to_local
-        return full.view_as(full)
+        return make()
 
     @staticmethod
     @first_order_only
@@ -168,28 +151,22 @@ class _Resolved(Function):
 
 def _is_same(func: Any, x: PendingTensor, args: tuple[Any, ...]) -> bool:
     """Whether what is asked for is x: a slice of everything, or a view of its own shape, as models take at the head."""
-    if func is Tensor.__getitem__:
-        return _takes_all(x, args[0])
-    if func not in (Tensor.view, Tensor.reshape) or any(isinstance(arg, torch.dtype) for arg in args):
+    if func not in (Tensor.__getitem__, Tensor.view, Tensor.reshape):
         return False
-    return torch.empty(x.shape, device="meta").reshape(*args).shape == x.shape
-
-
-def _takes_all(x: PendingTensor, key: Any) -> bool:
-    """Whether an index is slices alone, each of a whole dim."""
-    keys = key if isinstance(key, tuple) else (key,)
-    if any(not isinstance(k, slice) for k in keys if k is not Ellipsis) or keys.count(Ellipsis) > 1:
+    if any(isinstance(x, Tensor) for x in tree_leaves(args)):
         return False
-    at = keys.index(Ellipsis) if Ellipsis in keys else len(keys)
-    pairs = [*zip(keys[:at], x.shape, strict=False), *zip(reversed(keys[at + 1 :]), reversed(x.shape), strict=False)]
-    return all(k.indices(n) == (0, n, 1) for k, n in pairs)
+    whole = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    seen = func(whole, *args)
+    is_alike = (seen.shape, seen.stride(), seen.dtype) == (whole.shape, whole.stride(), whole.dtype)
+    return is_alike and seen.untyped_storage()._cdata == whole.untyped_storage()._cdata
 
 
-def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
+def writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether a function writes into its first argument: ``add_``, ``+=``, ``x[i] = y``, ``relu(x, inplace=True)``."""
     name = getattr(func, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and hasattr(operator, name))
-    return name == "__setitem__" or kwargs.get("inplace") is True or (in_place and name not in _READS)
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and hasattr(Tensor, name.replace("__i", "__", 1)))
+    return kwargs.get("inplace") is True or (name.endswith("_") and name != "requires_grad_")
 
 
 def resolved(output: Any) -> Any:
@@ -204,6 +181,5 @@ _METADATA = {
     *(Tensor.__len__, Tensor.__hash__, Tensor.element_size),
 }
 """What is known before the values are."""
-_READS = {"__invert__", "__index__", "requires_grad_"}
 _WATCHES = {Tensor.register_hook, Tensor.retain_grad}
 """What sees the gradient of the whole: from then on all that is computed goes through it."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardformer.comm.conjugates import enter_block, leave_block
 from shardformer.errors import ConfigError
-from shardformer.layers.norm import HALF, FusedLayerNorm, fused_norm
+from shardformer.layers.norm import FusedLayerNorm, fused_norm, rms_norm
 from shardformer.layers.tensor.parallel_module import GroupLike, ParallelModule
 from shardformer.layout.spec import ShardSpec
 from shardformer.layout.split import Split
@@ -81,23 +81,12 @@ class SplitNorm(ParallelModule):
         return normed[..., list(heads), :].flatten(-2)
 
     def _normalise(self, x: Tensor) -> Tensor:
-        exact = x.dtype == torch.float64 and self.kind in ("layer", "torch", "t5")
-        x32 = x if exact else x.to(torch.float32)
-        if self.kind == "layer":
-            x32 = x32 - self._mean(x32)
-        squares = x32.to(torch.float32) if self.kind == "t5" else x32
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        scaled = x32 * torch.rsqrt(self._mean(squares.square()) + eps)
         weight, bias = self._parameters["weight"], self._parameters.get("bias")
-        if self.kind == "llama":
-            scaled = scaled.to(x.dtype)
-        if self.kind == "t5" and weight is not None and weight.dtype in HALF:
-            scaled = scaled.to(weight.dtype)
-        if weight is not None:
-            scaled = scaled * (1.0 + weight.to(torch.float32) if self.kind == "gemma" else weight)
-        if bias is not None:
-            scaled = scaled + bias
-        return scaled if self.kind in ("llama", "t5") else scaled.to(x.dtype)
+        if self.kind != "layer":
+            return rms_norm(self.kind, x, weight, self.eps, self._mean)
+        x32 = x if x.dtype == torch.float64 else x.to(torch.float32)
+        y = rms_norm("torch", x32 - self._mean(x32), weight, self.eps, self._mean)
+        return (y if bias is None else y + bias).to(x.dtype)
 
     def _mean(self, x: Tensor) -> Tensor:
         """The mean over all W features, on every rank; in the backward each rank brings its part of its gradient."""

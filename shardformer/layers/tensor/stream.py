@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -210,6 +210,17 @@ def with_first_tensor(
     """The arguments of a module with its hidden states changed: the first tensor that it is given."""
     if args and isinstance(args[0], Tensor):
         return (change(args[0]), *args[1:]), kwargs
+    name = _name_of_first_tensor(kwargs)
+    return args, {**kwargs, name: change(kwargs[name])}
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """The hidden states among the arguments of a module."""
+    first: Tensor = args[0] if args and isinstance(args[0], Tensor) else kwargs[_name_of_first_tensor(kwargs)]
+    return first
+
+
+def _name_of_first_tensor(kwargs: Mapping[str, Any]) -> str:
     tensors = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     if not tensors:
         raise InputError(
@@ -217,8 +228,7 @@ def with_first_tensor(
             rule="The first tensor that a layer of a sharded model is given are its hidden states",
             remedy="Call it with them, as the model itself does",
         )
-    name = "hidden_states" if "hidden_states" in tensors else tensors[0]
-    return args, {**kwargs, name: change(kwargs[name])}
+    return "hidden_states" if "hidden_states" in tensors else tensors[0]
 
 
 def with_first_output(output: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -34,6 +34,12 @@ def add_by_method(x: Tensor, y: Tensor) -> Tensor:
     return x
 
 
+def divide_in_place(x: Tensor, y: Tensor) -> Tensor:
+    same = x
+    x /= y
+    return same
+
+
 def set_a_part(x: Tensor, y: Tensor) -> Tensor:
     x[:, 1] = y[:, 0]
     return x
@@ -49,7 +55,9 @@ def twice(x: Tensor, y: Tensor) -> Tensor:
     return first + x + x.view(-1, 3).flatten()[:12].view(4, 3)
 
 
-USES: list[Callable[[Tensor, Tensor], Tensor]] = [add_in_place, add_by_method, set_a_part, relu_in_place, twice]
+USES: list[Callable[[Tensor, Tensor], Tensor]] = [
+    add_in_place, add_by_method, divide_in_place, set_a_part, relu_in_place, twice,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("use", USES)
