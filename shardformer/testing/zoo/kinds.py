@@ -65,11 +65,14 @@ def _part_of_heads(number: Number, found: Sequence[Number], kinds: Mapping[Path,
     inside = {s: k for s, k in number.times().items() if s.depth and s.place in (Place.VECTOR, Place.MATRIX)}
     hidden = {n.value for n in found if kinds.get(n.path) is Kind.HIDDEN}
     heads = {n.value for n in found if kinds.get(n.path) is Kind.HEADS and n.path[:-1] == number.path[:-1]}
-    if len({*inside.values()}) <= 2 and any(
-        k == 1 or (k > MOST_FUSED and k not in hidden and not any(k % h == 0 for h in heads)) for k in inside.values()
-    ):
+    alone = any(times == 1 and spot.dim == 0 for spot, times in inside.items())
+    shared = any(
+        times > MOST_FUSED and times not in hidden and not any(h % times == 0 for h in heads)
+        for times in inside.values()
+    )
+    if len({*inside.values()}) <= 2 and (alone or shared):
         return Kind.HEADS
-    if not inside and number.value not in heads and any(s.place is Place.MATRIX and s.depth for s in number.moved):
+    if not inside and number.adds() and (number.value not in heads or 1 in number.adds()):
         return Kind.HEAD_DIM
     return None
 

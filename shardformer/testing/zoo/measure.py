@@ -71,6 +71,11 @@ class Number:
             if isinstance(old, int) and new * self.value == old * self.other
         }
 
+    def adds(self) -> list[Fraction]:
+        """What one more adds to the dims of matrices inside of layers."""
+        inside = (pair for spot, pair in self.moved.items() if spot.depth and spot.place is Place.MATRIX)
+        return [Fraction(int(new - old), self.other - self.value) for old, new in inside]
+
     def shrinks(self) -> bool:
         """Whether a tensor gets smaller as it grows: it divides something else."""
         return any((new - old) * (self.other - self.value) < 0 for _, (old, new) in self._tensors())
@@ -89,12 +94,11 @@ class Number:
 
     def divides(self) -> bool:
         """Whether there is a number, inside of a layer, that falls as it rises: heads that share a width."""
-        fallen = [
-            spot.depth > 0 and isinstance(old, int) and new * self.other == old * self.value
-            for spot, (old, new) in self.moved.items()
-            if (new - old) * (self.other - self.value) < 0 and (old > 1 and isinstance(old, int))
-        ]
-        return bool(fallen) and all(fallen)
+        ratio = Fraction(self.value, self.other)
+        if any(new == old * ratio**2 != old for old, new in self.moved.values() if isinstance(old, int)):
+            return False  # patches of an image
+        inside = (pair for spot, pair in self.moved.items() if spot.depth)
+        return any(isinstance(old, int) and old > 1 and new == old * ratio for old, new in inside)
 
     def scales(self) -> bool:
         """Whether it shows in a factor or divisor of the attention's scores: the features of a head."""

@@ -18,7 +18,7 @@ from torch import nn
 
 from shardformer.errors import PolicyError
 from shardformer.testing.zoo.kinds import Kind, kinds_of, turned
-from shardformer.testing.zoo.layers import LAYERS, STAGES, fewer_layers, kinds_needed, small_images
+from shardformer.testing.zoo.layers import LAYERS, MOST_LAYERS, STAGES, fewer_layers, kinds_needed, small_images
 from shardformer.testing.zoo.measure import (
     Number,
     Path,
@@ -65,11 +65,12 @@ each of four partitions."""
 
 MANY_WORDS = 2**14
 """For classes that name a token by a number of their own, once nothing else has helped."""
-NAMED: Mapping[str, int] = {
-    "mm_tokens_per_image": 4,  # a square, and no more than a small image has patches
-    "attention_window": 8,  # a batch is padded to a multiple of it
+NAMED: Mapping[str, Mapping[str, int]] = {
+    "mm_tokens_per_image": {"mm_tokens_per_image": 4},  # a square, and no more than a small image has patches
+    "attention_window": {"attention_window": 8},  # a batch is padded to a multiple of it
+    "num_random_blocks": {"num_random_blocks": 1, "block_size": 1},  # a short batch is attended to without blocks
 }
-"""Fields that show in no size of a model, and why they have to be small."""
+"""Field -> numbers that a config with it gets: they show in no size of a model, and a short batch needs them small."""
 
 
 class Shrinker:
@@ -91,7 +92,8 @@ class Shrinker:
         the config's class derive again from the small fields what it derived from the large ones.
         """
         sizes = replace(EVEN if even else ODD, words=MANY_WORDS if anew else ODD.words)
-        named = {path: NAMED[path[-1]] for path, _ in entries(self.model.config) if path[-1] in NAMED}
+        has = [path for path, _ in entries(self.model.config) if path[-1] in NAMED]
+        named = {(*path[:-1], name): n for path in has for name, n in NAMED[path[-1]].items()}
         small = changed(self._with_layers(layers, 0 if layers else 1 + anew), small_numbers(self.found, sizes) | named)
         for path, value in numbers(small):
             if path[-1].endswith(("token_id", "token_index")) and value >= sizes.words:
@@ -107,8 +109,10 @@ class Shrinker:
 
 
 def shrunk(config: Any, **how: Any) -> Any:
-    """A small config for the class that ``config`` names: see ``Shrinker.config``."""
-    return Shrinker(model_of(config)).config(**how)
+    """A small config for the class that ``config`` names, with layers of each kind: see ``Shrinker.config``."""
+    model = model_of(config)
+    needed = kinds_needed(model)
+    return Shrinker(model).config(**{"layers": needed if LAYERS < needed <= MOST_LAYERS else 0, **how})
 
 
 def model_of(config: Any) -> nn.Module:
@@ -217,7 +221,7 @@ def _shares(
     """Numbers that are a head's share of a width: with the heads beside them they make up what the hidden size sets."""
     widths = {
         (number.path[:-1], int(times * number.value)): int(times * small[number.path])
-        for number in of[Kind.HIDDEN] for spot, times in number.times().items() if spot.depth
+        for number in of[Kind.HIDDEN] for spot, times in number.times().items() if spot.depth and times.denominator == 1
     }  # fmt: skip
     for number in found:
         for heads in beside(number, of[Kind.HEADS]):

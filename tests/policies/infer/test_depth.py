@@ -46,7 +46,7 @@ REFUSED = {
 
 def truth_of(family: str, name: str) -> Reference:
     torch.manual_seed(0)
-    twin = twin_of(getattr(transformers, name)(shrunk(transformers.AutoConfig.for_model(family))))
+    twin = twin_of(getattr(transformers, name)(shrunk(transformers.AutoConfig.for_model(family, architectures=[name]))))
     return Reference.of(twin.model, twin.run)
 
 

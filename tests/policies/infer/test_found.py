@@ -36,8 +36,9 @@ EVEN = ("codegen",)
 
 def drawn(family: str) -> nn.Module:
     """A small model none of whose parameters is zero: a bias that is added twice shows."""
-    config = shrunk(transformers.AutoConfig.for_model(family, **SMALLER.get(family, {})), even=family in EVEN)
-    model: nn.Module = getattr(transformers, FOUND[family][0])(config).double().eval()
+    name = FOUND[family][0]
+    given = transformers.AutoConfig.for_model(family, architectures=[name], **SMALLER.get(family, {}))
+    model: nn.Module = getattr(transformers, name)(shrunk(given, even=family in EVEN)).double().eval()
     generator = torch.Generator().manual_seed(0)
     for param in model.parameters():
         param.data += 0.1 * torch.randn(param.shape, generator=generator, dtype=param.dtype)

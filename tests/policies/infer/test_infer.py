@@ -55,7 +55,7 @@ UNDESCRIBED = {
     "bloom": ("BloomForCausalLM", 1.0),
     "convbert": ("ConvBertForMaskedLM", 0.47),  # its attention is half convolution
     "deepseek_v3": ("DeepseekV3ForCausalLM", 0.88),  # low-rank projections are read whole
-    "afmoe": ("AfmoeForCausalLM", 1.0),  # some layers have experts, the others an MLP at the same place
+    "afmoe": ("AfmoeForCausalLM", 0.98),  # some layers have experts, the others an MLP at the same place
     "gemma3_text": ("Gemma3ForCausalLM", 1.0),
 }
 
@@ -64,7 +64,7 @@ NO_SEQUENCE = ("afmoe", "albert", "convbert", "deepseek_v3")
 
 
 def small(family: str) -> nn.Module:
-    config = shrunk(transformers.AutoConfig.for_model(family))
+    config = shrunk(transformers.AutoConfig.for_model(family, architectures=[UNDESCRIBED[family][0]]))
     torch.manual_seed(0)
     model: nn.Module = getattr(transformers, UNDESCRIBED[family][0])(config)
     return model
