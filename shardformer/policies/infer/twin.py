@@ -17,10 +17,7 @@ from shardformer.layers.dropout import silence_dropout
 from shardformer.policies.infer.prove import Reference, loss_of
 from shardformer.testing.zoo.inputs import Forward, batches_for, labelled, runner
 from shardformer.testing.zoo.layers import LAYERS, MOST_LAYERS, kinds_needed, kinds_of_layers
-from shardformer.testing.zoo.shrink import Shrinker
-
-SMALL_NUMEL = 20_000_000
-"""A model up to this size is its own twin where its config cannot be shrunk."""
+from shardformer.testing.zoo.shrink import SMALL_NUMEL, Shrinker
 
 
 @dataclass(frozen=True)
@@ -74,8 +71,7 @@ def _shrunk_twins(model: nn.Module) -> Iterator[Callable[[], nn.Module]]:
 
 def _shrunk_twin(shrinker: Shrinker, **how: Any) -> nn.Module:
     small = shrinker.config(**how)
-    numel = sum(p.numel() for p in shrinker.make(copy.deepcopy(small)).parameters())
-    if numel > SMALL_NUMEL:
+    if (numel := shrinker.numel(small)) > SMALL_NUMEL:
         raise ValueError(f"with its config shrunk it still has {numel:,} parameters")
     return type(shrinker.model)(small)
 

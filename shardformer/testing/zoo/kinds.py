@@ -10,6 +10,7 @@ from itertools import combinations
 from shardformer.testing.zoo.measure import Number, Path, Place
 
 HALF = Fraction(1, 2)  # of a width that counts gate and up together
+SIZES = (Place.MATRIX, Place.VECTOR, Place.CHANNEL)
 LEAST_WIDTH = 8
 """Below it are channels of an image, codes of a sound, speakers."""
 MOST_FUSED = 4
@@ -62,6 +63,8 @@ def kinds_of(found: Sequence[Number]) -> dict[Path, Kind]:
 
 def _part_of_heads(number: Number, found: Sequence[Number], kinds: Mapping[Path, Kind]) -> Kind | None:
     """Of one that no other measurement tells: whether it counts heads of a width that they divide, or a part of one."""
+    if any(spot.place is Place.CHANNEL for spot in number.moved):
+        return None
     inside = {s: k for s, k in number.times().items() if s.depth and s.place in (Place.VECTOR, Place.MATRIX)}
     hidden = {n.value for n in found if kinds.get(n.path) is Kind.HIDDEN}
     heads = {n.value for n in found if kinds.get(n.path) is Kind.HEADS and n.path[:-1] == number.path[:-1]}
@@ -112,7 +115,7 @@ def _kind(number: Number) -> Kind | None:
     """What it counts, as far as it tells by itself."""
     units = number.sizes()
     inside = any(spot.place is Place.MATRIX and spot.depth for spot in units)
-    outside = any(spot.place in (Place.MATRIX, Place.VECTOR) and not spot.depth for spot in units)
+    outside = any(spot.place in SIZES and not spot.depth for spot in units)
     if any(spot.place is Place.LAYERS and spot.depth for spot in units):
         return Kind.EXPERTS if inside else Kind.LAYERS
     if any(spot.place is Place.ROWS for spot in number.moved):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
 
-from shardformer.testing.zoo.measure import inner, lists, numbers
+from shardformer.testing.zoo.measure import changed, inner, lists, numbers
 
 LAYERS, MOST_LAYERS = 2, 8
 STAGES = {"image_size": 64, "window_size": 2}
@@ -50,26 +49,30 @@ def fewer_layers(config: Any, model: nn.Module, make: Callable[[Any], nn.Module]
     Which of its fields count layers is tried: with fewer, a list of the model is shorter.
     """
     lengths = _lengths(model)
-    counts = [(path, n) for path, n in numbers(config) if n in lengths.values()]
-    for path, few in (
-        *((path, partial(_cut_layers, field=path[-1], count=n, first=first, each=each)) for path, n in counts),
-        *((path, partial(_cut_stages, field=path[-1])) for path, values in lists(config) if max(values) > LAYERS + 1),
-    ):
-        candidate = copy.deepcopy(config)
-        few(inner(candidate, path[:-1]))
+
+    def shorter(candidate: Any) -> dict[str, int]:
+        """The lengths of the lists, where one of them is shorter with this config."""
         try:
-            now = _lengths(make(candidate))
+            now = _lengths(make(copy.deepcopy(candidate)))
         except Exception:  # it is something else
-            continue
-        if any(now.get(name, length) < length for name, length in lengths.items()):
-            config, lengths = candidate, now
+            return {}
+        return now if any(now.get(name, length) < length for name, length in lengths.items()) else {}
+
+    for path, count in numbers(config):
+        if count in lengths.values():
+            few, stages_alone = copy.deepcopy(config), copy.deepcopy(config)
+            for candidate in (few, stages_alone):
+                _cut_layers(inner(candidate, path[:-1]), path[-1], count, first, each)
+            setattr(inner(stages_alone, path[:-1]), path[-1], count)
+            if (now := shorter(few)) and not shorter(stages_alone):  # else lists with a number for each stage do it
+                config, lengths = few, now
+    for path, values in lists(config):
+        for most in range(LAYERS, min(max(values), LAYERS + 2)):  # one class asks for as many as it has stages
+            few = changed(config, {path: [min(n, most) for n in values]})
+            if now := shorter(few):
+                config, lengths = few, now
+                break
     return config
-
-
-def _cut_stages(config: Any, field: str) -> None:
-    """Cuts how many layers each stage has."""
-    values = vars(config)[field]
-    setattr(config, field, type(values)(min(n, LAYERS + 1) for n in values))
 
 
 def small_images(config: Any) -> None:

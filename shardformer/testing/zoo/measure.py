@@ -26,7 +26,8 @@ class Place(Enum):
     LAYERS = auto()  # the length of a list of modules
     ROWS = auto()  # of an embedding
     STACK = auto()  # the first dim of weights that are stacked
-    MATRIX = auto()  # a dim of a matrix, or another of stacked weights, or channels of a convolution
+    MATRIX = auto()  # a dim of a matrix, or another of stacked weights
+    CHANNEL = auto()  # of a convolution
     VECTOR = auto()
     BUFFER = auto()
     ATTRIBUTE = auto()
@@ -198,7 +199,7 @@ def _place(module: nn.Module, name: str, tensor: Any, dim: int) -> Place | None:
     if tensor.dim() == 2:
         return Place.MATRIX
     if hasattr(module, "kernel_size"):
-        return Place.MATRIX if dim < 2 else None
+        return Place.CHANNEL if dim < 2 else None
     return Place.STACK if dim == 0 else Place.MATRIX
 
 

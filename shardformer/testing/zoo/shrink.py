@@ -49,7 +49,7 @@ class Sizes:
     widths: Sequence[int] = (70, 20, 16, 14, 10)
     words: int = 127
     positions: int = 64
-    channels: int = 4
+    fewer_channels: int = 1  # by how many they are divided
     experts: int = 16
 
     @property
@@ -73,6 +73,12 @@ NAMED: Mapping[str, Mapping[str, int]] = {
 """Field -> numbers that a config with it gets: they show in no size of a model, and a short batch needs them small."""
 
 
+SMALL_NUMEL = 20_000_000
+"""Of parameters; a model up to this size is its own twin where its config cannot be shrunk."""
+FEWER_CHANNELS = 4
+"""By how many those of the first convolution are divided, where a model is large with as many as it has."""
+
+
 class Shrinker:
     """Small configs for models of the class of ``model``: what its numbers count is measured once for all of them."""
 
@@ -84,6 +90,12 @@ class Shrinker:
     def _with_layers(self, first: int, each: int) -> Any:
         return fewer_layers(copy.deepcopy(self.model.config), self.model, self.make, first, each)
 
+    def numel(self, config: Any) -> int:
+        try:
+            return sum(p.numel() for p in self.make(copy.deepcopy(config)).parameters())
+        except Exception:  # whoever builds it says why
+            return 0
+
     def config(self, *, even: bool = False, layers: int = 0, anew: bool = False) -> Any:
         """A config with few layers and small numbers, which keeps the relations of the head counts.
 
@@ -94,7 +106,10 @@ class Shrinker:
         sizes = replace(EVEN if even else ODD, words=MANY_WORDS if anew else ODD.words)
         has = [path for path, _ in entries(self.model.config) if path[-1] in NAMED]
         named = {(*path[:-1], name): n for path in has for name, n in NAMED[path[-1]].items()}
-        small = changed(self._with_layers(layers, 0 if layers else 1 + anew), small_numbers(self.found, sizes) | named)
+        few = self._with_layers(layers, 0 if layers else 1 + anew)
+        small = changed(few, small_numbers(self.found, sizes) | named)
+        if self.numel(small) > SMALL_NUMEL:
+            small = changed(few, small_numbers(self.found, replace(sizes, fewer_channels=FEWER_CHANNELS)) | named)
         for path, value in numbers(small):
             if path[-1].endswith(("token_id", "token_index")) and value >= sizes.words:
                 new = 3 if path[-1].startswith(("bos", "eos", "pad", "decoder")) else sizes.words - 1
@@ -180,7 +195,7 @@ def small_numbers(found: Sequence[Number], sizes: Sizes) -> dict[Path, int]:
     for number in of[Kind.ROWS]:
         small[number.path] = min(number.value, sizes.words if number.value in words else sizes.positions)
     small |= {n.path: min(n.value, sizes.positions) for n in of[Kind.POSITIONS]}
-    small |= {n.path: min(n.value, sizes.channels) for n in of[Kind.CHANNELS]}
+    small |= {n.path: max(1, n.value // sizes.fewer_channels) for n in of[Kind.CHANNELS]}
     small |= {n.path: min(n.value, sizes.experts) for n in of[Kind.EXPERTS]}
     small |= {n.path: min(n.value, LAYERS) for n in of[Kind.LAYERS]}
     widths = []
