@@ -77,15 +77,20 @@ def head_counts(
 
 
 def _said(config: Any, module: nn.Module) -> dict[str, int]:
-    """Names of numbers that could count heads: in the config, in the configs inside it, and of the module's own."""
+    """Numbers that could count heads: in the config, in the configs inside it, and of the module's own.
+
+    Those are tried that are called heads; of a config that calls nothing so, all.
+    """
     places = {"": config, ".config.": getattr(module, "config", None), ".": module}
     inner = {f"{n}.": c for n, c in _fields(config).items() if hasattr(c, "model_type")}
-    return {
+    every = {
         f"{prefix}{name}": value
         for prefix, place in {**places, **inner}.items()
         for name, value in _fields(place).items()
-        if type(value) is int and "head" in name and not name.endswith(("dim", "size"))
+        if type(value) is int
     }
+    called = {n: v for n, v in every.items() if "head" in n.split(".")[-1] and not n.endswith(("dim", "size"))}
+    return called or every
 
 
 def _field(config: Any, name: str) -> Any:

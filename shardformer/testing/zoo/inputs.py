@@ -63,7 +63,7 @@ def labelled(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Mapping[
 def _inputs(model: nn.Module, names: set[str]) -> Iterator[tuple[str, Tensor]]:
     config: Any = getattr(model, "config", None)
     generator = torch.Generator().manual_seed(0)
-    vocab = _field(config, "vocab_size", "text_config", "decoder", "encoder")
+    vocab = _field(config, "vocab_size", "text_config", "decoder", "encoder") or _words(model)
 
     def tokens(length: int) -> Tensor:
         return torch.randint(5, max(6, (vocab or 0) - 8), (BATCH, length), generator=generator)
@@ -95,6 +95,15 @@ def _inputs(model: nn.Module, names: set[str]) -> Iterator[tuple[str, Tensor]]:
         yield "input_values", torch.randn(*shape, generator=generator)
     if "decoder_input_ids" in names and vocab:
         yield "decoder_input_ids", tokens(TARGET_LENGTH)
+
+
+def _words(model: nn.Module) -> int:
+    """The rows of the embedding of tokens; 0 where there is none."""
+    try:
+        table: Any = model.get_input_embeddings()  # type: ignore[operator]  # a method of transformers' models
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return 0
+    return table.num_embeddings if isinstance(table, nn.Embedding) else 0
 
 
 def _field(config: Any, name: str, *parts: str) -> Any:

@@ -1,0 +1,120 @@
+"""Small configs: what a number counts is measured, so a model type that nobody has seen needs no name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+from shardformer.policies.infer.infer import infer
+from shardformer.policies.roles import MLP, Attention
+from shardformer.testing.zoo.kinds import Kind, kinds_of
+from shardformer.testing.zoo.shrink import ODD, Shrinker, model_of
+
+
+class OddConfig(transformers.PreTrainedConfig):
+    """Of a language model whose sizes have names of their own."""
+
+    model_type = "odd"
+
+    def __init__(self, **fields: Any) -> None:
+        self.span, self.voices, self.echoes, self.reach = 1024, 16, 4, 64
+        self.meadow, self.storeys, self.lexicon = 2816, 24, 32_000
+        super().__init__(**fields)
+
+
+class Listening(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.reach, self.shared = config.reach, config.voices // config.echoes
+        self.ask = nn.Linear(config.span, config.voices * config.reach)
+        self.offer, self.tell = (nn.Linear(config.span, config.echoes * config.reach) for _ in range(2))
+        self.close = nn.Linear(config.voices * config.reach, config.span)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, self.reach)).transpose(1, 2) for f in (self.ask, self.offer, self.tell))
+        k, v = (y.repeat_interleave(self.shared, dim=1) for y in (k, v))
+        heard = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.close(heard.transpose(1, 2).flatten(2))
+        return out
+
+
+class Storey(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.calm, self.still = nn.LayerNorm(config.span), nn.LayerNorm(config.span)
+        self.listening = Listening(config)
+        self.spread, self.gather = nn.Linear(config.span, config.meadow), nn.Linear(config.meadow, config.span)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.listening(self.calm(x))
+        return x + self.gather(F.gelu(self.spread(self.still(x))))
+
+
+class OddModel(nn.Module):
+    def __init__(self, config: OddConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.words = nn.Embedding(config.lexicon, config.span)
+        self.storeys = nn.ModuleList(Storey(config) for _ in range(config.storeys))
+        self.said = nn.Linear(config.span, config.lexicon, bias=False)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.words
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.words(input_ids)
+        for storey in self.storeys:
+            x = storey(x)
+        logits: Tensor = self.said(x)
+        return logits
+
+
+@pytest.fixture(scope="module")
+def odd() -> nn.Module:
+    with torch.device("meta"):
+        return OddModel(OddConfig())
+
+
+def test_what_the_numbers_of_an_unheard_of_config_count_is_measured(odd: nn.Module) -> None:
+    small = Shrinker(odd).config()
+    assert (small.span, small.voices, small.echoes, small.reach) == (ODD.hidden, ODD.heads, ODD.fewer, ODD.head_dim)
+    assert (small.meadow, small.storeys, small.lexicon) == (ODD.widths[0], 2, ODD.words)
+
+
+def test_a_model_of_unheard_of_names_is_found(odd: nn.Module) -> None:
+    policy: Any = infer(odd)
+    attention, mlp = policy.stack.blocks
+    assert isinstance(attention, Attention) and isinstance(mlp, MLP)
+    assert policy.stack.layers == "storeys" and policy.against_pipeline is None
+    assert {attention.projections.q, attention.projections.out} == {"ask", "close"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "expected"),
+    [
+        ("mistral", "MistralForCausalLM", {"num_attention_heads": Kind.HEADS, "num_key_value_heads": Kind.HEADS}),
+        ("bert", "BertForMaskedLM", {"num_attention_heads": Kind.HEADS, "intermediate_size": Kind.WIDTH}),
+        ("t5", "T5ForConditionalGeneration", {"d_kv": Kind.HEAD_DIM, "num_heads": Kind.HEADS, "d_ff": Kind.WIDTH}),
+        ("falcon", "FalconForCausalLM", {"num_attention_heads": Kind.HEADS, "hidden_size": Kind.HIDDEN}),
+        ("mixtral", "MixtralForCausalLM", {"num_local_experts": Kind.EXPERTS, "intermediate_size": Kind.WIDTH}),
+        ("recurrent_gemma", "RecurrentGemmaForCausalLM", {"num_attention_heads": Kind.HEADS}),  # blocks of a diagonal
+        ("deepseek_v3", "DeepseekV3ForCausalLM", {"qk_nope_head_dim": Kind.HEAD_DIM, "kv_lora_rank": Kind.WIDTH}),
+        ("vit", "ViTForImageClassification", {"patch_size": None, "num_channels": None, "hidden_size": Kind.HIDDEN}),
+    ],
+)
+def test_numbers_of_families_count_what_they_are_called(
+    model_type: str, name: str, expected: dict[str, Kind | None]
+) -> None:
+    model = model_of(transformers.AutoConfig.for_model(model_type, architectures=[name]))
+    kinds = kinds_of(Shrinker(model).found)
+    assert {field: kinds.get((field,)) for field in expected} == expected
+
+
+def test_a_config_keeps_its_own_fields(odd: nn.Module) -> None:
+    Shrinker(odd).config()
+    assert vars(odd.config)["span"] == 1024
