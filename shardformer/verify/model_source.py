@@ -1,6 +1,6 @@
 """What a user may write for MODEL: a family, a folder, a config.json, a name on the Hugging Face hub, or a function.
 
-bert                    a small random model of that family
+bert                    a small random model of that family, or of any model type of transformers
 ./my-bert               a folder that save_pretrained wrote: its weights
 ./my-bert/config.json   a config: random weights
 bert-base-uncased       a name on the hub
@@ -19,8 +19,6 @@ from inspect import Parameter, signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 from torch import Tensor, nn
 
@@ -28,9 +26,10 @@ from shardformer.errors import ConfigError, nearest
 from shardformer.policies.policy import Policy
 from shardformer.testing.zoo import FAMILY_OF, HEADS, MAIN, NEEDS, SMALL, Batches, Sample, sample_loss, sees_alone
 from shardformer.testing.zoo.depth import depth_of
+from shardformer.verify.any_type import SmallOf, main_classes
+from shardformer.verify.hub import hub, hub_answers
 
 FORMS = "MODEL is a family, a folder, a config.json, a name on the Hugging Face hub, or module:function"
-HUB_TIMEOUT_S = 5.0
 _GIVEN = ("model_fn", "batch_fn", "loss_fn", "policy", "loss_weight")
 
 
@@ -123,6 +122,9 @@ class ModelSource:
 
     def with_head(self, head: str) -> ModelSource:
         """The same model under another head. Raises ConfigError for a head that the family does not have."""
+        if isinstance(self.model_fn, SmallOf):
+            _check_class(head, self.title)
+            return _of_type(self.model_type, head)
         if not isinstance(self.model_fn, Sample | Pretrained):
             raise ConfigError(
                 f"head={head!r} for {self.title}",
@@ -196,6 +198,8 @@ def find_model(name: str, *, dropout: bool = True) -> ModelSource:
     if name in SMALL:
         sample = Sample(name)
         return ModelSource(f"the small random {name}", sample, sample.head_class, sample.config())
+    if name in main_classes():
+        return _of_type(name)
     path = Path(name).expanduser()
     if path.exists():
         return _from_pretrained(name, Pretrained(str(path), "", path.is_file(), dropout))
@@ -205,7 +209,7 @@ def find_model(name: str, *, dropout: bool = True) -> ModelSource:
         raise ConfigError(
             f"There is no folder or file {name!r} in {str(Path.cwd())!r}", rule=FORMS, remedy="Correct the path"
         )
-    return _from_pretrained(name, Pretrained(name, "", dropout=dropout, local=not _hub_answers()))
+    return _from_pretrained(name, Pretrained(name, "", dropout=dropout, local=not hub_answers()))
 
 
 def find_policy(name: str) -> type[Policy]:
@@ -243,7 +247,7 @@ def read_config(where: str, local: bool = True) -> Any:
         said = _first_line(error)
         raise ConfigError(
             f"There is no model {where!r}: no family has that name, nor has a folder or file in {str(Path.cwd())!r}, "
-            + (f"it was not fetched before, and {_hub()} cannot be reached" if local else f"and {_hub()} says: {said}"),
+            + (f"it was not fetched before, and {hub()} cannot be reached" if local else f"and {hub()} says: {said}"),
             rule=f"{FORMS}; the families are {', '.join(SMALL)}",
             remedy=f"{_did_you_mean(where)}Correct the name. For a machine without network, fetch the model on another "
             f"with `hf download {where} --local-dir DIR` and give DIR",
@@ -255,6 +259,11 @@ def first_token(tokens: int | list[int] | None, default: int) -> int:
     if isinstance(tokens, list):
         return tokens[0] if tokens else default
     return default if tokens is None else tokens
+
+
+def _of_type(model_type: str, head: str = "") -> ModelSource:
+    small = SmallOf(model_type, head)
+    return ModelSource(f"the small random {model_type}", small, small.head_class, small.config(), small.own())
 
 
 def _from_pretrained(title: str, found: Pretrained) -> ModelSource:
@@ -270,27 +279,6 @@ def _vocab_size(config: Any) -> int | None:
     parts = [config, getattr(config, "text_config", None), getattr(config, "qformer_config", None)]
     sizes = [getattr(part, "vocab_size", None) for part in parts]
     return min((size for size in sizes if isinstance(size, int)), default=None)
-
-
-def _hub() -> str:
-    from huggingface_hub import constants
-
-    return str(constants.ENDPOINT)
-
-
-def _hub_answers() -> bool:
-    """Whether the hub can be reached: asked once, where its own client would try each file for half a minute."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        with urlopen(Request(_hub(), method="HEAD"), timeout=HUB_TIMEOUT_S):
-            return True
-    except HTTPError:
-        return True  # an answer, if not a friendly one
-    except OSError:
-        return False
 
 
 def _check_class(head: str, title: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -122,7 +123,7 @@ def test_a_model_of_ones_own_with_a_policy_of_its_own() -> None:
 
 
 def test_a_policy_that_is_found_fits_a_model_without_values() -> None:
-    lazy = []
+    plain, lazy = stable_lm(), []
     for _ in range(2):
         with LazyInit():
             lazy.append(stable_lm())
@@ -132,15 +133,20 @@ def test_a_policy_that_is_found_fits_a_model_without_values() -> None:
         assert "inferred" in str(describe(model))
         assert_parts_of(model, plain, context.tensor.rank)
 
-    plain = stable_lm()
     run_as_threads(shard, tensor=2)
 
 
 def stable_lm() -> nn.Module:
     """A small model of a family that is not registered."""
     torch.manual_seed(0)
-    model: nn.Module = transformers.StableLmForCausalLM(shrunk(transformers.StableLmConfig()))
+    model: nn.Module = transformers.StableLmForCausalLM(stable_config())
     return model
+
+
+@cache
+def stable_config() -> Any:
+    """Made once, with models of its own, and outside of a lazy initialization."""
+    return shrunk(transformers.StableLmConfig(architectures=["StableLmForCausalLM"]))
 
 
 def test_a_model_that_nothing_is_known_of_asks_for_a_policy_as_it_does_with_values() -> None:

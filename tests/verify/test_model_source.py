@@ -12,8 +12,8 @@ from torch import nn
 
 from shardformer.errors import ConfigError
 from shardformer.testing.zoo import HEADS, MAIN, Batches, Sample
-from shardformer.verify import model_source
-from shardformer.verify.model_source import Pretrained, find_model
+from shardformer.verify import hub
+from shardformer.verify.model_source import ModelSource, Pretrained, find_model
 
 USER_MODULE = """
 from shardformer.testing.zoo import Batches, Sample
@@ -168,12 +168,12 @@ def test_the_hub_is_not_asked_where_that_is_forbidden(monkeypatch: pytest.Monkey
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the network was used")
 
-    monkeypatch.setattr(model_source, "urlopen", refuse)
-    assert not model_source._hub_answers()  # the tests run with HF_HUB_OFFLINE=1
+    monkeypatch.setattr(hub, "urlopen", refuse)
+    assert not hub.hub_answers()  # the tests run with HF_HUB_OFFLINE=1
 
 
 def test_what_cannot_be_fed_is_refused() -> None:
-    vision = model_source.ModelSource("my ViT", nn.Identity, "ViTForImageClassification", config=object())
+    vision = ModelSource("my ViT", nn.Identity, "ViTForImageClassification", config=object())
     with pytest.raises(ConfigError, match=r"has no vocab_size.*\(model_fn, batch_fn\)"):
         vision.batches()
     with pytest.raises(ConfigError, match=r"sequence=65.*64 positions"):
@@ -184,9 +184,9 @@ def test_a_head_of_another_family_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"bert has no head 'GPT2Model'.*BertModel.*Did you mean 'BertModel'"):
         find_model("bert").with_head("GPT2Model")
     with pytest.raises(ConfigError, match=r"function gives the whole model"):
-        model_source.ModelSource("mine", nn.Identity, "").with_head("BertModel")
+        ModelSource("mine", nn.Identity, "").with_head("BertModel")
     with pytest.raises(ConfigError, match="are not known"):
-        _ = model_source.ModelSource("mine", nn.Identity, "").heads
+        _ = ModelSource("mine", nn.Identity, "").heads
 
 
 def test_a_pretrained_model_is_a_value() -> None:

@@ -10,7 +10,7 @@ from itertools import combinations
 from shardformer.testing.zoo.measure import Number, Path, Place
 
 HALF = Fraction(1, 2)  # of a width that counts gate and up together
-SIZES = (Place.MATRIX, Place.VECTOR, Place.CHANNEL)
+SIZES = (Place.MATRIX, Place.VECTOR, Place.CHANNEL, Place.EMBEDDED)
 LEAST_WIDTH = 8
 """Below it are channels of an image, codes of a sound, speakers."""
 MOST_FUSED = 4
@@ -65,7 +65,7 @@ def _part_of_heads(number: Number, found: Sequence[Number], kinds: Mapping[Path,
     """Of one that no other measurement tells: whether it counts heads of a width that they divide, or a part of one."""
     if any(spot.place is Place.CHANNEL for spot in number.moved):
         return None
-    inside = {s: k for s, k in number.times().items() if s.depth and s.place in (Place.VECTOR, Place.MATRIX)}
+    inside = {s: k for s, k in number.times.items() if s.depth and s.place in (Place.VECTOR, Place.MATRIX)}
     hidden = {n.value for n in found if kinds.get(n.path) is Kind.HIDDEN}
     heads = {n.value for n in found if kinds.get(n.path) is Kind.HEADS and n.path[:-1] == number.path[:-1]}
     alone = any(times == 1 and spot.dim == 0 for spot, times in inside.items())
@@ -102,7 +102,7 @@ def _matrices(number: Number) -> set[str]:
 
 def _multiply(number: Number, other: Number) -> bool:
     """Whether something has as many of the one as the product of both."""
-    ours, theirs = number.times(), other.times()
+    ours, theirs = number.times, other.times
     shared = (spot for spot in ours.keys() & theirs.keys() if spot.depth)
     return any(ours[s] % other.value == 0 and theirs[s] % number.value == 0 for s in shared)
 
@@ -120,17 +120,19 @@ def _kind(number: Number) -> Kind | None:
         return Kind.EXPERTS if inside else Kind.LAYERS
     if any(spot.place is Place.ROWS for spot in number.moved):
         return Kind.ROWS
-    if {2, 4, 8} <= {*number.times().values()}:
+    if {2, 4, 8} <= {*number.times.values()}:
         return Kind.CHANNELS
     if inside and outside:
         return Kind.HIDDEN
     if number.divides():
         return Kind.HEADS
+    if any(spot.place is Place.EMBEDDED and not spot.depth for spot in units):
+        return Kind.HIDDEN
     if any(spot.place is Place.STACK and spot.depth for spot in units):
         return Kind.EXPERTS
     if number.scales():
         return Kind.HEAD_DIM
-    matrices = (times for spot, times in number.times().items() if spot.place is Place.MATRIX and spot.depth)
+    matrices = (times for spot, times in number.times.items() if spot.place is Place.MATRIX and spot.depth)
     most = max(matrices, default=Fraction(0))
     is_width = (inside or most == HALF) and most <= MOST_FUSED and number.value >= LEAST_WIDTH
     return Kind.WIDTH if is_width else None

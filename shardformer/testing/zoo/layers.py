@@ -64,7 +64,8 @@ def fewer_layers(config: Any, model: nn.Module, make: Callable[[Any], nn.Module]
             for candidate in (few, stages_alone):
                 _cut_layers(inner(candidate, path[:-1]), path[-1], count, first, each)
             setattr(inner(stages_alone, path[:-1]), path[-1], count)
-            if (now := shorter(few)) and not shorter(stages_alone):  # else lists with a number for each stage do it
+            of_stages = any(at[:-1] == path[:-1] and len(values) == count for at, values in lists(config))
+            if (now := shorter(few)) and not (of_stages and shorter(stages_alone)):  # then it counts something else
                 config, lengths = few, now
     for path, values in lists(config):
         for most in range(LAYERS, min(max(values), LAYERS + 2)):  # one class asks for as many as it has stages

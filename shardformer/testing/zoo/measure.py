@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class Place(Enum):
 
     LAYERS = auto()  # the length of a list of modules
     ROWS = auto()  # of an embedding
+    EMBEDDED = auto()  # features of an embedding
     STACK = auto()  # the first dim of weights that are stacked
     MATRIX = auto()  # a dim of a matrix, or another of stacked weights
     CHANNEL = auto()  # of a convolution
@@ -64,6 +66,7 @@ class Number:
     moved: Mapping[Spot, tuple[float, float]]
     builds: bool
 
+    @cached_property
     def times(self) -> dict[Spot, Fraction]:
         """Spot -> how many times the number it is, where it grows in proportion to it."""
         return {
@@ -86,7 +89,7 @@ class Number:
 
     def sizes(self) -> list[Spot]:
         """The dims of tensors, and lengths of lists, that are this number."""
-        return [spot for spot, times in self.times().items() if times == 1 and spot.place is not Place.ATTRIBUTE]
+        return [spot for spot, times in self.times.items() if times == 1 and spot.place is not Place.ATTRIBUTE]
 
     def shows_indirectly(self) -> bool:
         """Whether all that moves with it are attributes that are computed of it."""
@@ -194,8 +197,8 @@ def _place(module: nn.Module, name: str, tensor: Any, dim: int) -> Place | None:
         return Place.BUFFER
     if tensor.dim() == 1:
         return Place.VECTOR
-    if isinstance(module, nn.Embedding) and dim == 0:
-        return Place.ROWS
+    if isinstance(module, nn.Embedding):
+        return (Place.ROWS, Place.EMBEDDED)[dim]
     if tensor.dim() == 2:
         return Place.MATRIX
     if hasattr(module, "kernel_size"):

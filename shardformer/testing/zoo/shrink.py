@@ -84,11 +84,15 @@ class Shrinker:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.make = model, without_memory(type(model))
+        self._few: dict[tuple[int, int], Any] = {}
         every = self._with_layers(max(kinds_needed(model), LAYERS), 1)
         self.found = [number for number in measured(self.make, every) if number.path[-1] not in STAGES]
+        self.kinds = kinds_of(self.found)
 
     def _with_layers(self, first: int, each: int) -> Any:
-        return fewer_layers(copy.deepcopy(self.model.config), self.model, self.make, first, each)
+        if (first, each) not in self._few:
+            self._few[first, each] = fewer_layers(copy.deepcopy(self.model.config), self.model, self.make, first, each)
+        return self._few[first, each]
 
     def numel(self, config: Any) -> int:
         try:
@@ -107,16 +111,18 @@ class Shrinker:
         has = [path for path, _ in entries(self.model.config) if path[-1] in NAMED]
         named = {(*path[:-1], name): n for path in has for name, n in NAMED[path[-1]].items()}
         few = self._with_layers(layers, 0 if layers else 1 + anew)
-        small = changed(few, small_numbers(self.found, sizes) | named)
+        small = changed(few, small_numbers(self.found, self.kinds, sizes) | named)
         if self.numel(small) > SMALL_NUMEL:
-            small = changed(few, small_numbers(self.found, replace(sizes, fewer_channels=FEWER_CHANNELS)) | named)
+            small = changed(
+                few, small_numbers(self.found, self.kinds, replace(sizes, fewer_channels=FEWER_CHANNELS)) | named
+            )
         for path, value in numbers(small):
             if path[-1].endswith(("token_id", "token_index")) and value >= sizes.words:
                 new = 3 if path[-1].startswith(("bos", "eos", "pad", "decoder")) else sizes.words - 1
                 setattr(inner(small, path[:-1]), path[-1], new)
         small_images(small)
         if anew:
-            heads = {path for path, kind in kinds_of(self.found).items() if kind is Kind.HEADS}
+            heads = {path for path, kind in self.kinds.items() if kind is Kind.HEADS}
             small = derived_anew(small, {path[-1] for path in heads})
         if hasattr(small, "_experts_implementation"):
             small._experts_implementation = "eager"  # the other implementations do not compute in fp64
@@ -181,9 +187,9 @@ def beside(number: Number, others: Sequence[Number]) -> list[Number]:
     return [other for other in others if other.path[:-1] == number.path[:-1]]
 
 
-def small_numbers(found: Sequence[Number], sizes: Sizes) -> dict[Path, int]:
+def small_numbers(found: Sequence[Number], kinds: Mapping[Path, Kind], sizes: Sizes) -> dict[Path, int]:
     """Number -> the small one that takes its place; those that are not in it stay as they are."""
-    kinds, small = kinds_of(found), dict[Path, int]()
+    small: dict[Path, int] = {}
     of = {kind: [number for number in found if kinds.get(number.path) is kind] for kind in Kind}
     hidden = {n.value for n in of[Kind.HIDDEN]}
     words = {n.value for n in of[Kind.ROWS] if any(s.place in HEAD and not s.depth for s in n.sizes())}
@@ -236,7 +242,7 @@ def _shares(
     """Numbers that are a head's share of a width: with the heads beside them they make up what the hidden size sets."""
     widths = {
         (number.path[:-1], int(times * number.value)): int(times * small[number.path])
-        for number in of[Kind.HIDDEN] for spot, times in number.times().items() if spot.depth and times.denominator == 1
+        for number in of[Kind.HIDDEN] for spot, times in number.times.items() if spot.depth and times.denominator == 1
     }  # fmt: skip
     for number in found:
         for heads in beside(number, of[Kind.HEADS]):
