@@ -19,7 +19,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardformer.comm.values import numbers_in
 from shardformer.layers.tensor.pending import writes
-from shardformer.layers.vocab.views import mapped
 
 Name = tuple[Any, ...]
 """Where a tensor is in a micro-batch: the key, and those within it."""
@@ -100,7 +99,7 @@ def evaluate(expression: Expression, tensors: Tensors, known: dict[int, Tensor] 
             return evaluate(x, tensors, known)
         return x.of(tensors) if isinstance(x, Size) else x
 
-    args, kwargs = mapped(expression.args, value), mapped(dict(expression.kwargs), value)
+    args, kwargs = _mapped(expression.args, value), _mapped(dict(expression.kwargs), value)
     if expression.writes:
         args = (args[0].clone(), *args[1:])
     result = expression.func(*args, **kwargs)
@@ -109,6 +108,17 @@ def evaluate(expression: Expression, tensors: Tensors, known: dict[int, Tensor] 
     out: Tensor = args[0] if expression.writes else result
     known[id(expression)] = out
     return out
+
+
+def _mapped(value: Any, how: Callable[[Any], Any]) -> Any:
+    """Nested arguments with ``how`` done to what is in them."""
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(x, how) for x in value)
+    if type(value) is dict:
+        return {key: _mapped(x, how) for key, x in value.items()}
+    if type(value) is slice:
+        return slice(_mapped(value.start, how), _mapped(value.stop, how), _mapped(value.step, how))
+    return how(value)
 
 
 class _Unknown(Exception):
@@ -170,7 +180,7 @@ class LabelTracer:
             return x  # a number
 
         try:
-            made = Made(func, mapped(tuple(args), named), mapped(dict(kwargs), named), writes=is_write)
+            made = Made(func, _mapped(tuple(args), named), _mapped(dict(kwargs), named), writes=is_write)
         except _Unknown:
             return None
         return made if num_known else None

@@ -25,19 +25,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardformer.layers.tensor.pending import writes
+from shardformer.layers.vocab import views
 from shardformer.layers.vocab.loss import vocab_parallel_cross_entropy
 from shardformer.layers.vocab.sharded_tensor import (
-    Placement,
     VocabSharded,
     like,
     own_part,
+    part_of,
     place,
     refuse,
     slice_of,
     view_of,
     write,
 )
-from shardformer.layers.vocab.views import NAMES, follow
 from shardformer.mesh.axis import Axis
 
 Args = tuple[Any, ...]
@@ -55,7 +55,7 @@ def shard_logits(local: Tensor, axis: Axis, bounds: Sequence[int]) -> Tensor:
     if axis.size == 1:
         return local
     assert local.shape[-1] == bounds[axis.rank + 1] - bounds[axis.rank], (tuple(local.shape), bounds, axis.rank)
-    return place(VocabParallelLogits, local, Placement(axis, tuple(bounds), local.dim() - 1, local.dtype))
+    return place(VocabParallelLogits, local, axis, tuple(bounds), local.dim() - 1, local.dtype)
 
 
 class VocabParallelLogits(VocabSharded):
@@ -105,8 +105,8 @@ def _written(func: Torch, args: Args, kwargs: Kwargs) -> Any:
     return x if result is full else result
 
 
-def _as_it_is(func: Torch, args: Args, kwargs: Kwargs) -> Any:
-    """What torch knows of the wrapper: shape, dtype, device and the like, and all of autograd."""
+def _from_shape(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    """Shape, dtype, device and the like, which the wrapper knows."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
@@ -120,23 +120,24 @@ def _from_blank(func: Torch, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _blank(x: VocabSharded) -> Tensor:
-    return x._local.new_empty((), dtype=x.at.dtype).expand(x.full_shape)
+    return x._local.new_empty((), dtype=x.full_dtype).expand(x.full_shape)
 
 
 def _view(func: Torch, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     if not isinstance(x, VocabSharded):
         return _gathered(func, args, kwargs)
-    found = follow(func, x.full_shape, x.at.dim, (args[1:], dict(kwargs)), x._local.shape[x.at.dim])
-    if found is None:
+    local = own_part(x)
+    placed = views.RULES[func.__name__](x.full_shape, x.vocab_dim, args[1:], kwargs, local=local.shape[x.vocab_dim])
+    if placed is None:
         return _gathered(func, args, kwargs)
-    dim, (local_args, local_kwargs) = found
+    dim, local_args = placed
     try:
-        result = func(own_part(x), *local_args, **local_kwargs)
+        result = func(local, *local_args, **kwargs)
     except (RuntimeError, IndexError):
         return _gathered(func, args, kwargs)  # which raises with the sizes that the caller knows
     if isinstance(result, Tensor):
-        return view_of(x, result, dim, lambda full: func(full, *args[1:], **kwargs))
+        return view_of(x, result, dim % result.dim(), lambda full: func(full, *args[1:], **kwargs))
 
     def replay(full: Tensor, number: int) -> Tensor:
         part: Tensor = func(full, *args[1:], **kwargs)[number]
@@ -155,7 +156,7 @@ def _copied(func: Torch, args: Args, kwargs: Kwargs) -> Any:
 def _detached(func: Torch, args: Args, kwargs: Kwargs) -> Any:
     """detach and data."""
     x = args[0]
-    return view_of(x, own_part(x).detach(), x.at.dim, func)
+    return view_of(x, own_part(x).detach(), x.vocab_dim, func)
 
 
 def _cast(func: Torch, args: Args, kwargs: Kwargs) -> Any:
@@ -165,12 +166,12 @@ def _cast(func: Torch, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(x, VocabSharded):  # another tensor is cast to what the logits are
         return func(x, *others, **kwargs)
     local = own_part(x)
-    target = func(local.new_empty(0, dtype=x.at.dtype), *others, **kwargs)  # torch reads the arguments
+    target = func(local.new_empty(0, dtype=x.full_dtype), *others, **kwargs)  # torch reads the arguments
     if not isinstance(target, Tensor):
         return target  # type() gives a name
     flags = [a for a in others if isinstance(a, bool)]
     if target.device == local.device and not kwargs.get("copy", len(flags) > 1 and flags[1]):
-        if target.dtype == x.at.dtype:
+        if target.dtype == x.full_dtype:
             return x
         was_written = x._writes[0] > 0  # then the part is a view of what may be written into again
         if target.dtype in (local.dtype, torch.float32) and local.element_size() == 2 and not was_written:
@@ -188,7 +189,7 @@ def _elementwise(func: Torch, args: Args, kwargs: Kwargs) -> Any:
         return _gathered(func, args, kwargs)
     named = dict(zip(kwargs, operands[len(args) :], strict=True))
     local = func(*operands[: len(args)], **named)
-    return like(x, local, x.at.dim - x._local.dim() + local.dim(), local.dtype)
+    return like(x, local, x.vocab_dim - x._local.dim() + local.dim(), local.dtype)
 
 
 def _operand(value: Any, x: VocabSharded) -> Any:
@@ -196,14 +197,14 @@ def _operand(value: Any, x: VocabSharded) -> Any:
     if not isinstance(value, Tensor):
         return value if value is None or isinstance(value, Number | str) else NotImplemented
     if isinstance(value, VocabSharded):
-        is_alike = value.at[:3] == x.at[:3]
+        is_alike = (value.axis, value.bounds, value.vocab_dim) == (x.axis, x.bounds, x.vocab_dim)
         return value.to_local() if is_alike and value.full_shape == x.full_shape else NotImplemented
     if value.requires_grad and torch.is_grad_enabled():
         return NotImplemented  # each rank would add its own part of the gradient
-    back = x.at.dim - x._local.dim()
+    back = x.vocab_dim - x._local.dim()
     if value.dim() < -back or value.shape[back] == 1:
         return value
-    return slice_of(value, x.at, back) if value.shape[back] == x.at.bounds[-1] else NotImplemented
+    return slice_of(value, x.axis, x.bounds, back) if value.shape[back] == x.bounds[-1] else NotImplemented
 
 
 def _cross_entropy(func: Torch, args: Args, kwargs: Kwargs) -> Any:
@@ -213,32 +214,91 @@ def _cross_entropy(func: Torch, args: Args, kwargs: Kwargs) -> Any:
         not isinstance(x, VocabSharded)
         or not isinstance(target, Tensor)
         or isinstance(target, VocabSharded)
-        or x.at.dim != min(x._local.dim() - 1, 1)
+        or x.vocab_dim != min(x._local.dim() - 1, 1)
         or target.is_floating_point()
-        or target.shape != (*x.full_shape[: x.at.dim], *x.full_shape[x.at.dim + 1 :])
+        or target.shape != (*x.full_shape[: x.vocab_dim], *x.full_shape[x.vocab_dim + 1 :])
         or any(kwargs.get(name) is not None for name in ("weight", "size_average", "reduce"))
     ):
         return _gathered(func, args, kwargs)
     local = own_part(x)
     if local.dim() != 2:
-        local = local.movedim(x.at.dim, -1)
+        local = local.movedim(x.vocab_dim, -1)
         local = local.reshape(-1, local.shape[-1])
     loss = vocab_parallel_cross_entropy(
         local,
         target.reshape(-1),
-        x.at.axis,
-        x.at.bounds,
+        x.axis,
+        x.bounds,
         ignore_index=kwargs.get("ignore_index", -100),
         reduction=kwargs.get("reduction", "mean"),
         label_smoothing=kwargs.get("label_smoothing", 0.0),
-        upcast=x.at.dtype == torch.float32 or torch.is_autocast_enabled(local.device.type),
+        upcast=x.full_dtype == torch.float32 or torch.is_autocast_enabled(local.device.type),
     )
     return loss.view(target.shape) if loss.dim() else loss
 
 
+def _hooked(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    """register_hook: the hook sees, and may replace, the gradient of the logits."""
+    x, hook = (*args, *kwargs.values())
+
+    def on_local(grad: Tensor) -> Tensor | None:
+        replaced = hook(like(x, grad, dtype=grad.dtype))
+        return None if replaced is None else part_of(replaced, x)
+
+    return own_part(x).register_hook(on_local)
+
+
 def _of_part(func: Torch, args: Args, kwargs: Kwargs) -> Any:
-    """What is asked of the local part."""
-    return func(args[0]._local, *args[1:], **kwargs)
+    """What is asked of, or told to, the local part: requires_grad, retain_grad, is_contiguous and the like."""
+    result = func(own_part(args[0]), *args[1:], **kwargs)
+    return args[0] if isinstance(result, Tensor) else result
+
+
+def _get_grad(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    grad = own_part(args[0]).grad
+    return None if grad is None else like(args[0], grad, dtype=grad.dtype)
+
+
+def _set_grad(func: Torch, args: Args, kwargs: Kwargs) -> None:
+    x, grad = args
+    own_part(x).grad = None if grad is None else part_of(grad, x)
+
+
+def _backward(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    """Tensor.backward, from a given gradient of the logits."""
+    x, gradient = args[0], args[1] if len(args) > 1 else kwargs.get("gradient")
+    if gradient is None or not isinstance(x, VocabSharded):
+        return _gathered(func, args, kwargs)
+    named = {key: value for key, value in kwargs.items() if key != "gradient"}
+    return func(*_start(x, gradient), *args[2:], **named)
+
+
+def _autograd_backward(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    """torch.autograd.backward, from several tensors and perhaps to some."""
+    tensors, given, inputs = args[0], kwargs.get("grad_tensors"), kwargs.get("inputs")
+    gradients = [given] if isinstance(given, Tensor) else given or [None] * len(tensors)
+    starts, gradients = zip(*map(_start, tensors, gradients), strict=True)
+    ends = inputs and [own_part(x) if isinstance(x, VocabSharded) else x for x in inputs]
+    return func(starts, **{**kwargs, "grad_tensors": gradients, "inputs": ends})
+
+
+def _start(x: Tensor, gradient: Any) -> tuple[Tensor, Any]:
+    """The tensor and the gradient that backward starts from."""
+    if not isinstance(x, VocabSharded) or gradient is None:
+        return _plain(x), _plain(gradient)
+    with torch.enable_grad():  # torch.autograd.backward may be called by a backward
+        local = own_part(x)
+    return local, part_of(gradient, x).to(local.dtype)
+
+
+def _autograd_grad(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+    outputs, inputs = args[:2]
+    locals_ = [own_part(x) if isinstance(x, VocabSharded) else x for x in inputs]
+    grads = func(_plain(outputs), locals_, *_plain(args[2:]), **{key: _plain(value) for key, value in kwargs.items()})
+    return tuple(
+        like(x, grad, dtype=grad.dtype) if isinstance(x, VocabSharded) and grad is not None else grad
+        for x, grad in zip(inputs, grads, strict=True)
+    )
 
 
 _RECEIVES = {"all_reduce", "broadcast", "reduce", "recv", "irecv"}
@@ -246,7 +306,7 @@ _RECEIVES = {"all_reduce", "broadcast", "reduce", "recv", "irecv"}
 
 # Methods and attributes of a tensor, and functions of torch and torch.nn.functional, by name.
 _NAMES: Mapping[Rule, str] = {
-    _view: NAMES,
+    _view: " ".join(views.RULES),
     _copied: "clone contiguous",
     _detached: "detach data",
     _cast: "to type type_as cpu cuda float double half bfloat16",
@@ -255,15 +315,16 @@ _NAMES: Mapping[Rule, str] = {
         tanh sigmoid relu softplus masked_fill where __pow__ __rpow__ __rsub__ __rdiv__
         """,
     _cross_entropy: "cross_entropy",
-    _as_it_is: """
+    _from_shape: """
         shape size dim ndim ndimension numel nelement __len__ dtype element_size itemsize nbytes is_floating_point
-        is_complex is_signed device get_device is_cuda is_cpu is_meta layout is_sparse is_leaf grad_fn requires_grad_
-        retain_grad retains_grad register_hook backward
+        is_complex is_signed device get_device is_cuda is_cpu is_meta layout is_sparse is_leaf grad_fn
         """,
     _from_blank: """
         new_empty new_zeros new_ones new_full new_tensor empty_like zeros_like ones_like full_like rand_like randn_like
         """,
-    _of_part: "is_contiguous is_inference",
+    _of_part: "requires_grad requires_grad_ retain_grad retains_grad is_contiguous is_inference",
+    _hooked: "register_hook",
+    _backward: "backward",
 }
 
 
@@ -277,10 +338,11 @@ def _rules() -> Iterator[tuple[Any, Rule]]:
                     yield function.__get__, rule
                 elif callable(function) and not isinstance(function, type):
                     yield function, rule
-    for attribute in (tensor.requires_grad, tensor.grad):
-        yield from ((attribute.__get__, _as_it_is), (attribute.__set__, _as_it_is))
-    yield torch.autograd.grad, _as_it_is
-    yield torch.autograd.backward, _as_it_is
+    yield tensor.requires_grad.__set__, _of_part
+    yield tensor.grad.__get__, _get_grad
+    yield tensor.grad.__set__, _set_grad
+    yield torch.autograd.grad, _autograd_grad
+    yield torch.autograd.backward, _autograd_backward
 
 
 RULES: Mapping[Any, Rule] = dict(_rules())

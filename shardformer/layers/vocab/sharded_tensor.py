@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -21,20 +21,11 @@ Replay = Callable[[Tensor], Tensor]
 """Takes from a full tensor the view that was taken of a sharded one."""
 
 
-class Placement(NamedTuple):
-    """Which columns each rank holds of the dim of the vocabulary, and the dtype of the whole."""
-
-    axis: Axis
-    bounds: tuple[int, ...]
-    dim: int
-    dtype: torch.dtype
-
-
 class VocabSharded(Tensor):
     """Base of ``VocabParallelLogits``, which says what functions of torch do with it.
 
-    A wrapper with the full shape around the local part. Autograd sees the wrapper: the part is made the whole
-    (``_Shard``), and of the whole a part is taken (``_Unshard``), so that its hooks and gradients are the whole's.
+    A wrapper with the full shape around the local part. Autograd's history is the local part's; the wrapper stands
+    behind it as the output of ``_Shard``, so that code which autograd calls with the whole gets gradients right too.
 
     A view remembers what it was taken of (``_origin``), and all views of one tensor count together how often one of
     them was written into (``_writes``): a write goes through to the origin, and who has not seen it looks there again.
@@ -45,17 +36,23 @@ class VocabSharded(Tensor):
     _origin: tuple[VocabSharded, Replay] | None
     _writes: list[int]
     _writes_seen: int
-    at: Placement
+    axis: Axis
+    bounds: tuple[int, ...]
+    vocab_dim: int
     full_shape: torch.Size
+    full_dtype: torch.dtype
 
     @staticmethod
-    def __new__(cls: type[Self], local: Tensor, at: Placement) -> Self:
-        shape = [at.bounds[-1] if dim == at.dim else size for dim, size in enumerate(local.shape)]
+    def __new__(
+        cls: type[Self], local: Tensor, axis: Axis, bounds: tuple[int, ...], vocab_dim: int, dtype: torch.dtype
+    ) -> Self:
+        shape = [bounds[-1] if dim == vocab_dim else size for dim, size in enumerate(local.shape)]
         make: Callable[..., Self] = torch.Tensor._make_wrapper_subclass
-        self = make(cls, shape, dtype=at.dtype, device=local.device)
-        self._local, self._full, self._origin = local.detach(), None, None
+        self = make(cls, shape, dtype=dtype, device=local.device)
+        self._local, self._full, self._origin = local, None, None
         self._writes, self._writes_seen = [0], 0
-        self.at, self.full_shape = at, torch.Size(shape)
+        self.axis, self.bounds, self.vocab_dim = axis, bounds, vocab_dim
+        self.full_shape, self.full_dtype = torch.Size(shape), dtype
         return self
 
     def __init__(self, *args: Any) -> None:
@@ -68,8 +65,6 @@ class VocabSharded(Tensor):
         """What gets here was not called by name: autograd itself, or code written in C++."""
         if func in _ALIASES and (len(args) == 1 or tuple(args[1]) == args[0].full_shape):
             return like(args[0], args[0]._local.detach())
-        if func is torch.ops.aten.clone.default:  # a gradient that is kept
-            return like(args[0], args[0]._local.clone())
         if func is torch.ops.aten.add.Tensor and len(args) == 2:  # autograd sums two gradients
             x = next(a for a in args if isinstance(a, VocabSharded))
             return like(x, part_of(args[0], x) + part_of(args[1], x))
@@ -77,7 +72,7 @@ class VocabSharded(Tensor):
 
     def to_local(self) -> Tensor:
         """This rank's part, (..., v) in the dtype of the logits, with its gradient. Communicates nothing."""
-        return own_part(self).to(self.at.dtype)
+        return own_part(self).to(self.full_dtype)
 
     def full_tensor(self) -> Tensor:
         """The full logits as a plain tensor, the same on all ranks, with their gradient.
@@ -90,15 +85,15 @@ class VocabSharded(Tensor):
         if full is not None and needs_grad <= full.requires_grad:
             if torch.is_inference_mode_enabled() or not full.is_inference():
                 return full
-        split = Split(tuple(((a, b),) for a, b in pairwise(self.at.bounds)), (self.at.axis.name,))
-        self._full = join_dim(local, self.at.axis, self.at.dim, split, "gather").to(self.at.dtype)
+        split = Split(tuple(((a, b),) for a, b in pairwise(self.bounds)), (self.axis.name,))
+        self._full = join_dim(local, self.axis, self.vocab_dim, split, "gather").to(self.full_dtype)
         return self._full
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # mypy drops the keyword's name in a dunder
-        first, last = self.at.bounds[self.at.axis.rank : self.at.axis.rank + 2]
+        first, last = self.bounds[self.axis.rank], self.bounds[self.axis.rank + 1]
         return (
-            f"{type(self).__name__}(shape={tuple(self.full_shape)}, dtype={self.at.dtype}, "
-            f"vocabulary {first}:{last} held by {self.at.axis}, values by .full_tensor() on all ranks)"
+            f"{type(self).__name__}(shape={tuple(self.full_shape)}, dtype={self.full_dtype}, "
+            f"vocabulary {first}:{last} held by {self.axis}, values by .full_tensor() on all ranks)"
         )
 
     def __format__(self, spec: str) -> str:
@@ -119,27 +114,38 @@ def refuse(what: str) -> NoReturn:
     )
 
 
-def place(kind: type[VocabSharded], local: Tensor, at: Placement) -> VocabSharded:
-    """``local`` as the full tensor of which it is this rank's slice, with gradient history if it has one."""
-    if not (local.requires_grad and torch.is_grad_enabled()):
-        return kind(local, at)
-    out: VocabSharded = _Shard.apply(kind, local, at)
-    return out
+def place(
+    kind: type[VocabSharded], local: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int, dtype: torch.dtype
+) -> VocabSharded:
+    """``local`` as the full tensor of which it is this rank's slice of ``dim``, with gradient history if it has one."""
+    if local.requires_grad:
+        if torch.is_grad_enabled():
+            out: VocabSharded = _Shard.apply(kind, local, axis, bounds, dim, dtype)
+            return out
+        local = local.detach()
+    return kind(local, axis, bounds, dim, dtype)
 
 
 def like(x: VocabSharded, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> VocabSharded:
     """``local`` placed as ``x`` is, where not said otherwise. A cast that waits goes on waiting."""
-    return place(type(x), local, x.at._replace(dim=x.at.dim if dim is None else dim, dtype=dtype or x.at.dtype))
+    return place(type(x), local, x.axis, x.bounds, x.vocab_dim if dim is None else dim, dtype or x.full_dtype)
 
 
 def own_part(x: VocabSharded) -> Tensor:
-    """The local part, in the dtype that it is held in, with the gradient history of the whole."""
+    """The local part, in the dtype that it is held in, with its gradient history.
+
+    Autograd may hand the whole on without calling any function by name (a full backward hook, reentrant checkpointing,
+    DistributedDataParallel's sink): then the history is the whole's, and the part is taken from it.
+    """
     if x._writes_seen != x._writes[0] and x._origin is not None:
         base, replay = x._origin
         _rewrite(x, replay(base.full_tensor()))
-    with torch._C.DisableTorchFunctionSubclass():
-        has_history = torch.is_grad_enabled() and x.requires_grad
-    return _Unshard.apply(x) if has_history else x._local
+    if not x._local.requires_grad and torch.is_grad_enabled():
+        with torch._C.DisableTorchFunctionSubclass():
+            has_history = x.requires_grad
+        if has_history:
+            x._local = _Unshard.apply(x)
+    return x._local
 
 
 def view_of(x: VocabSharded, local: Tensor, dim: int, replay: Replay) -> VocabSharded:
@@ -163,7 +169,7 @@ def write(x: VocabSharded, how: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
         fulls.append(view._origin[1](fulls[-1]))
     full = fulls[-1]
     result = how(full)
-    if (full.shape, full.dtype) != (x.full_shape, x.at.dtype):
+    if (full.shape, full.dtype) != (x.full_shape, x.full_dtype):
         refuse("The shape of vocabulary-parallel logits was to be changed in place")
     x._writes[0] += 1
     for view, written in zip(reversed(chain), fulls, strict=True):
@@ -176,48 +182,57 @@ def _rewrite(x: VocabSharded, full: Tensor) -> None:
     local = part_of(full, x)
     with torch._C.DisableTorchFunctionSubclass():
         _Rewrite.apply(x, local)
-    x._local, x._full, x._writes_seen = local.detach(), full, x._writes[0]
+    x._local, x._full, x._writes_seen = local, full, x._writes[0]
 
 
 def part_of(full: Tensor, x: VocabSharded) -> Tensor:
     """This rank's slice of a tensor that is shaped as ``x``."""
-    return slice_of(full, x.at, x.at.dim)
+    return slice_of(full, x.axis, x.bounds, x.vocab_dim)
 
 
-def slice_of(full: Tensor, at: Placement, dim: int) -> Tensor:
+def slice_of(full: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int) -> Tensor:
     """This rank's slice of a full tensor, along ``dim``."""
     if isinstance(full, VocabSharded):
-        if full.at.dim == dim:
-            return own_part(full)
+        if full.vocab_dim == dim:
+            return full.to_local()
         full = full.full_tensor()
-    first, last = at.bounds[at.axis.rank : at.axis.rank + 2]
-    return full.narrow(dim, first, last - first)
+    return full.narrow(dim, bounds[axis.rank], bounds[axis.rank + 1] - bounds[axis.rank])
 
 
 class _Shard(Function):
     """The part as the whole. Backward: the own slice of the whole's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, kind: type[VocabSharded], local: Tensor, at: Placement) -> VocabSharded:
-        ctx.at, ctx.dtype = at, local.dtype
-        return kind(local, at)
+    def forward(
+        ctx: Any,
+        kind: type[VocabSharded],
+        local: Tensor,
+        axis: Axis,
+        bounds: tuple[int, ...],
+        dim: int,
+        dtype: torch.dtype,
+    ) -> VocabSharded:
+        ctx.place, ctx.dtype = (axis, bounds, dim), local.dtype
+        return kind(local, axis, bounds, dim, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
-        return None, slice_of(grad, ctx.at, ctx.at.dim).to(ctx.dtype), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None, None, None]:
+        return None, slice_of(grad, *ctx.place).to(ctx.dtype), None, None, None, None
 
 
 class _Unshard(Function):
-    """The part of a whole. Backward: the part's gradient as the whole's."""
+    """The part of a whole that has a history of its own. Backward: the part's gradient as the whole's."""
 
     @staticmethod
     def forward(ctx: Any, x: VocabSharded) -> Tensor:
-        ctx.kind, ctx.at = type(x), x.at
+        ctx.place = (type(x), x.axis, x.bounds, x.vocab_dim, x.full_dtype)
         return x._local.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> VocabSharded:
-        return place(ctx.kind, grad, ctx.at)
+        kind, *where = ctx.place
+        out: VocabSharded = kind(grad, *where)
+        return out
 
 
 class _Rewrite(Function):
@@ -225,13 +240,13 @@ class _Rewrite(Function):
 
     @staticmethod
     def forward(ctx: Any, x: VocabSharded, local: Tensor) -> VocabSharded:
-        ctx.at, ctx.dtype = x.at, local.dtype
+        ctx.place, ctx.dtype = (x.axis, x.bounds, x.vocab_dim), local.dtype
         ctx.mark_dirty(x)
         return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, slice_of(grad, ctx.at, ctx.at.dim).to(ctx.dtype)
+        return None, slice_of(grad, *ctx.place).to(ctx.dtype)
 
 
 _ALIASES = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}

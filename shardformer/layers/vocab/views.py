@@ -1,98 +1,176 @@
 """Where the vocabulary goes when a view is taken of logits of which each rank holds some columns.
 
-The function is tried on two stand-ins without values that differ in the number of columns alone. Where what it gives
-differs in that alone too, the vocabulary has stayed whole, and the function may be called on the local part:
+Each rule looks at one of torch's view functions as it is called on the full logits, and gives
 
-    of (2, 5, 127)      as it is     with 128 columns     so
-    view(-1, 127)       (10, 127)    (10, 128)            whole, dim 1; view(-1, 64) on a rank that holds 64
-    transpose(1, 2)     (2, 127, 5)  (2, 128, 5)          whole, dim 1
-    [..., 0]            (2, 5)       (2, 5)               one column: the full logits are needed
+    the dim that the vocabulary is after it, and the arguments that do the same to the local part
+
+or None where the vocabulary does not stay whole, so that the full logits are needed. No rule sees a tensor's values.
+
+>>> reshape((2, 5, 127), 2, (-1, 127), {}, local=64)
+(1, ((-1, 64),))
+>>> transpose((2, 5, 127), 2, (1, 2), {}, local=64)
+(1, (1, 2))
+>>> select((2, 5, 127), 2, (2, 0), {}, local=64) is None     # one column
+True
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from types import EllipsisType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardformer.comm.values import with_values
-
-NAMES = """
-    view reshape expand flatten unflatten squeeze unsqueeze transpose swapaxes swapdims permute select unbind narrow
-    split chunk index_select __getitem__
-    """
-"""Functions under which the vocabulary may stay whole, methods of a tensor and functions of torch alike."""
-
-Given = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a call: positional, by name."""
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+Placed = tuple[int, Args] | None
 
 
-@with_values()
-def follow(
-    func: Callable[..., Any], shape: Sequence[int], vocab: int, given: Given, held: int
-) -> tuple[int, Given] | None:
-    """The dim of the vocabulary behind ``func``, and the arguments for a part of which ``held`` columns are here.
+def reshape(shape: Sequence[int], vocab: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+    """view and reshape: the vocabulary is last and stays last."""
+    sizes = _sizes(args)
+    if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
+        return None
+    if vocab != len(shape) - 1:
+        return (vocab, (_with(shape, vocab, local),)) if sizes == tuple(shape) else None
+    is_last = sizes[-1] == shape[vocab] or (sizes[-1] == -1 and prod(sizes[:-1]) == prod(shape[:-1]))
+    return (len(sizes) - 1, ((*sizes[:-1], local),)) if is_last else None
 
-    None where the full logits are needed: on all ranks, as neither ``held`` nor a value has a say in it.
-    """
-    if func.__name__ == "squeeze":  # the dims that go are named: one column is no dim that goes
-        given = _named_squeeze(shape, *given[0], **given[1]), {}
-    columns, others = shape[vocab], max(shape) + 1
-    is_view = func.__name__ not in ("index_select", "__getitem__")
-    for named in (False, True):  # whether the arguments may say the number of columns
-        whole = _tried(func, shape, vocab, columns, given)
-        other = _tried(func, shape, vocab, others, _with_columns(given, columns, others) if named else given)
-        dims = {_only_difference(a, b, columns, others, is_view) for a, b in zip(whole, other)}
-        dim = dims.pop() if len(dims) == 1 and len(whole) == len(other) else None
-        if dim is not None:
-            return dim, _with_columns(given, columns, held) if named else given
+
+def expand(shape: Sequence[int], vocab: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+    sizes = _sizes(args)
+    after = vocab + len(sizes) - len(shape)
+    if kwargs or after < 0 or sizes[after] not in (-1, shape[vocab]):
+        return None
+    return after, (_with(sizes, after, -1),)
+
+
+def flatten(shape: Sequence[int], vocab: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+    start = _dim(args, kwargs, 0, "start_dim", 0) % len(shape)
+    end = _dim(args, kwargs, 1, "end_dim", -1) % len(shape)
+    if start <= vocab <= end and start != end:
+        return None
+    return vocab - (end - start if vocab > end else 0), args
+
+
+def unflatten(shape: Sequence[int], vocab: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+    dim = _dim(args, kwargs, 0, "dim", 0) % len(shape)
+    sizes = args[1] if len(args) > 1 else kwargs["sizes"]
+    return None if dim == vocab else (vocab + (len(sizes) - 1 if dim < vocab else 0), args)
+
+
+def squeeze(shape: Sequence[int], vocab: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+    """The dims that go are named, because a vocabulary of which one column is here looks as if it could go."""
+    named = args[0] if args else kwargs.get("dim", range(len(shape)))
+    dims = {dim % len(shape) for dim in ([named] if isinstance(named, int) else named)}
+    gone = tuple(sorted(dim for dim in dims if shape[dim] == 1))
+    if vocab in gone or kwargs:
+        return None
+    return vocab - sum(dim < vocab for dim in gone), (gone,)
+
+
+def unsqueeze(shape: Sequence[int], vocab: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+    return vocab + (_dim(args, kwargs, 0, "dim", 0) % (len(shape) + 1) <= vocab), args
+
+
+def transpose(shape: Sequence[int], vocab: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+    if len(args) != 2:
+        return None
+    a, b = (dim % len(shape) for dim in args)
+    return {a: b, b: a}.get(vocab, vocab), args
+
+
+def permute(shape: Sequence[int], vocab: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+    return None if kwargs else ([dim % len(shape) for dim in _sizes(args)].index(vocab), args)
+
+
+def _along(position: int, default: int, drops_dim: bool = False) -> Callable[..., Placed]:
+    """A function that takes something along one dim: fine along every other one than the vocabulary."""
+
+    def rule(shape: Sequence[int], vocab: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+        dim = _dim(args, kwargs, position, "dim", default)
+        if not isinstance(dim, int) or dim % len(shape) == vocab:
+            return None
+        return vocab - (drops_dim and dim % len(shape) < vocab), args
+
+    return rule
+
+
+select = _along(0, 0, drops_dim=True)
+unbind = _along(0, 0, drops_dim=True)
+narrow = _along(0, 0)
+split = _along(1, 0)
+
+
+def getitem(shape: Sequence[int], vocab: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+    """Numbers, slices, None, ``...`` and index tensors, on other dims than the vocabulary."""
+    keys: Args = args[0] if isinstance(args[0], tuple) else args
+    used = [_dims_used(key) for key in keys]
+    if any(count is None for count in used):
+        return None
+    rest = len(shape) - sum(count or 0 for count in used)
+    before = after = 0  # dims of the full logits passed so far, and dims that they became
+    where = -1
+    for key in keys if any(key is Ellipsis for key in keys) else (*keys, Ellipsis):
+        taken = rest if key is Ellipsis else _dims_used(key) or 0
+        if before <= vocab < before + taken:
+            if key is not Ellipsis and not (
+                isinstance(key, slice) and key.indices(shape[vocab]) == (0, shape[vocab], 1)
+            ):
+                return None
+            where = after + vocab - before
+        before += taken
+        after += taken if key is Ellipsis else isinstance(key, slice) or key is None
+    if any(isinstance(key, Tensor) for key in keys):
+        # Index tensors put their dims where they stand or in front, never behind a vocabulary that is last.
+        return (-1, args) if vocab == len(shape) - 1 else None
+    return where, args
+
+
+def _dims_used(key: Any) -> int | None:
+    if key is None or isinstance(key, EllipsisType):
+        return 0
+    if isinstance(key, slice) or (isinstance(key, int) and not isinstance(key, bool)):
+        return 1
+    if isinstance(key, Tensor):
+        return key.dim() if key.dtype in (torch.bool, torch.uint8) else 1
     return None
 
 
-def _tried(func: Callable[..., Any], shape: Sequence[int], vocab: int, columns: int, given: Given) -> list[Tensor]:
-    """What the function gives of a tensor without values; nothing where it raises."""
-    strides = torch.empty(shape, device="meta").stride()
-    sizes = [columns if dim == vocab else size for dim, size in enumerate(shape)]
-    args, kwargs = mapped(given, lambda x: torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x)
-    try:
-        result = func(torch.empty_strided(sizes, strides, device="meta"), *args, **kwargs)
-    except (RuntimeError, IndexError, TypeError):
-        return []
-    return [result] if isinstance(result, Tensor) else list(result)
+def _sizes(args: Args) -> tuple[Any, ...]:
+    """``view(2, 3)`` and ``view((2, 3))``."""
+    return tuple(args[0]) if len(args) == 1 and isinstance(args[0], tuple | list) else args
 
 
-def _only_difference(x: Tensor, y: Tensor, columns: int, others: int, is_view: bool) -> int | None:
-    """The dim that has all columns in both, where nothing else differs; None where there is none, or not that alone."""
-    sizes = list(zip(x.shape, y.shape))
-    differ = [dim for dim, (a, b) in enumerate(sizes) if a != b]
-    if x.dim() != y.dim() or [sizes[dim] for dim in differ] != [(columns, others)]:
-        return None
-    # in a view each dim passes over as many numbers as before; what an index tensor takes is none
-    moved = is_view and any(n > 1 and a != b for n, a, b in zip(x.shape, x.stride(), y.stride()))
-    return None if moved else differ[0]
+def _dim(args: Args, kwargs: Kwargs, position: int, name: str, default: int) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name, default)
 
 
-def _with_columns(given: Given, columns: int, new: int) -> Given:
-    """The arguments with another number of columns wherever they say it."""
-    changed: Given = mapped(given, lambda x: new if type(x) is int and x == columns else x)
-    return changed
+def _with(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return tuple(size if d == dim else n for d, n in enumerate(sizes))
 
 
-def mapped(value: Any, how: Callable[[Any], Any]) -> Any:
-    """Nested arguments with ``how`` done to what is in them."""
-    if isinstance(value, list):
-        return [mapped(x, how) for x in value]
-    if isinstance(value, tuple):
-        return tuple(mapped(x, how) for x in value)
-    if isinstance(value, dict):
-        return {key: mapped(x, how) for key, x in value.items()}
-    if isinstance(value, slice):
-        return slice(*(mapped(x, how) for x in (value.start, value.stop, value.step)))
-    return how(value)
-
-
-def _named_squeeze(shape: Sequence[int], dim: int | Sequence[int] | None = None) -> tuple[Any, ...]:
-    named = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
-    return (tuple({d % len(shape) for d in named if shape[d] == 1}),)
+RULES: Mapping[str, Callable[..., Placed]] = {
+    "view": reshape,
+    "reshape": reshape,
+    "expand": expand,
+    "flatten": flatten,
+    "unflatten": unflatten,
+    "squeeze": squeeze,
+    "unsqueeze": unsqueeze,
+    "transpose": transpose,
+    "swapaxes": transpose,
+    "swapdims": transpose,
+    "permute": permute,
+    "select": select,
+    "unbind": unbind,
+    "narrow": narrow,
+    "index_select": narrow,
+    "split": split,
+    "chunk": split,
+    "__getitem__": getitem,
+}
+"""Functions under which the vocabulary may stay whole, methods of a tensor and functions of torch alike."""

@@ -264,7 +264,7 @@ def a_cast_waits() -> None:
     plain, _, logits, recorder = make(torch.bfloat16)
     upcast = logits.float()
     assert isinstance(upcast, VocabParallelLogits) and isinstance(logits, VocabParallelLogits)
-    assert upcast.dtype == torch.float32 and upcast._local.data_ptr() == logits._local.data_ptr()
+    assert upcast.dtype == torch.float32 and upcast._local is logits._local
     again, times_one = logits.to(copy=True, dtype=torch.float32), upcast * 1
     assert isinstance(again, VocabParallelLogits) and isinstance(times_one, VocabParallelLogits)
     assert again._local.dtype == times_one._local.dtype == torch.float32
