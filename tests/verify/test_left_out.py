@@ -62,22 +62,33 @@ def no_gradient_sent() -> Any:
     return replaced(runtime.Runtime, "_go_back", make)
 
 
+def received(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Any:
+    """A stage reads what ``change`` makes of what it was sent."""
+
+    def make(original: Any) -> Any:
+        def run(self: Any, model: Any, run: Any, forward: Any) -> Any:
+            return original(self, model, replace(run, received=change(run.received)), forward)
+
+        return run
+
+    return replaced(stage_forward.StageForward, "run", make)
+
+
 def no_states_received() -> Any:
-    return mock.patch.object(stage_forward, "_with_hidden", lambda args, kwargs, hidden: (args, kwargs))
+    return received(lambda payload: {name: states for name, states in payload.items() if name != "hidden"})
 
 
 def states_of_the_first_micro_batch() -> Any:
     """Each stage reads what it was sent first, again and again."""
-    first: dict[int, Tensor] = {}
+    first: list[Tensor] = []
 
-    def make(original: Any) -> Any:
-        def with_hidden(args: Any, kwargs: Any, hidden: Tensor) -> Any:
-            kept = first.setdefault(id(with_hidden), hidden.detach())
-            return original(args, kwargs, hidden + (kept[: len(hidden)] - hidden).detach())
+    def change(payload: dict[str, Tensor]) -> dict[str, Tensor]:
+        if (hidden := payload.get("hidden")) is None:
+            return payload
+        first.append(hidden.detach())
+        return {**payload, "hidden": hidden + (first[0][: len(hidden)] - hidden).detach()}
 
-        return with_hidden
-
-    return replaced(stage_forward, "_with_hidden", make)
+    return received(change)
 
 
 def no_context_gradient() -> Any:
