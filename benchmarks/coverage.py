@@ -38,7 +38,6 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers.models.auto import modeling_auto
 
 from shardformer.config import ShardConfig
 from shardformer.errors import ShardFormerError
@@ -54,8 +53,8 @@ from shardformer.testing.pool import WorkerPool
 from shardformer.testing.zoo.inputs import batches_for, runner
 from shardformer.testing.zoo.shrink import model_of
 from shardformer.verify import verify
+from shardformer.verify.any_type import main_classes
 
-TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION")
 ENOUGH = 0.8
 SECONDS = 30
 """Of the processor, after which an architecture is given up; all times are those of the processor."""
@@ -106,15 +105,6 @@ class Record:
     @property
     def reached(self) -> bool:
         return self.outcome == "sharded" and self.proven and self.share >= ENOUGH
-
-
-def architectures() -> dict[str, str]:
-    """Model type -> the name of the class, the first that an auto class names."""
-    found: dict[str, str] = {}
-    for task in TASKS:
-        for model_type, names in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
-            found.setdefault(model_type, names if isinstance(names, str) else names[0])
-    return found
 
 
 def native(model_type: str, name: str) -> nn.Module:
@@ -467,7 +457,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     count = len(records) if args.verify == "all" else int(args.verify)
     if not args.table and not count:
-        todo = [(t, n) for t, n in sorted(architectures().items()) if args.only.fullmatch(t) and t not in records]
+        todo = [(t, n) for t, n in sorted(main_classes().items()) if args.only.fullmatch(t) and t not in records]
         for model_type, name in track(todo, "architectures", console=console):
             record = records[model_type] = apart(model_type, name)
             keep(asdict(record))

@@ -23,10 +23,9 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import coverage
 import torch
 import transformers
-from coverage import architectures, batch_of, clean, read, small
+from coverage import batch_of, clean, read, small
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
@@ -36,6 +35,7 @@ from shardformer.errors import ShardFormerError, WorkerError
 from shardformer.testing.pool import WorkerPool
 from shardformer.testing.zoo import num_samples
 from shardformer.verify import Pipelined, verify
+from shardformer.verify.any_type import TASKS, main_classes
 
 POOL_S = 120.0
 RANDOM = {"phimoe": "it draws experts at random while it trains: micro-batches draw other ones than the whole batch"}
@@ -43,7 +43,7 @@ RANDOM = {"phimoe": "it draws experts at random while it trains: micro-batches d
 
 def task_of(name: str) -> str:
     """The task of a class; of one that has several the first."""
-    for task in coverage.TASKS:
+    for task in TASKS:
         named = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").values()
         if any(name == (names if isinstance(names, str) else names[0]) for names in named):
             return task
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     console = Console(stderr=True)
     done = {line["type"] for line in read(args.out)}
-    todo = [(t, n) for t, n in sorted(architectures().items()) if args.only.fullmatch(t) and t not in done]
+    todo = [(t, n) for t, n in sorted(main_classes().items()) if args.only.fullmatch(t) and t not in done]
     with WorkerPool(2, timeout_s=POOL_S) as pool:
         for model_type, name in track(todo, "architectures", console=console):
             began = time.perf_counter()

@@ -51,9 +51,10 @@ class VerifyOptions:
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A family (bert, gpt2, vit, ...: a small random model), a folder that save_pretrained wrote, a "
-            "config.json (random weights), a name on the Hugging Face hub, or module:function, whose function gives a "
-            "model, (model_fn, batch_fn), or a dict of model_fn, batch_fn, loss_fn, policy and loss_weight.",
+            help="A family or model type of transformers (bert, gpt2, stablelm, ...: a small random model), a folder "
+            "that save_pretrained wrote, a config.json (random weights), a name on the Hugging Face hub, or "
+            "module:function, whose function gives a model, (model_fn, batch_fn), or a dict of model_fn, batch_fn, "
+            "loss_fn, policy and loss_weight.",
         ),
     ]
     policy: Annotated[

@@ -1,4 +1,4 @@
-"""What a user may write for MODEL: a family, a folder, a config.json, a name on the Hugging Face hub, or a function.
+"""What a user may write for MODEL: a family or model type, a folder, a config.json, a name on the hub, or a function.
 
 bert                    a small random model of that family, or of any model type of transformers
 ./my-bert               a folder that save_pretrained wrote: its weights
@@ -29,7 +29,10 @@ from shardformer.testing.zoo.depth import depth_of
 from shardformer.verify.any_type import SmallOf, main_classes
 from shardformer.verify.hub import hub, hub_answers
 
-FORMS = "MODEL is a family, a folder, a config.json, a name on the Hugging Face hub, or module:function"
+FORMS = (
+    "MODEL is a family, a model type of transformers, a folder, a config.json, a name on the Hugging Face hub, or "
+    "module:function"
+)
 _GIVEN = ("model_fn", "batch_fn", "loss_fn", "policy", "loss_weight")
 
 
@@ -198,11 +201,11 @@ def find_model(name: str, *, dropout: bool = True) -> ModelSource:
     if name in SMALL:
         sample = Sample(name)
         return ModelSource(f"the small random {name}", sample, sample.head_class, sample.config())
-    if name in main_classes():
-        return _of_type(name)
     path = Path(name).expanduser()
     if path.exists():
         return _from_pretrained(name, Pretrained(str(path), "", path.is_file(), dropout))
+    if name in main_classes():
+        return _of_type(name)
     if ":" in name:
         return _from_function(name)
     if name.startswith((".", "/", "~")) or name.endswith(".json") or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):

@@ -191,3 +191,17 @@ def test_a_head_of_another_family_is_refused() -> None:
 
 def test_a_pretrained_model_is_a_value() -> None:
     assert Pretrained("here", "BertModel") == pickle.loads(pickle.dumps(Pretrained("here", "BertModel")))
+
+
+def test_any_model_type_of_transformers_has_a_small_model() -> None:
+    source = find_model("stablelm")
+    assert source.model_type == "stablelm" and source.head == "StableLmForCausalLM"
+    model, batch = pickle.loads(pickle.dumps(source.model_fn))(), source.batches()(0)
+    assert model(**batch).loss.isfinite() and source.loss_fn is None
+    assert not batch["input_ids"].equal(source.batches()(1)["input_ids"])
+
+
+def test_a_folder_comes_before_a_model_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Sample("llama").config().save_pretrained("mamba")
+    assert find_model("mamba").model_type == "llama"
