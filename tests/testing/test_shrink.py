@@ -94,6 +94,19 @@ def test_a_model_of_unheard_of_names_is_found(odd: nn.Module) -> None:
     assert {attention.projections.q, attention.projections.out} == {"ask", "close"}
 
 
+class Named(OddModel):
+    """One whose class takes more than a config."""
+
+    def __init__(self, config: OddConfig, name: str) -> None:
+        super().__init__(config)
+        self.name = name
+
+
+def test_a_class_that_takes_more_than_a_config_is_its_own_twin(odd: nn.Module) -> None:
+    policy: Any = infer(Named(Shrinker(odd).config(), "mine"))
+    assert policy.stack.layers == "storeys"
+
+
 @pytest.mark.parametrize(
     ("model_type", "name", "expected"),
     [

@@ -34,9 +34,10 @@ class Kind(Enum):
 def kinds_of(found: Sequence[Number]) -> dict[Path, Kind]:
     """What each number counts, of those that could be told."""
     kinds = {number.path: kind for number in found if (kind := _kind(number)) is not None}
+    by_heads = {spot for number in found if kinds.get(number.path) is Kind.HEADS for spot in number.moved}
     for number in found:
-        if kinds.get(number.path) is Kind.HEAD_DIM and _is_everywhere(number, found):
-            kinds[number.path] = Kind.HIDDEN
+        if kinds.get(number.path) is Kind.HEAD_DIM and (number.scaled & by_heads or _is_everywhere(number, found)):
+            kinds[number.path] = Kind.HIDDEN  # heads share it
     hidden = [n.value for n in found if kinds.get(n.path) is Kind.HIDDEN]
     for number, other in combinations(found, 2):
         known = {kinds.get(number.path), kinds.get(other.path)}
@@ -93,11 +94,7 @@ def turned(number: Number) -> set[int]:
 def _is_everywhere(number: Number, found: Sequence[Number]) -> bool:
     """Whether every matrix in the layers of its config has as many features on one of its sides."""
     beside = [n for n in found if n.path[:-1] == number.path[:-1]]
-    return len(beside) > 1 and _matrices(number) >= {name for other in beside for name in _matrices(other)}
-
-
-def _matrices(number: Number) -> set[str]:
-    return {spot.name for spot in number.moved if spot.place is Place.MATRIX and spot.depth}
+    return len(beside) > 1 and number.matrices() >= {name for other in beside for name in other.matrices()}
 
 
 def _multiply(number: Number, other: Number) -> bool:
@@ -130,7 +127,7 @@ def _kind(number: Number) -> Kind | None:
         return Kind.HIDDEN
     if any(spot.place is Place.STACK and spot.depth for spot in units):
         return Kind.EXPERTS
-    if number.scales():
+    if number.scaled:
         return Kind.HEAD_DIM
     matrices = (times for spot, times in number.times.items() if spot.place is Place.MATRIX and spot.depth)
     most = max(matrices, default=Fraction(0))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.testing.zoo.measure import changed, inner, lists, numbers
+from shardformer.testing.zoo.measure import Path, changed, inner, lists, numbers
 
 LAYERS, MOST_LAYERS = 2, 8
 STAGES = {"image_size": 64, "window_size": 2}
@@ -27,51 +27,63 @@ def kind_of(layer: nn.Module) -> Made:
 
 def kinds_of_layers(model: nn.Module) -> frozenset[Made]:
     """The kinds of layers in all lists of layers."""
-    return frozenset(kind_of(layer) for layers in _lists(model).values() for layer in layers.children())
+    return frozenset(kind_of(layer) for layers in _module_lists(model).values() for layer in layers.children())
+
+
+def more_layers(model: nn.Module) -> int:
+    """How many layers a small model needs for one of each kind; 0 where a few will do, or it would be too many."""
+    return needed if LAYERS < (needed := kinds_needed(model)) <= MOST_LAYERS else 0
 
 
 def kinds_needed(model: nn.Module) -> int:
     """With how many layers each list of a model has one of each of its kinds."""
     needed = 0
-    for layers in _lists(model).values():
+    for layers in _module_lists(model).values():
         kinds = [kind_of(layer) for layer in layers.children()]
         needed = max([needed, *(i + 1 for i, kind in enumerate(kinds) if kind not in kinds[:i])])
     return needed
 
 
-def _lists(model: nn.Module) -> dict[str, nn.ModuleList]:
+def _module_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
     return {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
 
 
 def fewer_layers(config: Any, model: nn.Module, make: Callable[[Any], nn.Module], first: int, each: int) -> Any:
     """The config with few layers in each list of the model: the ``first`` ones, and ``each`` so many of each kind.
 
-    Which of its fields count layers is tried: with fewer, a list of the model is shorter.
+    Which of its fields count layers is tried: with fewer, a list of the model is shorter. Where a model with ``each``
+    so many cannot be built, since layers share weights, there is one more of each kind.
     """
     lengths = _lengths(model)
 
-    def shorter(candidate: Any) -> dict[str, int]:
-        """The lengths of the lists, where one of them is shorter with this config."""
+    def built(candidate: Any) -> dict[str, int] | None:
+        """The lengths of the lists with this config; None where it is none."""
         try:
-            now = _lengths(make(copy.deepcopy(candidate)))
+            return _lengths(make(copy.deepcopy(candidate)))
         except Exception:  # it is something else
-            return {}
-        return now if any(now.get(name, length) < length for name, length in lengths.items()) else {}
+            return None
 
-    for path, count in numbers(config):
-        if count in lengths.values():
-            few, stages_alone = copy.deepcopy(config), copy.deepcopy(config)
-            for candidate in (few, stages_alone):
-                _cut_layers(inner(candidate, path[:-1]), path[-1], count, first, each)
-            setattr(inner(stages_alone, path[:-1]), path[-1], count)
-            of_stages = any(at[:-1] == path[:-1] and len(values) == count for at, values in lists(config))
-            if (now := shorter(few)) and not (of_stages and shorter(stages_alone)):  # then it counts something else
-                config, lengths = few, now
+    def is_shorter(now: dict[str, int] | None) -> bool:
+        return now is not None and any(now.get(name, length) < length for name, length in lengths.items())
+
+    def is_of_stages(path: Path, count: int) -> bool:
+        """Whether lists beside it alone may make the model shorter: then it counts something else."""
+        beside = (values for at, values in lists(config) if at[:-1] == path[:-1])
+        return path in dict(numbers(config)) and any(len(values) == count for values in beside)
+
+    for path, count in [*numbers(config), *((path, len(kinds)) for path, kinds in lists(config, of=str))]:
+        if count not in lengths.values():
+            continue
+        few = _with_few_layers(config, path, count, first, each)
+        if (now := built(few)) is None:
+            now = built(few := _with_few_layers(config, path, count, first, each + 1))
+        if is_shorter(now) and not (is_of_stages(path, count) and is_shorter(built(changed(few, {path: count})))):
+            config, lengths = few, now or lengths
     for path, values in lists(config):
         for most in range(LAYERS, min(max(values), LAYERS + 2)):  # one class asks for as many as it has stages
             few = changed(config, {path: [min(n, most) for n in values]})
-            if now := shorter(few):
-                config, lengths = few, now
+            if is_shorter(now := built(few)):
+                config, lengths = few, now or lengths
                 break
     return config
 
@@ -93,20 +105,24 @@ def _lengths(model: nn.Module) -> dict[str, int]:
     return {path: len(layers) for path, layers in found if any(any(layer.children()) for layer in layers)}
 
 
-def _cut_layers(config: Any, field: str, count: int, first: int, each: int) -> None:
-    """Sets how many layers a config has, and cuts its lists that have an entry for each layer."""
-    fields = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+def _with_few_layers(config: Any, path: Path, count: int, first: int, each: int) -> Any:
+    """A copy with fewer layers in one of its configs, whose lists that have an entry for each layer are cut."""
+    few = copy.deepcopy(config)
+    place, field = inner(few, path[:-1]), path[-1]
+    fields = {name: value for name, value in vars(place).items() if not name.startswith("_")}
     shared = fields.get(KV_SHARED) or 0
     of_each = {n: v for n, v in fields.items() if isinstance(v, list | tuple) and len(v) == count}
     kinds = list(zip(*[v for v in of_each.values() if not _numbered(v)], [i < count - shared for i in range(count)]))
     chosen = {i for i, kind in enumerate(kinds) if i < first or kinds[:i].count(kind) < each}
     rest = [i for i in range(count) if i not in chosen]
     kept = sorted({*chosen, *rest[: max(0, LAYERS - len(chosen))]})
-    setattr(config, field, len(kept))
+    if field not in of_each:
+        setattr(place, field, len(kept))
     for name, values in of_each.items():
-        setattr(config, name, type(values)(values[i] for i in (range(len(kept)) if _numbered(values) else kept)))
+        setattr(place, name, type(values)(values[i] for i in (range(len(kept)) if _numbered(values) else kept)))
     if shared:
-        setattr(config, KV_SHARED, sum(i >= count - shared for i in kept))
+        setattr(place, KV_SHARED, sum(i >= count - shared for i in kept))
+    return few
 
 
 def _numbered(values: Sequence[Any]) -> bool:

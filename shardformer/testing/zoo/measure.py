@@ -80,6 +80,10 @@ class Number:
         inside = (pair for spot, pair in self.moved.items() if spot.depth and spot.place is Place.MATRIX)
         return [Fraction(int(new - old), self.other - self.value) for old, new in inside]
 
+    def matrices(self) -> set[str]:
+        """The names of the matrices in layers that it sets the size of."""
+        return {spot.name for spot in self.moved if spot.place is Place.MATRIX and spot.depth}
+
     def shrinks(self) -> bool:
         """Whether a tensor gets smaller as it grows: it divides something else."""
         return any((new - old) * (self.other - self.value) < 0 for _, (old, new) in self._tensors())
@@ -104,10 +108,11 @@ class Number:
         inside = (pair for spot, pair in self.moved.items() if spot.depth)
         return any(isinstance(old, int) and old > 1 and new == old * ratio for old, new in inside)
 
-    def scales(self) -> bool:
-        """Whether it shows in a factor or divisor of the attention's scores: the features of a head."""
-        factors = ((old, new) for s, (old, new) in self.moved.items() if s.depth and isinstance(old, float))
-        return any((new - old) * (old - 1) * (self.other - self.value) > 0 for old, new in factors)
+    @cached_property
+    def scaled(self) -> set[Spot]:
+        """The factors or divisors of the attention's scores in which the features of a head show."""
+        factors = ((s, old, new) for s, (old, new) in self.moved.items() if s.depth and isinstance(old, float))
+        return {s for s, old, new in factors if (new - old) * (old - 1) * (self.other - self.value) > 0}
 
 
 def measured(make: Callable[[Any], nn.Module], config: Any) -> list[Number]:
@@ -143,12 +148,14 @@ def entries(config: Any) -> Iterator[tuple[Path, int]]:
     yield from ((path, values[0]) for path, values in lists(config) if values[0] > 1 and len(set(values)) == 1)
 
 
-def lists(config: Any, at: Path = ()) -> Iterator[tuple[Path, Sequence[int]]]:
-    """The lists of integers in a config and in the configs inside of it."""
+def lists(config: Any, at: Path = (), of: type = int) -> Iterator[tuple[Path, Sequence[Any]]]:
+    """The lists of integers, or of something else, in a config and in the configs inside of it."""
     for name, value in vars(config).items():
+        if name.startswith("_"):
+            continue
         if is_config(value):
-            yield from lists(value, (*at, name))
-        elif isinstance(value, list | tuple) and value and all(type(n) is int for n in value):
+            yield from lists(value, (*at, name), of)
+        elif isinstance(value, list | tuple) and value and all(type(n) is of for n in value):
             yield (*at, name), value
 
 

@@ -18,7 +18,15 @@ from torch import nn
 
 from shardformer.errors import PolicyError
 from shardformer.testing.zoo.kinds import Kind, kinds_of, turned
-from shardformer.testing.zoo.layers import LAYERS, MOST_LAYERS, STAGES, fewer_layers, kinds_needed, small_images
+from shardformer.testing.zoo.layers import (
+    LAYERS,
+    STAGES,
+    fewer_layers,
+    kinds_needed,
+    kinds_of_layers,
+    more_layers,
+    small_images,
+)
 from shardformer.testing.zoo.measure import (
     Number,
     Path,
@@ -58,11 +66,9 @@ class Sizes:
 
 
 ODD = Sizes()
-EVEN = Sizes(heads=16, more=32, head_dim=32, widths=(128, 64, 48, 40, 24), words=127)
+EVEN = Sizes(heads=16, more=32, head_dim=32, widths=(128, 64, 48, 40, 24))
 """For configs that ask for powers of two, or turn only a quarter of a head: so many heads that four ranks have some of
 each of four partitions."""
-
-
 MANY_WORDS = 2**14
 """For classes that name a token by a number of their own, once nothing else has helped."""
 NAMED: Mapping[str, Mapping[str, int]] = {
@@ -71,8 +77,6 @@ NAMED: Mapping[str, Mapping[str, int]] = {
     "num_random_blocks": {"num_random_blocks": 1, "block_size": 1},  # a short batch is attended to without blocks
 }
 """Field -> numbers that a config with it gets: they show in no size of a model, and a short batch needs them small."""
-
-
 SMALL_NUMEL = 20_000_000
 """Of parameters; a model up to this size is its own twin where its config cannot be shrunk."""
 FEWER_CHANNELS = 4
@@ -85,7 +89,9 @@ class Shrinker:
     def __init__(self, model: nn.Module) -> None:
         self.model, self.make = model, without_memory(type(model))
         self._few: dict[tuple[int, int], Any] = {}
-        every = self._with_layers(max(kinds_needed(model), LAYERS), 1)
+        every = self._with_layers(0, 1)
+        if kinds_of_layers(model) - kinds_of_layers(self.make(copy.deepcopy(every))):
+            every = self._with_layers(kinds_needed(model), 1)
         self.found = [number for number in measured(self.make, every) if number.path[-1] not in STAGES]
         self.kinds = kinds_of(self.found)
 
@@ -104,13 +110,14 @@ class Shrinker:
         """A config with few layers and small numbers, which keeps the relations of the head counts.
 
         ``even`` asks for sizes that are powers of two, ``layers`` for the first so many layers, in place of one of each
-        kind that the config's lists tell apart. ``anew`` keeps two of each kind, for weights that layers share, and has
-        the config's class derive again from the small fields what it derived from the large ones.
+        kind that the config's lists tell apart. ``anew`` has the config's class derive again from the small fields what
+        it derived from the large ones.
         """
         sizes = replace(EVEN if even else ODD, words=MANY_WORDS if anew else ODD.words)
-        has = [path for path, _ in entries(self.model.config) if path[-1] in NAMED]
-        named = {(*path[:-1], name): n for path in has for name, n in NAMED[path[-1]].items()}
-        few = self._with_layers(layers, 0 if layers else 1 + anew)
+        every = {path for path, _ in entries(self.model.config)}
+        named = {(*p[:-1], name): n for p in every if p[-1] in NAMED for name, n in NAMED[p[-1]].items()}
+        named = {path: n for path, n in named.items() if path in every}
+        few = self._with_layers(layers, 0 if layers else 1)
         small = changed(few, small_numbers(self.found, self.kinds, sizes) | named)
         if self.numel(small) > SMALL_NUMEL:
             small = changed(
@@ -132,8 +139,7 @@ class Shrinker:
 def shrunk(config: Any, **how: Any) -> Any:
     """A small config for the class that ``config`` names, with layers of each kind: see ``Shrinker.config``."""
     model = model_of(config)
-    needed = kinds_needed(model)
-    return Shrinker(model).config(**{"layers": needed if LAYERS < needed <= MOST_LAYERS else 0, **how})
+    return Shrinker(model).config(**{"layers": more_layers(model), **how})
 
 
 def model_of(config: Any) -> nn.Module:
@@ -191,13 +197,13 @@ def small_numbers(found: Sequence[Number], kinds: Mapping[Path, Kind], sizes: Si
     """Number -> the small one that takes its place; those that are not in it stay as they are."""
     small: dict[Path, int] = {}
     of = {kind: [number for number in found if kinds.get(number.path) is kind] for kind in Kind}
-    hidden = {n.value for n in of[Kind.HIDDEN]}
+    hidden = {n.value: _hidden(n, of[Kind.HIDDEN], sizes) for n in of[Kind.HIDDEN]}
     words = {n.value for n in of[Kind.ROWS] if any(s.place in HEAD and not s.depth for s in n.sizes())}
     for number in of[Kind.HEADS]:
         small[number.path] = _chain({n.value for n in beside(number, of[Kind.HEADS])}, sizes)[number.value]
     for number in of[Kind.HEAD_DIM]:
         small[number.path] = sizes.head_dim * _parts(number, beside(number, of[Kind.HEAD_DIM]))
-    small |= {n.path: sizes.hidden for n in of[Kind.HIDDEN]}
+    small |= {n.path: _hidden(n, of[Kind.HIDDEN], sizes) for n in of[Kind.HIDDEN]}
     for number in of[Kind.ROWS]:
         small[number.path] = min(number.value, sizes.words if number.value in words else sizes.positions)
     small |= {n.path: min(n.value, sizes.positions) for n in of[Kind.POSITIONS]}
@@ -208,13 +214,22 @@ def small_numbers(found: Sequence[Number], kinds: Mapping[Path, Kind], sizes: Si
     for number in of[Kind.WIDTH]:
         product = _product(number, beside(number, found), kinds, small)
         if number.value in hidden or product:
-            small[number.path] = product or sizes.hidden
+            small[number.path] = product or hidden[number.value]
         else:
             widths.append(number)
     ordered = sorted({n.value for n in widths}, reverse=True)
     small |= {n.path: sizes.widths[min(ordered.index(n.value), len(sizes.widths) - 1)] for n in widths}
     small |= dict(_shares(found, of, small))
     return small | _alike(found, kinds, small)
+
+
+def _hidden(number: Number, every: Sequence[Number], sizes: Sizes) -> int:
+    """The small width of hidden states; others than the one that most matrices have stay larger, or smaller."""
+    matrices: dict[int, set[str]] = {}
+    for other in beside(number, every):
+        matrices.setdefault(other.value, set()).update(other.matrices())
+    most = max(matrices, key=lambda value: len(matrices[value]))
+    return sizes.hidden * (1 + (number.value > most)) // (1 + (number.value < most))
 
 
 def _parts(number: Number, beside: Sequence[Number]) -> int:
