@@ -2,12 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from fractions import Fraction
+from functools import cached_property
 from itertools import combinations
 
-from shardformer.testing.zoo.measure import Number, Path, Place
+Path = tuple[str, ...]
+"""The fields that lead to a number, from the outermost config inward."""
+
+
+class Place(Enum):
+    """Where a number shows in a model."""
+
+    LAYERS = auto()  # the length of a list of modules
+    ROWS = auto()  # of an embedding
+    EMBEDDED = auto()  # features of an embedding
+    STACK = auto()  # the first dim of weights that are stacked
+    MATRIX = auto()  # a dim of a matrix, or another of stacked weights
+    CHANNEL = auto()  # of a convolution
+    VECTOR = auto()
+    BUFFER = auto()
+    ATTRIBUTE = auto()
+
+
+@dataclass(frozen=True)
+class Spot:
+    """One number of a built model.
+
+    Args:
+        name: of the parameter, buffer, list or attribute, with the path of its module.
+        dim: of a tensor.
+        depth: how many lists of modules it is in.
+    """
+
+    name: str
+    dim: int
+    place: Place
+    depth: int
+
+
+@dataclass(frozen=True)
+class Number:
+    """One integer of a config, or a list with the same one for each layer, and what moves with it.
+
+    Args:
+        moved: spot -> its number, and that with ``value`` changed to ``other``.
+        builds: whether the model has other spots with ``other``.
+    """
+
+    path: Path
+    value: int
+    other: int
+    moved: Mapping[Spot, tuple[float, float]]
+    builds: bool
+
+    @cached_property
+    def times(self) -> dict[Spot, Fraction]:
+        """Spot -> how many times the number it is, where it grows in proportion to it."""
+        return {
+            spot: Fraction(old) / self.value
+            for spot, (old, new) in self.moved.items()
+            if isinstance(old, int) and new * self.value == old * self.other
+        }
+
+    def adds(self) -> list[Fraction]:
+        """What one more adds to the dims of matrices inside of layers."""
+        inside = (pair for spot, pair in self.moved.items() if spot.depth and spot.place is Place.MATRIX)
+        return [Fraction(int(new - old), self.other - self.value) for old, new in inside]
+
+    def matrices(self) -> set[str]:
+        """The names of the matrices in layers that it sets the size of."""
+        return {spot.name for spot in self.moved if spot.place is Place.MATRIX and spot.depth}
+
+    def shrinks(self) -> bool:
+        """Whether a tensor gets smaller as it grows: it divides something else."""
+        return any((new - old) * (self.other - self.value) < 0 for _, (old, new) in self._tensors())
+
+    def _tensors(self) -> Iterator[tuple[Spot, tuple[float, float]]]:
+        return ((spot, pair) for spot, pair in self.moved.items() if spot.place is not Place.ATTRIBUTE)
+
+    def sizes(self) -> list[Spot]:
+        """The dims of tensors, and lengths of lists, that are this number."""
+        return [spot for spot, times in self.times.items() if times == 1 and spot.place is not Place.ATTRIBUTE]
+
+    def shows_indirectly(self) -> bool:
+        """Whether all that moves with it are attributes that are computed of it."""
+        computed = (s.place is Place.ATTRIBUTE and old != self.value for s, (old, _) in self.moved.items())
+        return bool(self.moved) and not self.builds and all(computed)
+
+    def divides(self) -> bool:
+        """Whether there is a number, inside of a layer, that falls as it rises: heads that share a width."""
+        ratio = Fraction(self.value, self.other)
+        if any(new == old * ratio**2 != old for old, new in self.moved.values() if isinstance(old, int)):
+            return False  # patches of an image
+        inside = (pair for spot, pair in self.moved.items() if spot.depth)
+        return any(isinstance(old, int) and old > 1 and new == old * ratio for old, new in inside)
+
+    @cached_property
+    def scaled(self) -> set[Spot]:
+        """The factors or divisors of the attention's scores in which the features of a head show."""
+        factors = ((s, old, new) for s, (old, new) in self.moved.items() if s.depth and isinstance(old, float))
+        return {s for s, old, new in factors if (new - old) * (old - 1) * (self.other - self.value) > 0}
+
 
 HALF = Fraction(1, 2)  # of a width that counts gate and up together
 SIZES = (Place.MATRIX, Place.VECTOR, Place.CHANNEL, Place.EMBEDDED)

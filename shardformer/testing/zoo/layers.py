@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.testing.zoo.measure import Path, changed, inner, lists, numbers
+from shardformer.testing.zoo.kinds import Path
+from shardformer.testing.zoo.measure import changed, inner, lists, numbers
 
 LAYERS, MOST_LAYERS = 2, 8
 STAGES = {"image_size": 64, "window_size": 2}

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardformer.errors import PolicyError
-from shardformer.testing.zoo.kinds import Kind, kinds_of, turned
+from shardformer.testing.zoo.kinds import Kind, Number, Path, Place, kinds_of, turned
 from shardformer.testing.zoo.layers import (
     LAYERS,
     STAGES,
@@ -28,9 +28,6 @@ from shardformer.testing.zoo.layers import (
     small_images,
 )
 from shardformer.testing.zoo.measure import (
-    Number,
-    Path,
-    Place,
     changed,
     entries,
     inner,
