@@ -78,14 +78,23 @@ def put_off_sigterm() -> None:
         time.sleep(GRACE_S)
         os._exit(128 + signal.SIGTERM)
 
+    def hold() -> None:
+        held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def release() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held.mask)
+
     def undo() -> None:
         if signal.getsignal(signal.SIGTERM) is note:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.set_wakeup_fd(-1)
+        release()
 
+    held = threading.local()
     signal.signal(signal.SIGTERM, note)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=undo)  # a child has no such thread
+    # a child has no such thread, and what ends it before it has undone this would be noted here
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=undo)
     threading.Thread(target=count, daemon=True).start()
 
 

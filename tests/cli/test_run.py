@@ -157,6 +157,27 @@ def test_a_rank_that_says_nothing_is_ended_and_its_children_at_once(tmp_path: Pa
     assert "rank 1 failed first, killed by SIGKILL" in err.strip().splitlines()[-1]
 
 
+FORKS = """
+import os, signal, time
+for _ in range(100):
+    child = os.fork()
+    if child == 0:
+        time.sleep(1)
+        os._exit(0)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitpid(child, 0)[1] == signal.SIGTERM
+print("all ended", flush=True)
+"""
+
+
+def test_a_child_is_ended_as_soon_as_it_is_there_and_the_rank_goes_on(tmp_path: Path) -> None:
+    forks = tmp_path / "forks.py"
+    forks.write_text(FORKS)
+    status, out, err = finish(start("--nproc_per_node", "1", forks))
+    assert status == 0, err
+    assert "all ended" in out
+
+
 def test_two_hosts_of_a_host_file_meet(script: Path) -> None:
     path = hostfile(script.parent, "127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
     with socket.socket() as free:
