@@ -1,5 +1,5 @@
 # make demo    install into .venv and train a small model in one process and in two, side by side
-# make test    install with the test tools and run every check
+# make test    install with the test tools and run every check; JOBS=2 tests at once
 # make lint    ruff and mypy only            make format   let ruff rewrite the files
 # make features  run the tests of the families and write docs/features.md from what they say
 # make test-oldest  the tests of the families with the oldest transformers that is supported, in .venv-oldest
@@ -7,11 +7,13 @@
 
 PYTHON ?= python3
 ARGS ?=
+JOBS ?= 2
 VENV := .venv
 OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
-TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# The package is read by hundreds of processes: its compiled files are kept, whatever the machine says of others.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 .PHONY: demo test test-oldest features lint format bench clean
 .DEFAULT_GOAL := demo
@@ -20,7 +22,7 @@ demo: $(VENV)/.installed
 	$(BIN)/shardformer demo $(ARGS)
 
 test: lint $(VENV)/.installed-timm
-	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 test-oldest: $(OLDEST)/.installed-test $(VENV)/.installed-timm
 	$(TEST_ENV) TIMM_FOLDER=$(CURDIR)/$(VENV)/timm $(OLDEST)/bin/python -m pytest -m feature $(ARGS)

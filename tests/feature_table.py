@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,8 @@ from shardformer.errors import ConfigError, nearest
 PAGE = "docs/features.md"
 EMPTY, NOT_YET, NOT_RUN = "–", "not yet", "not run"
 WORDS = ("yes", "part", "refused")
+RIDES = "feature case"
+"""The property of a report that says which case it is of."""
 
 
 @dataclass(frozen=True)
@@ -271,42 +273,55 @@ def _stale(what: str) -> ConfigError:
 
 
 class FeatureTable:
-    """Sees which tests have the mark and how they end, and writes the page or compares it at the session's end."""
+    """Sees which tests have the mark and how they end, and writes the page or compares it at the session's end.
+
+    Where pytest-xdist runs the tests in several processes, only reports reach the one that compares: what the marks of
+    a test say, its place among those that have one, and how many those are, ride on its reports.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
+        self.is_worker = hasattr(config, "workerinput")
         self.path = config.rootpath / PAGE
         self.writes: bool = config.getoption("write_features")
         self.collects: bool = config.getoption("collectonly")
         self.whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
         self.cases: dict[str, Case] = {}
+        self.places: dict[str, int] = {}
+        self.num_cases = 0
         self.outcomes: dict[str, Outcome] = {}
         self.message = ""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Before anything is deselected."""
-        self.cases = {item.nodeid: case for item in items if (case := case_of(item)) is not None}
+        found = [(item, case) for item in items if (case := case_of(item)) is not None]
+        self.cases = {item.nodeid: case for item, case in found}
+        for place, (item, case) in enumerate(found):
+            item.user_properties.append((RIDES, (place, len(found), *astuple(case))))
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
         if any(item.nodeid in self.cases for item in items):
             self.whole = False
 
     def pytest_collection_finish(self) -> None:
-        if self.writes and not self.whole:
+        if self.writes and not self.whole and not self.is_worker:
             raise pytest.UsageError(
                 "--write-features with some of the tests. The page is written from all tests with the mark `feature`. "
                 "Run `make features`, or `pytest -m feature --write-features` without paths."
             )
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.nodeid in self.cases:
+        said = dict(report.user_properties).get(RIDES)
+        if said is not None:
+            self.places[report.nodeid], self.num_cases, family, columns, *where = said
+            self.cases[report.nodeid] = Case(family, tuple(columns), *where)
             outcome = self.outcomes.setdefault(report.nodeid, Outcome())
             outcome.phases.add(report.outcome)
             outcome.says = [str(value) for name, value in report.user_properties if name == "feature"]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        wrong = self._finish()
+        wrong = None if self.is_worker else self._finish()
         if wrong is not None:
             self.message = str(wrong)
             if session.exitstatus == pytest.ExitCode.OK:
@@ -320,8 +335,9 @@ class FeatureTable:
         before = read_page(text)
         if self.collects:
             return self._collected(before)
-        if self.outcomes.keys() != self.cases.keys():
-            return None  # stopped before the end
+        if len(self.outcomes) != self.num_cases:
+            return None  # stopped before the end, or some are deselected
+        cases = {nodeid: self.cases[nodeid] for nodeid in sorted(self.places, key=self.places.__getitem__)}
         for nodeid, outcome in self.outcomes.items():
             if any(said.partition(": ")[0] not in WORDS for said in outcome.says):
                 return ConfigError(
@@ -329,8 +345,8 @@ class FeatureTable:
                     rule=f"A test says a word, a colon and a note, and the words are {', '.join(WORDS)}",
                     remedy='Write record_property("feature", "refused: ...")',
                 )
-        cells = cells_of(self.cases, self.outcomes, before)
-        page = page_of(self.cases.values(), cells)
+        cells = cells_of(cases, self.outcomes, before)
+        page = page_of(cases.values(), cells)
         if self.writes:
             self.path.write_text(page, encoding="utf-8")
             self.message = f"wrote {PAGE}"

@@ -116,6 +116,21 @@ def test_the_page_is_written_from_what_the_tests_say(project: Project) -> None:
     project.passes()
 
 
+def test_tests_in_several_processes_write_and_compare_the_same_page(project: Project) -> None:
+    several = ("-p", "xdist", "-n", "2")
+    project.passes("-m", "feature", "--write-features")
+    alone = project.page.read_text()
+    project.page.unlink()
+    project.passes("-m", "feature", "--write-features", *several)
+    assert project.page.read_text() == alone
+    project.passes(*several)
+    project.passes(*several, "-k", "cut")
+    project.write(cut="raise ValueError")
+    project.fails(*several, saying=("ValueError",))
+    project.write(says="part: a note")
+    project.fails(*several, saying=("sequence parallel of Swin is 'refused' there and 'part' now",))
+
+
 def test_a_run_of_all_tests_fails_when_the_page_says_something_else(project: Project) -> None:
     project.fails(
         saying=("is not what the tests say", "tensor parallel of BERT is '–' there and 'yes' now", "make features")
