@@ -33,6 +33,7 @@ from shardformer.sharder import shard_model
 from shardformer.sharding.save import full_state_dict
 from shardformer.testing.pool import Pools, WorkerPool
 from shardformer.testing.zoo import LANGUAGE_MODEL, Batches, Sample
+from tests.pairwise import pairwise
 
 SEQUENCE = {"enable_sequence_parallelism": True}
 OVERLAP = {**SEQUENCE, "enable_sequence_overlap": True}
@@ -369,15 +370,7 @@ EVERYWHERE: tuple[Feature, ...] = (
 )
 
 
-@pytest.mark.parametrize(
-    ("family", "mode"),
-    [
-        *((family, "plain") for family in FAMILIES),
-        *((family, "sequence") for family in ("bert", "t5", "llama")),
-        *((family, "overlap") for family in ("gpt2", "llama")),
-    ],
-)
-@pytest.mark.parametrize("feature", EVERYWHERE, ids=lambda feature: feature.__name__)
+@pytest.mark.parametrize(("feature", "family", "mode"), pairwise(EVERYWHERE, FAMILIES, list(MODES)))
 def test_features(pool2: WorkerPool, feature: Feature, family: str, mode: str) -> None:
     assert_same(pool2.run(side_by_side, feature, family, MODES[mode], {}))
 
@@ -487,9 +480,7 @@ def with_and_without_checkpoints(family: str, options: Mapping[str, Any], use_re
     }
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["checkpoint", "reentrant"])
-@pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "mode", "use_reentrant"), pairwise(FAMILIES, list(MODES), [False, True]))
 def test_checkpoints_draw_the_same_masks_again(pool2: WorkerPool, family: str, mode: str, use_reentrant: bool) -> None:
     for found in pool2.run(with_and_without_checkpoints, family, MODES[mode], use_reentrant):
         assert max(found["differences"].values()) < 1e-12, found["differences"]
@@ -541,8 +532,14 @@ def called(family: str, options: Mapping[str, Any], way: str) -> dict[str, float
     return side_by_side(feature, family, options, {})
 
 
-@pytest.mark.parametrize("mode", ["plain", "overlap"])
-@pytest.mark.parametrize(("family", "way"), [(family, way) for family in FAMILIES for way in ways_of_calling(family)])
+@pytest.mark.parametrize(
+    ("family", "way", "mode"),
+    [
+        (family, way, ("plain", "overlap")[(i + j) % 2])
+        for i, family in enumerate(FAMILIES)
+        for j, way in enumerate(ways_of_calling(family))
+    ],
+)
 def test_other_ways_of_calling(pool2: WorkerPool, family: str, way: str, mode: str) -> None:
     assert_same(pool2.run(called, family, MODES[mode], way))
 
@@ -581,9 +578,7 @@ def in_autocast(family: str, options: Mapping[str, Any], recompute: bool) -> dic
     }
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "mode", "recompute"), pairwise(FAMILIES, list(MODES), [False, True]))
 def test_autocast_is_off_by_its_noise(pool2: WorkerPool, family: str, mode: str, recompute: bool) -> None:
     for found in pool2.run(in_autocast, family, MODES[mode], recompute):
         assert 0 < found["noise of the gradient"] < 0.1, found
@@ -662,10 +657,12 @@ def generated(family: str, options: Mapping[str, Any], length: int) -> dict[str,
     return {name: (tokens, ours) for (name, tokens), ours in zip(run(plain).items(), run(sharded).values())}
 
 
-@pytest.mark.parametrize("length", [1, 9])
-@pytest.mark.parametrize(("tensor", "mode"), [(2, "plain"), (2, "overlap"), (4, "sequence")])
-@pytest.mark.parametrize("family", list(GENERATING))
-def test_generate_gives_the_same_tokens(pools: Pools, family: str, mode: str, tensor: int, length: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "layout", "length"),
+    pairwise(list(GENERATING), [(2, "plain"), (2, "overlap"), (4, "sequence")], [1, 9]),
+)
+def test_generate_gives_the_same_tokens(pools: Pools, family: str, layout: tuple[int, str], length: int) -> None:
+    tensor, mode = layout
     for found in pools(tensor).run(generated, family, MODES[mode], length):
         for way, (tokens, ours) in found.items():
             assert torch.equal(tokens, ours), way

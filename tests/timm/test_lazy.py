@@ -16,6 +16,7 @@ from shardformer.testing.pool import Pools, WorkerPool
 from shardformer.testing.threads import run_as_threads
 from tests.lazy.families import assert_same
 from tests.lazy.living import Living
+from tests.pairwise import in_turn
 from tests.timm.models import MODELS, STAGED, Small, images, loss
 from tests.timm.process import timm
 from tests.timm.test_timm import NORMS, SEQUENCE, in_worker, of
@@ -41,8 +42,7 @@ def filled(name: str, dtype: torch.dtype) -> None:
     assert_same(shardformer.materialize(lazy), plain)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(MODELS, (torch.float32,), (torch.bfloat16,)))
 def test_weights_and_buffers_are_those_of_an_eager_build(
     timm_worker: WorkerPool, name: str, dtype: torch.dtype
 ) -> None:
@@ -97,8 +97,10 @@ def sharded_both_ways(name: str, ranks: int, options: dict[str, bool]) -> list[i
     return run_as_threads(train, tensor=ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", [of(name, "lazy initialization") for name in MODELS])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [of(name, "lazy initialization", beside=way) for name, *way in in_turn(MODELS, (2,), (4,))],
+)
 def test_parts_and_a_step_are_those_of_the_eager_model(timm_worker: WorkerPool, name: str, ranks: int) -> None:
     options = NORMS if ranks == 4 or name in STAGED else {**NORMS, **SEQUENCE}
     assert all(in_worker(timm_worker, sharded_both_ways, name, ranks, options))

@@ -24,6 +24,7 @@ from shardformer.sharder import resolve_policy
 from shardformer.testing.pool import Pools, WorkerPool
 from shardformer.testing.threads import run_as_threads
 from shardformer.verify import Pipelined, verify
+from tests.pairwise import in_turn
 from tests.timm.models import MODELS, STAGED, Small, images, loss
 from tests.timm.process import timm
 
@@ -38,9 +39,9 @@ FEATURES = {"plain": "tensor parallel", "sequence": "sequence parallel", "overla
 NORMS = {"enable_fused_normalization": True}
 
 
-def of(name: str, *features: str) -> Any:
-    """A parameter that fills cells of docs/features.md."""
-    return pytest.param(name, marks=pytest.mark.feature(*features, family=f"timm:{MODELS[name][1]}"))
+def of(name: str, *features: str, beside: tuple[Any, ...] = ()) -> Any:
+    """A parameter, with those ``beside`` it, that fills cells of docs/features.md."""
+    return pytest.param(name, *beside, marks=pytest.mark.feature(*features, family=f"timm:{MODELS[name][1]}"))
 
 
 def in_worker(pool: WorkerPool, fn: Callable[..., Any], *args: Any) -> Any:
@@ -68,9 +69,7 @@ def sharded(name: str, options: dict[str, bool], use: Callable[[Any], Any], rank
     return run_as_threads(shard, tensor=ranks)[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [pytest.param(name, mode, marks=of(name, FEATURES[mode]).marks) for name, mode in TRIED]
-)
+@pytest.mark.parametrize(("name", "mode"), [of(name, FEATURES[mode], beside=(mode,)) for name, mode in TRIED])
 def test_nobody_can_tell(timm_worker: WorkerPool, name: str, mode: str) -> None:
     assert in_worker(timm_worker, differences, name, (2, 4), {}, MODES[mode]) == []
 
@@ -321,8 +320,10 @@ def test_timm_is_not_imported_by_the_tests(timm_worker: WorkerPool) -> None:
 # ----------------------------------------------------------------------------------------------------------- a pipeline
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-@pytest.mark.parametrize("name", [of(name, "pipeline parallel") for name in MODELS])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [of(name, "pipeline parallel", beside=way) for name, *way in in_turn(MODELS, ("1f1b",), ("interleaved",))],
+)
 def test_pipeline_parallel(timm_pools: Pools, name: str, schedule: str) -> None:
     """Four layers over two ranks; the bias or the rotations that all of them read are on both."""
     small = Small(name, None if name in STAGED else {"depth": 4})

@@ -5,9 +5,8 @@ Sizes are odd throughout: vocabulary 127, six heads, two KV heads, MLPs of 70, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from shardformer.policies.registry import FAMILIES
 from shardformer.testing.pool import Pools
 from shardformer.testing.zoo import HEADS, MAIN, SMALL, Batches, Sample, sample_loss
 from shardformer.verify import Report, verify
+from tests.pairwise import in_turn
 from tests.verify.variants import VARIANTS
 
 SEQUENCE = {"enable_sequence_parallelism": True}
@@ -41,11 +41,6 @@ Recorded = Callable[[str, object], None]
 # What a block's two edges communicate, which shows that the mode was on.
 EDGES = {"plain": {"all_reduce"}, "sequence": {"all_gather", "reduce_scatter"}}
 EDGES["overlap"] = EDGES["sequence"]
-
-
-def in_turn(cases: Sequence[Any], *ways: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Each case in one of the ways and its neighbours in the others, so that a family of several goes all ways."""
-    return zip(cases, cycle(ways), strict=False)
 
 
 in_each_mode = pytest.mark.parametrize("mode", list(MODES))
@@ -82,10 +77,7 @@ def check(
     return "refused: " + refused.value.what.partition("it is known that ")[2]
 
 
-@pytest.mark.parametrize(
-    ("family", "head", "tensor", "mode"),
-    [(*each, *way) for each, way in in_turn(EVERY_HEAD, (2, "plain"), (4, "sequence"))],
-)
+@pytest.mark.parametrize(("family", "head", "tensor", "mode"), in_turn(EVERY_HEAD, (2, "plain"), (4, "sequence")))
 def test_every_head(pools: Pools, family: str, head: str, tensor: int, mode: str) -> None:
     check(pools, Sample(family, head), Batches(head), tensor, mode)
 
@@ -98,8 +90,7 @@ def test_tensor_parallel(pools: Pools, family: str, tensor: int) -> None:
 
 
 @pytest.mark.feature("sequence parallel")
-@over_two_and_four
-@pytest.mark.parametrize("family", REGISTERED)
+@pytest.mark.parametrize(("family", "tensor"), in_turn(REGISTERED, (2,), (4,)))
 def test_sequence_parallel(
     pools: Pools, family: str, tensor: int, record_property: Callable[[str, object], None]
 ) -> None:
@@ -108,21 +99,19 @@ def test_sequence_parallel(
 
 
 @pytest.mark.feature("overlap")
-@over_two_and_four
-@pytest.mark.parametrize("family", REGISTERED)
+@pytest.mark.parametrize(("family", "tensor"), in_turn(REGISTERED, (4,), (2,)))
 def test_overlap(pools: Pools, family: str, tensor: int, record_property: Recorded) -> None:
     if refused := check(pools, Sample(family), Batches(MAIN[family]), tensor, "overlap"):
         record_property("feature", refused)
 
 
-@pytest.mark.parametrize(("family", "mode"), [(f, *way) for f, way in in_turn(REGISTERED, *((m,) for m in MODES))])
+@pytest.mark.parametrize(("family", "mode"), in_turn(REGISTERED, *((mode,) for mode in MODES)))
 def test_single_precision(pools: Pools, family: str, mode: str) -> None:
     check(pools, Sample(family), Batches(MAIN[family]), 2, mode, torch.float32)
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "mode"),
-    [(name, *way) for name, way in in_turn([n for n in VARIANTS if n != SLOW], (2, "overlap"), (4, "plain"))],
+    ("name", "tensor", "mode"), in_turn([n for n in VARIANTS if n != SLOW], (2, "overlap"), (4, "plain"))
 )
 def test_other_settings(pools: Pools, name: str, tensor: int, mode: str) -> None:
     sample = VARIANTS[name].sample
@@ -142,20 +131,17 @@ def test_bert_in_chunks_of_the_sequence(pools: Pools, tensor: int) -> None:
         verify(sample, Batches("BertForMaskedLM"), tensor=tensor, config=SEQUENCE, pool=pools(tensor))
 
 
-@in_each_mode
-@pytest.mark.parametrize("family", REGISTERED)
+@pytest.mark.parametrize(("family", "mode"), in_turn(REGISTERED, *((mode,) for mode in reversed(MODES))))
 def test_tensor_times_data(pools: Pools, family: str, mode: str) -> None:
     head = MAIN[family]
     batches = Batches(head, batch=6)  # three samples on each data rank
-    if not _runs(Sample(family), mode):
-        return
+    mode = mode if _runs(Sample(family), mode) else "plain"
     report = verify(Sample(family), batches, 2, 2, loss_fn=sample_loss, config=MODES[mode], pool=pools(4))
     assert_nobody_can_tell(report, mode)
     assert any("over data" in name or "over data_tensor" in name for name in report.collectives)
 
 
-@pytest.mark.parametrize("data", [2, 4])
-@pytest.mark.parametrize("family", REGISTERED)
+@pytest.mark.parametrize(("family", "data"), in_turn(REGISTERED, (2,), (4,)))
 def test_data_alone(pools: Pools, family: str, data: int) -> None:
     batches = Batches(MAIN[family], batch=4)
     report = verify(Sample(family), batches, tensor=1, data=data, loss_fn=sample_loss, pool=pools(data))
@@ -163,20 +149,15 @@ def test_data_alone(pools: Pools, family: str, data: int) -> None:
     assert list(report.collectives) == ["all_reduce over data (gradients)"]
 
 
-@pytest.mark.parametrize("family", REGISTERED)
-def test_one_process_communicates_nothing(pools: Pools, family: str) -> None:
-    head = MAIN[family]
-    for mode, config in MODES.items():
-        if not _runs(Sample(family), mode):
-            continue
-        report = verify(Sample(family), Batches(head), 1, loss_fn=sample_loss, config=config, pool=pools(1))
-        assert_nobody_can_tell(report, tensor=1)
-        assert report.collectives == {}
+@pytest.mark.parametrize(("family", "mode"), in_turn(REGISTERED, *((mode,) for mode in MODES)))
+def test_one_process_communicates_nothing(pools: Pools, family: str, mode: str) -> None:
+    config = MODES[mode if _runs(Sample(family), mode) else "plain"]
+    report = verify(Sample(family), Batches(MAIN[family]), 1, loss_fn=sample_loss, config=config, pool=pools(1))
+    assert_nobody_can_tell(report, tensor=1)
+    assert report.collectives == {}
 
 
-@over_two_and_four
-@pytest.mark.parametrize("sequence", [1, 3])
-@pytest.mark.parametrize("family", READERS)
+@pytest.mark.parametrize(("family", "sequence", "tensor"), in_turn(READERS, (1, 2), (3, 4), (1, 4)))
 def test_sequences_shorter_than_the_ranks(pools: Pools, family: str, sequence: int, tensor: int) -> None:
     """Some ranks hold nothing of the sequence."""
     for mode in ("sequence", "overlap"):
