@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardformer.mesh.launch import launch_from_torch as launch_from_torch
     from shardformer.optim.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from shardformer.optim.grad_norm import grad_norm as grad_norm
+    from shardformer.optim.zero import zero as zero
     from shardformer.pipeline.stage_manager import PipelineStageManager as PipelineStageManager
     from shardformer.policies.describe import Argument as Argument
     from shardformer.policies.describe import BlockArguments as BlockArguments
@@ -68,6 +69,7 @@ _HOME = {
     "lazy.pretrained": ["from_pretrained"],
     "lazy.recorder": ["LazyInit"],
     "optim.grad_norm": ["clip_grad_norm_", "grad_norm"],
+    "optim.zero": ["zero"],
     "config": ["ShardConfig"],
     "sharding.save": ["full_state_dict"],
     "pipeline.stage_manager": ["PipelineStageManager"],

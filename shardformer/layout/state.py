@@ -70,6 +70,12 @@ class Reducer(Protocol):
     def finish(self) -> None: ...
 
 
+class KeepsGradients(Protocol):
+    """What an optimizer has that keeps the gradients itself."""
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor: ...
+
+
 class Edge(Protocol):
     """Where a region of the model begins or ends, which a forward that an error broke off may have left open."""
 
@@ -95,6 +101,7 @@ class ShardedState:
         token: tells the model from others of this process; the same on all ranks.
         number: in which order models were sharded, or copied, in this process.
         gathers: how often the full weights were asked for.
+        gradients: what keeps the gradients in the place of the parameters' ``.grad``; None where nothing does.
     """
 
     context: ParallelContext
@@ -111,6 +118,11 @@ class ShardedState:
     token: str = ""
     number: int = 0
     gathers: int = 0
+    gradients: KeepsGradients | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copied model, which has no optimizer."""
+        return {**self.__dict__, "gradients": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copied model."""

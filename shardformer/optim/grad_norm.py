@@ -37,7 +37,8 @@ def clip_grad_norm_(
             rule="The norm is that of all parts of the model's parameters, and the model knows what they are parts of",
             remedy="Write clip_grad_norm_(model, max_norm), without .parameters()",
         )
-    total = grad_norm(model, norm_type)
+    kept = known_state(model).gradients
+    total = grad_norm(model, norm_type) if kept is None else kept.clip_grad_norm_(max_norm, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"The norm of the gradients is {total.item()}: they cannot be clipped")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -50,6 +51,8 @@ def clip_grad_norm_(
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     """The norm of all gradients: see ``clip_grad_norm_``."""
     state = known_state(model)
+    if state.gradients is not None:
+        return state.gradients.clip_grad_norm_(math.inf, norm_type)
     entries = state.by_param()
     asked = [entries.get(id(p)) or Entry("", p, ShardSpec(p.shape)) for p in model.parameters()]
     return norm_of(asked, state, norm_type)

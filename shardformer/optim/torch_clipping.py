@@ -82,8 +82,15 @@ def _parts_among(grads: Iterable[Tensor]) -> dict[ShardedState, list[Entry]]:
 def _of_another_stage() -> dict[ShardedState, list[Entry]]:
     """For a stage that holds no gradient of those that the others clip: the model that they ask for its part of.
 
-    Raises ConfigError where several models have stages here, and nothing tells which of them is meant.
+    Raises ConfigError where several models have stages here, and nothing tells which of them is meant; and where an
+    optimizer that zero returned keeps the gradients.
     """
+    if any(state.gradients is not None for state in live_states()):
+        raise ConfigError(
+            "torch.nn.utils.clip_grad_norm_ was given no gradients, in a process where zero keeps those of a model",
+            rule="The parameters have no .grad then: their norm would be 0, and nothing would be clipped",
+            remedy="Write shardformer.clip_grad_norm_(model, max_norm), or zero(..., max_grad_norm=max_norm)",
+        )
     states = [state for state in live_states() if state.context.pipe.size > 1]
     if len(states) > 1:
         raise ConfigError(

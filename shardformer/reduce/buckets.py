@@ -22,6 +22,7 @@ from torch.autograd import Variable
 
 from shardformer.comm.collectives import start_reduce_scatter, start_sum
 from shardformer.comm.values import numbers_in
+from shardformer.errors import ConfigError
 from shardformer.layout.split import Coords
 from shardformer.layout.state import Entry
 from shardformer.mesh.axis import Axis
@@ -45,7 +46,7 @@ class Gradient:
     entry: Entry
     axis: Axis
     coords: Coords
-    bucket: _Bucket | None = None
+    bucket: Bucket | None = None
     changed: bool = False  # since the last time that it was agreed on
     arrived: bool = False  # in this backward
 
@@ -103,8 +104,11 @@ class Gradient:
 
 
 @dataclass(eq=False)
-class _Bucket:
+class Bucket:
+    """Gradients that one collective sums, over ``axis``, in ``dtype``: by default that of the parameters."""
+
     axis: Axis
+    dtype: torch.dtype | None = None
     gradients: list[Gradient] = field(default_factory=list)
     pending: int = 0
     work: Any = None
@@ -123,7 +127,7 @@ class _Bucket:
 
     def new_flat(self, numel: int) -> Tensor:
         first = self.gradients[0].param
-        return torch.empty(numel, dtype=first.dtype, device=first.device)
+        return torch.empty(numel, dtype=self.dtype or first.dtype, device=first.device)
 
     def reset(self) -> None:
         self.flat = self.work = None
@@ -138,10 +142,10 @@ class End(Protocol):
     def scale(self, gradient: Gradient) -> Tensor | float:
         """What a gradient is multiplied by as it arrives, before it is accumulated."""
 
-    def start(self, bucket: _Bucket) -> None:
+    def start(self, bucket: Bucket) -> None:
         """Starts to sum the bucket over its ranks."""
 
-    def finish(self, bucket: _Bucket) -> None:
+    def finish(self, bucket: Bucket) -> None:
         """Waits for the sum and hands it on."""
 
 
@@ -157,7 +161,7 @@ class WriteBack:
     def scale(self, gradient: Gradient) -> Tensor | float:
         return gradient.local_copies() / gradient.divisor
 
-    def start(self, bucket: _Bucket) -> None:
+    def start(self, bucket: Bucket) -> None:
         total = sum(g.numel for g in bucket.gradients)
         bucket.flat = flat = bucket.new_flat(total + len(bucket.gradients))
         for gradient, place in bucket.places():
@@ -166,7 +170,7 @@ class WriteBack:
         if bucket.axis.size > 1:
             bucket.work = start_sum(flat, bucket.axis, "gradients")
 
-    def finish(self, bucket: _Bucket) -> None:
+    def finish(self, bucket: Bucket) -> None:
         flat = bucket.flat
         assert flat is not None
         if bucket.work is not None:
@@ -189,16 +193,16 @@ class HandOver:
     with one number for each gradient behind every shard.
 
     Args:
-        receive: (gradients of the bucket in order, this rank's shard, for each gradient how many ranks had one).
+        receive: (the bucket, this rank's shard, for each gradient how many ranks had one).
     """
 
-    def __init__(self, receive: Callable[[Sequence[Gradient], Tensor, Tensor], None]) -> None:
+    def __init__(self, receive: Callable[[Bucket, Tensor, Tensor], None]) -> None:
         self._receive = receive
 
     def scale(self, gradient: Gradient) -> Tensor | float:
         return 1.0
 
-    def start(self, bucket: _Bucket) -> None:
+    def start(self, bucket: Bucket) -> None:
         ranks, count = bucket.axis.size, len(bucket.gradients)
         total = sum(g.numel for g in bucket.gradients)
         each = -(-total // ranks)
@@ -210,12 +214,12 @@ class HandOver:
         bucket.flat = torch.cat([flat.view(ranks, each), had.expand(ranks, count)], 1).view(-1)
         bucket.work = start_reduce_scatter(bucket.flat, bucket.axis, 0, purpose="gradients")
 
-    def finish(self, bucket: _Bucket) -> None:
+    def finish(self, bucket: Bucket) -> None:
         shard = bucket.work.wait()
         count = len(bucket.gradients)
         for gradient in bucket.gradients:
             gradient.param.grad = None
-        self._receive(bucket.gradients, shard[:-count], shard[-count:])
+        self._receive(bucket, shard[:-count], shard[-count:])
 
 
 class GradientReducer:
@@ -228,14 +232,14 @@ class GradientReducer:
     """
 
     def __init__(self, gradients: list[Gradient], bucket_bytes: int = BUCKET_BYTES, end: End | None = None) -> None:
-        self._gradients = gradients
+        self.gradients = gradients
         self._bucket_bytes = bucket_bytes
         self._end = end or WriteBack()
-        self._paused = False
+        self._paused = self.was_paused = self._is_laid_out = False
         self._queued = False
         self._dirty = False
         self._hooked: dict[int, Any] = {}
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
         self._next = 0
         self.refresh()
 
@@ -246,14 +250,36 @@ class GradientReducer:
             self._next = 0
             for bucket in self._buckets:
                 bucket.reset()
-        trainable = [g for g in self._gradients if g.param.requires_grad]
-        if all(id(g.param) in self._hooked for g in trainable) and len(self._hooked) == len(trainable):
+        trainable = [g for g in self.gradients if g.param.requires_grad]
+        unknown = [g for g in trainable if id(g.param) not in self._hooked]
+        if not unknown and len(self._hooked) == len(trainable):
             return
+        if self._is_laid_out:
+            if not unknown:
+                return  # frozen since: no gradient of it arrives
+            raise ConfigError(
+                f"{unknown[0].entry.name} requires a gradient, which it did not when zero was called",
+                rule="The optimizer's parts of the parameters are laid out once, of those that train",
+                remedy="Unfreeze it first, then make the optimizer, then call zero",
+            )
         for handles in self._hooked.values():
             for handle in handles:
                 handle.remove()
         self._hooked = {id(g.param): self._hook(g) for g in trainable}
         self._buckets = _fill_buckets(trainable, self._bucket_bytes)
+
+    def hand_over(
+        self, receive: Callable[[Bucket, Tensor, Tensor], None], dtype: torch.dtype | None = None
+    ) -> Sequence[Bucket]:
+        """From now on each rank gets its shard of every bucket, summed in ``dtype``: see ``HandOver``.
+
+        Returns the buckets, which stay as they are: a parameter that is unfrozen from now on is refused.
+        """
+        self.refresh()
+        self._end, self._is_laid_out = HandOver(receive), True
+        for bucket in self._buckets:
+            bucket.dtype = dtype
+        return self._buckets
 
     @property
     def is_paused(self) -> bool:
@@ -263,6 +289,7 @@ class GradientReducer:
     def paused(self) -> Iterator[None]:
         """Backward in here accumulates this rank's own gradients; the first one after it agrees on all of them."""
         before, self._paused = self._paused, True
+        self.was_paused = True  # until all is agreed on; ranks know it alike, whether a gradient arrives or not
         try:
             yield
         finally:
@@ -284,7 +311,7 @@ class GradientReducer:
                 gradient.changed = False
             bucket.reset()
         self._next = 0
-        self._dirty = False
+        self._dirty = self.was_paused = False
 
     def _start_next(self) -> None:
         self._end.start(self._buckets[self._next])
@@ -341,20 +368,21 @@ class GradientReducer:
         self.finish()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
-        return GradientReducer(deepcopy(self._gradients, memo), self._bucket_bytes, self._end)
+        end = None if self._is_laid_out else self._end  # a copied model has no optimizer that keeps its gradients
+        return GradientReducer(deepcopy(self.gradients, memo), self._bucket_bytes, end)
 
 
-def _fill_buckets(gradients: list[Gradient], bucket_bytes: int) -> list[_Bucket]:
+def _fill_buckets(gradients: list[Gradient], bucket_bytes: int) -> list[Bucket]:
     """Buckets of one set of ranks, dtype and device each, in reverse order of the parameters."""
-    buckets: list[_Bucket] = []
-    open_ones: dict[tuple[Any, ...], tuple[_Bucket, int]] = {}
+    buckets: list[Bucket] = []
+    open_ones: dict[tuple[Any, ...], tuple[Bucket, int]] = {}
     for gradient in reversed(gradients):
         key = (gradient.axis.ranks, gradient.param.dtype, gradient.param.device)
         bucket, used = open_ones.get(key, (None, 0))
         limit = bucket_bytes if buckets and bucket is not buckets[0] else min(bucket_bytes, FIRST_BUCKET_BYTES)
         size = gradient.numel * gradient.param.element_size()
         if bucket is None or used + size > limit:
-            bucket, used = _Bucket(gradient.axis), 0
+            bucket, used = Bucket(gradient.axis), 0
             buckets.append(bucket)
         bucket.gradients.append(gradient)
         gradient.bucket = bucket

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import deepcopy
 
 import pytest
@@ -16,7 +15,7 @@ from shardformer.layout.spec import ShardSpec
 from shardformer.layout.split import Split
 from shardformer.layout.state import Entry
 from shardformer.mesh.axis import Axis
-from shardformer.reduce.buckets import Gradient, GradientReducer, HandOver
+from shardformer.reduce.buckets import Bucket, Gradient, GradientReducer, HandOver
 from shardformer.testing.pool import WorkerPool
 
 
@@ -234,8 +233,8 @@ def _handed_over(bucket_bytes: int) -> tuple[float, bool]:
     axis, model, plain = Axis.of(None), _Net(), _Net()
     got: list[tuple[list[Tensor], Tensor, Tensor]] = []
 
-    def receive(gradients: Sequence[Gradient], shard: Tensor, had: Tensor) -> None:
-        got.append(([g.param for g in gradients], shard, had))
+    def receive(bucket: Bucket, shard: Tensor, had: Tensor) -> None:
+        got.append(([g.param for g in bucket.gradients], shard, had))
 
     gradients = [_gradient(p, axis, axis.size) for p in model.parameters()]
     reducer = GradientReducer(gradients, bucket_bytes, HandOver(receive))

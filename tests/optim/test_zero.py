@@ -1,0 +1,443 @@
+"""ZeRO: the weights after several steps are those of one process, and each rank keeps its part of the state alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardformer.engine import Pipeline
+from shardformer.errors import ConfigError
+from shardformer.mesh.context import ParallelContext
+from shardformer.optim.grad_norm import clip_grad_norm_, grad_norm
+from shardformer.optim.zero import ZeroOptimizer, zero
+from shardformer.reduce.buckets import HandOver
+from shardformer.sharder import shard_model
+from shardformer.sharding.save import full_state_dict
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
+
+STEPS, CLIP = 4, 0.5
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, over which ranks.
+
+    Args:
+        micro: backwards of a step.
+        options: of the sharding.
+    """
+
+    family: str = "llama"
+    data: int = 2
+    tensor: int = 1
+    stage: int = 1
+    optimizer: str = "AdamW"
+    micro: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        return Sample(self.family)().double()
+
+    def loss(self, model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
+        """Of one data rank's part; every rank has its own samples."""
+        batch = Batches(MAIN[self.family], batch=3)(100 * step + 10 * micro + rank)
+        batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+        return sample_loss(model, batch) / self.micro
+
+
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups with settings of their own, and a weight that is frozen."""
+    params = list(model.parameters())
+    max(params, key=lambda p: p.dim()).requires_grad_(False)
+    trained = [p for p in params if p.requires_grad]
+    matrices, rest = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() < 2]
+    settings = {"momentum": 0.9} if name == "SGD" else {}
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 3e-3}]
+    kind: Any = getattr(torch.optim, name)
+    made: torch.optim.Optimizer = kind(groups, lr=1e-2, **settings)
+    return made
+
+
+def plainly(job: Job) -> tuple[Weights, list[float]]:
+    """The weights of one process that sees what all data ranks see, and the norms of its gradients."""
+    model, norms = job.build(), []
+    optimizer = optimizer_of(job.optimizer, model)
+    for step in range(STEPS):
+        for micro in range(job.micro):
+            for rank in range(job.data):
+                (job.loss(model, step, micro, rank) / job.data).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict(), norms
+
+
+def with_zero(job: Job) -> list[tuple[Weights, list[float], float]]:
+    """For each rank the weights, the norms, and how many numbers of state it keeps for each of its parameters'."""
+    models = [job.build() for _ in range(job.data * job.tensor)]
+
+    def train(context: ParallelContext) -> tuple[Weights, list[float], float]:
+        options = {"extra_kwargs": {"bucket_bytes": 4096}, **job.options}
+        model = shard_model(models[context.rank], context=context, **options)
+        own = optimizer_of(job.optimizer, model)
+        optimizer, norms = zero(own, model, stage=job.stage, max_grad_norm=CLIP), []
+        for step in range(STEPS):
+            for micro in range(job.micro):
+                with optimizer.no_sync() if micro + 1 < job.micro else nullcontext():
+                    job.loss(model, step, micro, context.data.rank).backward()
+                assert job.stage < 2 or all(p.grad is None for p in model.parameters())
+            optimizer.step()
+            norms.append(float(optimizer.grad_norm))  # type: ignore[arg-type]  # it was clipped
+            optimizer.zero_grad()
+        kept = sum(t.numel() for state in own.state.values() for t in state.values() if t.dim())
+        return full_state_dict(model), norms, kept / sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+    return run_as_threads(train, data=job.data, tensor=job.tensor)
+
+
+SEQUENCE = {"enable_sequence_parallelism": True}
+
+
+@pytest.mark.parametrize(
+    ("job", "bound"),
+    [
+        (Job(micro=3), 1e-12),
+        (Job(stage=2, micro=2), 1e-12),
+        (Job(data=3, stage=2, optimizer="SGD"), 1e-8),  # in another order it sums to another last bit, which fp32 keeps
+        (Job("bert", data=3, optimizer="SGD", micro=2), 1e-10),
+        (Job("t5", tensor=4, stage=2, optimizer="SGD"), 1e-10),
+        (Job("gpt2", tensor=2, stage=2, optimizer="SGD", options=SEQUENCE), 1e-8),  # its logits are cast to fp32
+        (Job(tensor=4, optimizer="SGD", options=SEQUENCE, micro=2), 1e-8),  # two ranks hold each KV head
+        (Job(data=1, tensor=2, optimizer="SGD"), 1e-8),
+        (Job("vit", tensor=2, stage=2), 1e-4),
+    ],
+    ids=lambda x: f"{x.family}-{x.data}x{x.tensor}-stage{x.stage}-{x.optimizer}" if isinstance(x, Job) else "",
+)
+def test_the_weights_are_those_of_one_process(job: Job, bound: float) -> None:
+    want, norms = plainly(job)
+    for weights, ours, kept in with_zero(job):
+        for name, value in want.items():
+            if value.is_floating_point():
+                # a bias of keys has no gradient but rounding
+                scale = value.abs().max().clamp(min=1e-2)
+                assert float((weights[name].double() - value).abs().max() / scale) < bound, name
+        assert max(abs(a - b) / b for a, b in zip(ours, norms, strict=True)) < max(bound, 1e-7)
+        moments = 2 if job.optimizer == "AdamW" else 1
+        assert kept < moments * (1.1 / job.data)
+
+
+# ----------------------------------------------------------------------------------------- modules that are not sharded
+
+
+class Net(nn.Module):
+    """Any module: one of its layers is left out now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor, use_b: bool = True) -> Tensor:
+        h = torch.tanh(self.a(x))
+        out: Tensor = self.c(torch.tanh(self.b(h)) if use_b else h)
+        return out
+
+
+def net(dtype: torch.dtype = torch.float64) -> Net:
+    torch.manual_seed(1)
+    return Net().to(dtype)
+
+
+def images(step: int, rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
+
+
+def uses_b(step: int, rank: int) -> bool:
+    """Step 1: not on rank 0. Step 2: on none."""
+    return not (step == 2 or (step == 1 and rank == 0))
+
+
+def trained(
+    model: Net, optimizer: torch.optim.Optimizer, ranks: list[int], steps: int = 4, weight: float = 1.0
+) -> None:
+    dtype = next(model.parameters()).dtype
+    for step in range(steps):
+        for rank in ranks:
+            (model(images(step, rank, dtype), uses_b(step, rank)).square().mean() * weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def over_ranks(
+    use: Callable[[Net, ZeroOptimizer, ParallelContext], Any],
+    ranks: int = 2,
+    dtype: torch.dtype = torch.float64,
+    **how: Any,
+) -> list[Any]:
+    """What ``use`` gives on each rank, of a module that differs between them before ``zero`` is called."""
+    models = [net(dtype) for _ in range(ranks)]
+    with torch.no_grad():
+        for rank, model in enumerate(models):
+            model.a.weight += rank
+
+    def run(context: ParallelContext) -> Any:
+        model = models[context.rank]
+        optimizer = zero(torch.optim.AdamW(model.parameters(), lr=0.05), model, context=context, **how)
+        return use(model, optimizer, context)
+
+    return run_as_threads(run, data=ranks)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_layer_that_some_ranks_or_all_leave_out(ranks: int, stage: int) -> None:
+    """It keeps its state where all do, as in one process; and the first rank's weights are those of all."""
+    plain = net()
+    trained(plain, torch.optim.AdamW(plain.parameters(), lr=0.05), list(range(ranks)), weight=1 / ranks)
+
+    def use(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> Weights:
+        trained(model, optimizer, [context.rank])
+        return dict(model.state_dict())
+
+    for weights in over_ranks(use, ranks, stage=stage):
+        assert max(float((weights[n] - p.detach()).abs().max()) for n, p in plain.named_parameters()) < 1e-12
+
+
+def test_16_bit_parameters_have_masters_and_are_those_of_one_process_to_the_bit() -> None:
+    plain = net(torch.float32)
+    masters = [p.detach().clone().requires_grad_() for p in plain.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=0.05)
+    plain.to(torch.bfloat16)
+    for step in range(4):
+        for rank in (0, 1):
+            (plain(images(step, rank, torch.bfloat16)).square().mean() / 2).backward()
+        for master, p in zip(masters, plain.parameters(), strict=True):
+            assert p.grad is not None
+            master.grad, p.grad = p.grad.float(), None
+        optimizer.step()
+        with torch.no_grad():
+            for master, p in zip(masters, plain.parameters(), strict=True):
+                p.copy_(master)
+
+    def use(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> Weights:
+        for step in range(4):
+            model(images(step, context.rank, torch.bfloat16)).square().mean().backward()
+            optimizer.step()
+        return dict(model.state_dict())
+
+    for weights in over_ranks(use, dtype=torch.float32, precision="bf16"):
+        assert all(torch.equal(weights[name], p) for name, p in plain.named_parameters())
+    assert any(not torch.equal(m, p.float()) for m, p in zip(masters, plain.parameters(), strict=True))
+
+
+def test_a_gradient_is_whole_when_asked_for_and_the_norm_that_of_all() -> None:
+    plain = net()
+    for rank in (0, 1):
+        (plain(images(0, rank)).square().mean() / 2).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+
+    def use(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
+        model(images(0, context.rank)).square().mean().backward()
+        for name, p in plain.named_parameters():
+            assert torch.allclose(optimizer.full_gradient(name), p.grad, atol=1e-14)  # type: ignore[arg-type]
+        assert torch.allclose(grad_norm(model), norm)
+        assert torch.allclose(clip_grad_norm_(model, 0.1), norm)
+        assert torch.allclose(grad_norm(model), torch.tensor(0.1, dtype=torch.float64), atol=1e-5)
+        with pytest.raises(ConfigError, match="given no gradients, in a process where zero keeps those of a model"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with pytest.raises(ConfigError, match=r"There is no gradient of 'd.weight'"):
+            optimizer.full_gradient("d.weight")
+
+    over_ranks(use)
+
+
+def test_schedulers_closures_and_what_was_saved() -> None:
+    def use(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+        def step() -> float:
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss: Tensor = model(images(0, context.rank)).square().mean()
+                optimizer.backward(loss)
+                return loss
+
+            loss = float(optimizer.step(closure).detach())
+            scheduler.step()
+            return loss
+
+        step()
+        assert optimizer.param_groups[0]["lr"] == 0.025
+        weights, saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        rates = scheduler.state_dict()
+        losses = [step(), step()]
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(saved)
+        scheduler.load_state_dict(rates)
+        assert [step(), step()] == losses
+        saved["place"]["coords"]["data"] += 1
+        with pytest.raises(ConfigError, match="This optimizer's state was saved by the rank"):
+            optimizer.load_state_dict(saved)
+
+    over_ranks(use)
+
+
+# ------------------------------------------------------------------------------------------------------------ pipelines
+
+
+def test_over_stages_and_data_ranks() -> None:
+    """GPT-2's embedding is on both stages: its state is cut over all of its holders."""
+    batches = Batches(MAIN["gpt2"], batch=4)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Sample("gpt2").deeper(4)().double()
+
+    plain = build()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        for rank in (0, 1):
+            (plain(**batches(10 * step + rank)).loss / 2).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    models = [build() for _ in range(4)]
+
+    def train(context: ParallelContext) -> Weights:
+        model = shard_model(models[context.rank], context=context)
+        pipeline = Pipeline(model, micro_batches=2)
+        optimizer = zero(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, stage=2, max_grad_norm=CLIP)
+        for step in range(3):
+            pipeline.step(batches(10 * step + context.data.rank))
+            optimizer.step()
+        return full_state_dict(model)
+
+    for weights in run_as_threads(train, pipe=2, data=2, in_turn=True):
+        for name, value in plain.state_dict().items():
+            assert float((weights[name] - value).abs().max()) < 1e-8, name
+
+
+# -------------------------------------------------------------------------------------------------------------- refused
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = adam(model)
+    model(images(0, 0)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "how", "said"),
+    [
+        (adam, {"stage": 4}, "stage=4"),
+        (adam, {"precision": "fp8"}, "precision='fp8'"),
+        (lambda model: adam(net()), {}, "holds a parameter of shape .7, 5. that is none of the model's"),
+        (stepped, {}, "This AdamW has state already"),
+        (lambda model: [adam(model), adam(model)], {}, "Two optimizers hold a.weight"),
+        (
+            lambda model: torch.optim.Adafactor(model.parameters()),
+            {},
+            "Adafactor was tried on a matrix and on two",
+        ),
+        (lambda model: torch.optim.LBFGS(model.parameters()), {}, "LBFGS was tried .* it cannot"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make: Callable[[nn.Module], Any], how: dict[str, Any], said: str) -> None:
+    model = net()
+    with pytest.raises(ConfigError, match=said):
+        zero(make(model), model, **how)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.NAdam])
+def test_what_changes_each_number_by_itself_is_taken(kind: Any) -> None:
+    model = net()
+    assert zero(kind(model.parameters(), lr=0.1), model).param_groups[0]["lr"] == 0.1
+
+
+def test_a_copied_model_is_one_without_zero() -> None:
+    def use(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
+        twin = copy.deepcopy(model)
+        twin(images(0, context.rank)).square().mean().backward()
+        model(images(0, context.rank)).square().mean().backward()
+        assert torch.equal(twin.a.weight.grad, optimizer.full_gradient("a.weight"))  # type: ignore[arg-type]
+        twin.zero_grad()
+        assert twin.a.weight.grad is None and optimizer.full_gradient("a.weight") is not None
+        model.zero_grad()
+        assert optimizer.full_gradient("a.weight") is None
+
+    over_ranks(use)
+
+
+def in_a_process() -> Weights:
+    context = ParallelContext.from_world({"data": 2})
+    model = net()
+    optimizer = zero(torch.optim.AdamW(model.parameters(), lr=0.05), model, stage=2)
+    trained(model, optimizer, [context.rank])
+    return dict(model.state_dict())
+
+
+def test_processes_do_what_threads_do(pool2: WorkerPool) -> None:
+    plain = net()
+    trained(plain, torch.optim.AdamW(plain.parameters(), lr=0.05), [0, 1], weight=1 / 2)
+    for weights in pool2.run(in_a_process):
+        assert max(float((weights[n] - p.detach()).abs().max()) for n, p in plain.named_parameters()) < 1e-12
+
+
+def test_what_comes_too_late_is_refused() -> None:
+    model = net()
+    model.b.requires_grad_(False)
+    optimizer = zero(adam(model), model)
+    with pytest.raises(ConfigError, match="zero was called twice"):
+        zero(adam(model), model)
+    with pytest.raises(ConfigError, match="add_param_group"):
+        optimizer.add_param_group({"params": list(model.b.parameters())})
+    model.b.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"b.weight requires a gradient, which it did not when zero was called"):
+        model(images(0, 0))
+
+
+# --------------------------------------------------------------------------------------- would it be noticed if not so?
+
+
+def no_counts(original: Any) -> Any:
+    """As if every parameter had a gradient on every rank."""
+    return lambda self, part, had: original(self, part, torch.ones_like(had))
+
+
+def own_part(original: Any) -> Any:
+    """Every rank takes its part of what it has itself."""
+
+    def start(self: HandOver, bucket: Any) -> None:
+        axis, bucket.axis = bucket.axis, bucket.axis
+        original(self, bucket)
+        size = bucket.flat.numel() // axis.size
+        part = bucket.flat[axis.rank * size : (axis.rank + 1) * size].clone()
+        waited = bucket.work
+        bucket.work = type("Own", (), {"wait": lambda _: (waited.wait(), part)[1]})()
+
+    return start
+
+
+@pytest.mark.parametrize("what", ["the counts", "the sum"])
+def test_what_is_left_out_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardformer.optim.shards import Shard
+
+    owner, name, change = (Shard, "receive", no_counts) if what == "the counts" else (HandOver, "start", own_part)
+    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+    with pytest.raises(AssertionError):
+        test_a_layer_that_some_ranks_or_all_leave_out(2, 1)
