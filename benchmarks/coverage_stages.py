@@ -40,7 +40,7 @@ from shardformer.verify.any_type import TASKS, main_classes
 POOL_S = 120.0
 WHY = {
     "phimoe": "it draws experts at random while it trains: micro-batches draw other ones than the whole batch",
-    "nllb-moe": "an expert takes as many tokens as the batch has: of micro-batches it drops other ones than of the whole",
+    "nllb-moe": "an expert takes as many tokens as the batch has: of micro-batches it drops others than of the whole",
     "levit": "its batch norms over three samples amplify the last bit; the first step is equal to the bit",
     "neomme": "of its lambdas, whose gradient is 0 but for rounding",
 }

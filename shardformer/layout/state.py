@@ -62,6 +62,8 @@ class Request:
 class Reducer(Protocol):
     """What agrees on the gradients of some parameters during each backward."""
 
+    was_paused: bool
+
     @property
     def is_paused(self) -> bool: ...
     def refresh(self) -> None: ...
@@ -74,6 +76,16 @@ class KeepsGradients(Protocol):
     """What an optimizer has that keeps the gradients itself."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor: ...
+
+
+class KeepsParameters(Protocol):
+    """What an optimizer has that keeps the values of parameters itself."""
+
+    def bring(self, param: Tensor) -> None:
+        """Lets a parameter have its values until another one is brought. All ranks call it alike."""
+
+    def put_away(self) -> None:
+        """No values are asked for any more."""
 
 
 class Edge(Protocol):
@@ -102,6 +114,7 @@ class ShardedState:
         number: in which order models were sharded, or copied, in this process.
         gathers: how often the full weights were asked for.
         gradients: what keeps the gradients in the place of the parameters' ``.grad``; None where nothing does.
+        parameters: what keeps the values of parameters; None where they keep them themselves.
     """
 
     context: ParallelContext
@@ -119,10 +132,11 @@ class ShardedState:
     number: int = 0
     gathers: int = 0
     gradients: KeepsGradients | None = None
+    parameters: KeepsParameters | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copied model, which has no optimizer."""
-        return {**self.__dict__, "gradients": None}
+        return {**self.__dict__, "gradients": None, "parameters": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copied model."""

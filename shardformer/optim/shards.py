@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import Pending, all_reduce, start_all_gather
+from shardformer.comm.collectives import Pending, all_reduce, start_all_gather, start_all_gather_into
 from shardformer.comm.values import numbers_in
 from shardformer.layout.state import Entry
 from shardformer.reduce.buckets import Bucket, Gradient
@@ -42,16 +42,21 @@ class Piece:
 
 
 class Shard:
-    """This rank's part of a bucket. Communicates one all-gather of the parameters for each ``start_gather``."""
+    """This rank's part of a bucket. Communicates one all-gather of the parameters for each ``start_gather``.
 
-    def __init__(self, bucket: Bucket, dtype: torch.dtype | None = None) -> None:
-        """``dtype`` is the one that the parameters are about to get; None: they keep theirs."""
+    Args:
+        dtype: the one that the parameters are about to get; None: they keep theirs.
+        keeps: whether the values of this rank's part are kept here, since the model's parameters do not last (stage 3).
+    """
+
+    def __init__(self, bucket: Bucket, dtype: torch.dtype | None = None, *, keeps: bool = False) -> None:
         self.gradients, self.axis = bucket.gradients, bucket.axis
         first = self.gradients[0].param
         self.dtype, self.device = dtype or first.dtype, first.device
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self.places = [place for _, place in bucket.places()]
         self.length = -(-self.places[-1].stop // self.axis.size)
+        self.own = torch.zeros(self.length, dtype=self.dtype, device=self.device) if keeps else None
         self.pieces = [piece for n, g in enumerate(self.gradients) if (piece := self._piece(n, g)) is not None]
         self.sum: Tensor | None = None
         self.had = [False] * len(self.gradients)
@@ -64,10 +69,16 @@ class Shard:
         if low >= high:
             return None
         stretch = slice(low - place.start, high - place.start)
-        part = flat[stretch]
-        is_view = self.wide == self.dtype and part.untyped_storage().data_ptr() == _storage(gradient.param)
-        value = nn.Parameter(part if is_view else part.to(self.wide, copy=True))
-        return Piece(gradient, number, stretch, slice(low - begin, high - begin), value)
+        part, at = flat[stretch], slice(low - begin, high - begin)
+        if self.own is not None:
+            self.own[at] = part
+        if self.own is not None and self.wide == self.dtype:
+            value = self.own[at]
+        elif self.wide == self.dtype and part.untyped_storage().data_ptr() == _storage(gradient.param):
+            value = part
+        else:
+            value = part.to(self.wide, copy=True)
+        return Piece(gradient, number, stretch, at, nn.Parameter(value, gradient.param.requires_grad))
 
     def receive(self, part: Tensor, had: Tensor) -> None:
         """Adds this rank's part of a sum of gradients; ``had`` says for each parameter how many ranks had one."""
@@ -89,10 +100,20 @@ class Shard:
 
     def start_gather(self) -> Pending:
         """Starts bringing together what the optimizers of all ranks made of the bucket, in the model's precision."""
-        mine = torch.zeros(self.length, dtype=self.dtype, device=self.device)
+        mine = self.own
+        if mine is None:
+            mine = torch.zeros(self.length, dtype=self.dtype, device=self.device)
+            self._round_into(mine)
+        return start_all_gather_into(mine.new_empty(self.length * self.axis.size), mine, self.axis, "parameters")
+
+    def store(self) -> None:
+        """Keeps what the optimizer made of its pieces, where these are wider than what is kept."""
+        if self.own is not None and self.wide != self.dtype:
+            self._round_into(self.own)
+
+    def _round_into(self, mine: Tensor) -> None:
         for piece in self.pieces:
             mine[piece.at] = piece.value.detach()
-        return start_all_gather(mine, self.axis, 0, purpose="parameters")
 
     def gather_gradient(self, number: int) -> Tensor | None:
         """The gradient of a parameter, from all ranks. Communicates one all-gather of the bucket."""

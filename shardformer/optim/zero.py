@@ -18,10 +18,12 @@ from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.probe import check_elementwise
 from shardformer.optim.shards import Piece, Shard
+from shardformer.optim.stage3.layout import Layout, lay_out_units
+from shardformer.optim.stage3.walk import Walk
 from shardformer.optim.table import table_of
 from shardformer.reduce.buckets import BUCKET_BYTES, Bucket, Gradient, GradientReducer
 
-STAGES = (1, 2)
+STAGES = (1, 2, 3)
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 
 
@@ -57,11 +59,14 @@ class ZeroOptimizer(Optimizer):
         stage: int,
         dtype: torch.dtype | None,
         max_grad_norm: float | None,
+        layout: Layout,
     ) -> None:
         self._inner, self._model, self._table, self._stage = list(optimizers), model, table, stage
         self._max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
-        self._shards = self._lay_out(dtype)
+        self._walk: Walk | None = None
+        self._shards = self._lay_out_units(dtype, layout) if stage == 3 else self._lay_out(dtype)
+        self._convert(dtype)
         self._by_bucket = {id(shard.gradients): shard for shard in self._shards}
         self._replace_parameters()
         super().__init__([group for optimizer in self._inner for group in optimizer.param_groups], {})
@@ -78,12 +83,19 @@ class ZeroOptimizer(Optimizer):
             size: Any = table.request.extra.get("bucket_bytes", BUCKET_BYTES)
             reducers.append(GradientReducer(alone, size))
             table.reducers.append(reducers[-1])
-        shards = [Shard(bucket, dtype) for reducer in reducers for bucket in reducer.hand_over(self._receive)]
-        if dtype is not None:  # only now: the masters were made of what the parameters were
-            for entry in table.entries:
-                if entry.param.is_floating_point():
-                    entry.param.data = entry.param.data.to(dtype)
-        return shards
+        return [Shard(bucket, dtype) for reducer in reducers for bucket in reducer.hand_over(self._receive)]
+
+    def _lay_out_units(self, dtype: torch.dtype | None, layout: Layout) -> list[Shard]:
+        """The shards of all units of stage 3, and the buckets of what several stages hold together."""
+        self._walk, shards = lay_out_units(self._model, self._table, dtype, self._receive, layout)
+        reducers = [reducer for reducer in self._table.reducers if isinstance(reducer, GradientReducer)]
+        return shards + [Shard(bucket, dtype) for r in reducers for bucket in r.hand_over(self._receive)]
+
+    def _convert(self, dtype: torch.dtype | None) -> None:
+        """Only when the masters are made, of what the parameters were."""
+        for entry in self._table.entries:
+            if dtype is not None and entry.param.is_floating_point() and entry.param.dtype != dtype:
+                entry.param.data = entry.param.data.to(dtype)
 
     def _receive(self, bucket: Bucket, part: Tensor, had: Tensor) -> None:
         self._by_bucket[id(bucket.gradients)].receive(part, had)
@@ -116,17 +128,25 @@ class ZeroOptimizer(Optimizer):
             shard.give_gradients()
         for optimizer in self._inner:
             optimizer.step()
-        under_way = [(shard, shard.start_gather()) for shard in self._shards if any(shard.had)]
-        for shard, values in under_way:
-            shard.write(values.wait())
+        self._hand_out([shard for shard in self._shards if any(shard.had)])
         for shard in self._shards:
             shard.forget()
         return loss
 
+    def _hand_out(self, shards: Sequence[Shard]) -> None:
+        """The model's parameters get what the optimizers made of the pieces; under stage 3 in the next forward."""
+        if self._walk is not None:
+            self._walk.put_away()
+        for shard in shards:
+            shard.store()
+        under_way = [(shard, shard.start_gather()) for shard in shards if shard.own is None]
+        for shard, values in under_way:
+            shard.write(values.wait())
+
     def _agree_on_the_rest(self) -> None:
         """On what backwards left that were all in ``no_sync``."""
         for reducer in self._table.reducers:
-            if isinstance(reducer, GradientReducer) and reducer.was_paused:
+            if reducer.was_paused:
                 reducer.start()
                 reducer.finish()
 
@@ -224,6 +244,7 @@ class ZeroOptimizer(Optimizer):
         with torch.no_grad():
             for piece, master in zip(pieces, state_dict["masters"], strict=True):
                 piece.value.copy_(master)
+            self._hand_out(self._shards)
         for optimizer, state in zip(self._inner, state_dict["optimizers"], strict=True):
             optimizer.load_state_dict(state)
 
@@ -245,6 +266,8 @@ def zero(
     stage: int = 1,
     precision: str = "fp32",
     max_grad_norm: float | None = None,
+    keep_frozen: bool = True,
+    reshard_after_forward: bool | None = None,
     context: ParallelContext | None = None,
 ) -> ZeroOptimizer:
     """Cuts what optimizers keep over the ranks that agree on the gradients, mostly those of the data axis.
@@ -256,10 +279,14 @@ def zero(
         optimizer: one of torch's or any other that looks at one number at a time, or several; made of the parameters
             of ``model``, and new.
         model: what ``shard_model`` returned, or any other module, which then is trained over the data axis alone.
-        stage: 1 cuts the optimizer's state; 2 the gradients too, which then are agreed on in every backward.
+        stage: 1 cuts the optimizer's state; 2 the gradients too, which then are agreed on in every backward; 3 the
+            parameters too, which are gathered layer by layer when they are used.
         precision: "fp32" leaves the parameters as they are; "bf16" keeps them in 16 bits, and a master of each rank's
             pieces in fp32.
         max_grad_norm: to which ``step`` clips the norm of all gradients; None leaves them as they are.
+        keep_frozen: whether stage 3 leaves parameters whole that do not train.
+        reshard_after_forward: whether stage 3 drops a layer behind its use and gathers it again for the backward; False
+            gathers once a step. None: True, but not in a pipeline, of which each micro-batch would gather.
         context: the grid of a model that was not sharded; None: all processes are data ranks.
 
     Returns an optimizer to be used in the place of those given. Raises ConfigError for what does not fit. Communicates
@@ -268,7 +295,7 @@ def zero(
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     if stage not in STAGES:
         raise ConfigError(
-            f"stage={stage!r}", rule=f"The stages are {', '.join(map(str, STAGES))}", remedy="Write stage=1 or stage=2"
+            f"stage={stage!r}", rule=f"The stages are {', '.join(map(str, STAGES))}", remedy="Write stage=1, 2 or 3"
         )
     if precision not in PRECISIONS:
         raise ConfigError(
@@ -280,7 +307,8 @@ def zero(
     _check_optimizers(optimizers, table)
     for each in optimizers:
         check_elementwise(each)
-    return ZeroOptimizer(optimizers, model, table, stage, PRECISIONS[precision], max_grad_norm)
+    layout = Layout(keep_frozen, reshard_after_forward)
+    return ZeroOptimizer(optimizers, model, table, stage, PRECISIONS[precision], max_grad_norm, layout)
 
 
 def _check_optimizers(optimizers: Sequence[Optimizer], table: ShardedState) -> None:

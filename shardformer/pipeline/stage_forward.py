@@ -88,6 +88,7 @@ class StageForward:
         self._checked: set[int] = set()
         self.ended_well: bool | None = None  # whether the last layer gave numbers when it first ran, once it has
         self.now: StagePass | None = None
+        self.when_left: list[Callable[[Payload], None]] = []  # called where a forward ends before its end
         self.draws = DrawObserver(device or torch.device("cpu"))
         """Whether what runs on this stage draws random numbers."""
         self._replaced: list[tuple[nn.Module, Any]] = []
@@ -148,7 +149,9 @@ class StageForward:
             run.at_end()
         try:
             return forward(), None
-        except _Left as left:
+        except _Left as left:  # which passes by the hooks behind a forward
+            for end in self.when_left:
+                end(left.payload)
             return None, left.payload
         finally:
             self.now = None

@@ -208,17 +208,16 @@ class HandOver:
         each = -(-total // ranks)
         flat = bucket.new_flat(each * ranks)
         flat[total:] = 0
+        had = torch.tensor(bucket.had, dtype=flat.dtype, device=flat.device)
         for gradient, place in bucket.places():
             gradient.pack(flat[place], gradient.divisor)
-        had = torch.tensor(bucket.had, dtype=flat.dtype, device=flat.device)
+            gradient.param.grad = None
         bucket.flat = torch.cat([flat.view(ranks, each), had.expand(ranks, count)], 1).view(-1)
         bucket.work = start_reduce_scatter(bucket.flat, bucket.axis, 0, purpose="gradients")
 
     def finish(self, bucket: Bucket) -> None:
         shard = bucket.work.wait()
         count = len(bucket.gradients)
-        for gradient in bucket.gradients:
-            gradient.param.grad = None
         self._receive(bucket, shard[:-count], shard[-count:])
 
 
@@ -262,9 +261,7 @@ class GradientReducer:
                 rule="The optimizer's parts of the parameters are laid out once, of those that train",
                 remedy="Unfreeze it first, then make the optimizer, then call zero",
             )
-        for handles in self._hooked.values():
-            for handle in handles:
-                handle.remove()
+        self.close()
         self._hooked = {id(g.param): self._hook(g) for g in trainable}
         self._buckets = _fill_buckets(trainable, self._bucket_bytes)
 
@@ -280,6 +277,13 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.dtype = dtype
         return self._buckets
+
+    def close(self) -> None:
+        """Gradients are agreed on no longer."""
+        for handles in self._hooked.values():
+            for handle in handles:
+                handle.remove()
+        self._hooked = {}
 
     @property
     def is_paused(self) -> bool:

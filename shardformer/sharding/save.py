@@ -19,11 +19,13 @@ from shardformer.sharding.stages import Stages
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The plain model's state dict: every parameter and buffer whole, on the CPU, on every rank.
 
-    All ranks of the tensor and pipe axes call it. One full tensor at a time is on the device. Communicates one
-    all-gather a sharded parameter over each axis that it is cut over, and over pipe one broadcast of each tensor.
+    All ranks of the tensor and pipe axes call it, and under stage 3 of ZeRO all ranks. One full tensor at a time is on
+    the device, or one layer. Communicates one all-gather a sharded parameter over each axis that it is cut over, and
+    over pipe one broadcast of each tensor.
     """
     state = state_of(model)
-    _wait(state, "full_state_dict or save_pretrained", state.context.tensor, state.context.pipe)
+    axes = [state.context.tensor, state.context.pipe, *([state.context.data] if state.parameters else [])]
+    _wait(state, "full_state_dict or save_pretrained", *axes)
     entries = state.by_param()
     known: dict[int, Tensor] = {}
     out = {}
@@ -32,9 +34,13 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
             continue
         if id(value) not in known:
             entry = entries.get(id(value))
+            if state.parameters is not None and entry is not None:
+                state.parameters.bring(value)
             whole = value.detach() if entry is None else gather_full(value, entry.spec, state.axis)
             known[id(value)] = whole.cpu()
         out[name] = known[id(value)]
+    if state.parameters is not None:
+        state.parameters.put_away()
     if state.stages is None or state.context.pipe.size == 1:
         return out
     return _of_all_stages(out, state.stages, state)

@@ -125,6 +125,11 @@ SEQUENCE = {"enable_sequence_parallelism": True}
     ids=lambda x: f"{x.family}-{x.data}x{x.tensor}-stage{x.stage}-{x.optimizer}" if isinstance(x, Job) else "",
 )
 def test_the_weights_are_those_of_one_process(job: Job, bound: float) -> None:
+    check_weights(job, bound)
+
+
+def check_weights(job: Job, bound: float) -> None:
+    """Compares the weights, the norms, and how much state a rank keeps."""
     want, norms = plainly(job)
     for weights, ours, kept in with_zero(job):
         for name, value in want.items():

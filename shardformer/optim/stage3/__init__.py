@@ -1,0 +1,1 @@
+"""Stage 3 of ZeRO: parameters that are gathered where they are read."""

@@ -1,0 +1,381 @@
+"""The walk through the units of ZeRO stage 3: which one is gathered when, alike on all ranks.
+
+A collective needs all ranks, and a layer may run on some of them alone (layer drop). So the ranks do not gather what
+each of them reads. In the first forward, and the first backward, of a kind they tell each other before each gather what
+they want to read next, and gather one after the other; the order in which they did is the plan of every later one. In
+these each rank walks the whole plan, takes part in the gathers of units that its own batch leaves out, and gathers the
+next one ahead. In a backward a plan also says behind which unit which gradients are complete, and are sent.
+
+What begins a step of the walk is that a parameter is read, or what autograd saved of one is: no forward is changed, and
+it does not matter through which module, or none, a parameter is used. What a backward never reads (the table of an
+embedding) is not gathered for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from shardformer.comm.collectives import gather_objects
+from shardformer.errors import ConfigError, InputError
+from shardformer.mesh.axis import Axis
+from shardformer.optim.stage3.absent import UNIT
+from shardformer.optim.stage3.gradients import UnitReducer
+from shardformer.optim.stage3.plan import END, Plan, found_plan
+from shardformer.optim.stage3.units import Unit
+
+Kind = tuple[Any, ...]
+"""Of a forward: the module that was called, the part of it, whether it trains, and whether there are gradients."""
+
+
+@dataclass
+class Saved:
+    """What autograd saved of a unit's values: the parameter, or where a view of it lies in what is gathered."""
+
+    run: int
+    unit: Unit
+    param: nn.Parameter | None
+    base: int
+    layout: tuple[Any, ...]
+    version: int
+
+
+class Walk:
+    """Gathers and drops the units of a model, and says when their gradients are sent.
+
+    Args:
+        axis: all ranks that run the model together.
+        frees: whether a unit is dropped behind its use; else it stays to the end of the step.
+        part: says which part of the model a forward runs, of a model in stages.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        axis: Axis,
+        *,
+        frees: bool,
+        part: Callable[[], Any] = lambda: None,
+    ) -> None:
+        self.units, self._axis, self._frees, self._part = units, axis, frees, part
+        self.reducer: UnitReducer
+        self._plans: dict[Kind, Plan] = {}
+        self._kind: Kind | None = None  # of the forward or backward that is under way
+        self._is_backward = False
+        self._is_ending = False  # whether autograd will say when the backward is through
+        self._plan: Plan | None = None  # None while it is being found out
+        self._record = Plan()
+        self._last_arrivals: dict[int, int] = {}
+        self._own: list[int] = []  # what this rank read itself
+        self._at = -1
+        self._where: dict[int, tuple[Unit, int]] = {}  # address of gathered memory -> whose it is
+        for unit in units:
+            unit.where, unit.on_read = self._where, self.read
+        self._keep: Collection[int] = ()  # units that are read together
+        self._backward_of = 0
+        self._run = 0  # forwards are counted, so that a backward knows whose graph it goes through
+        self._kinds: dict[int, Kind] = {}
+        self._caller: nn.Module | None = None
+        self._saving: Any = None
+        self._watch(model)
+
+    # --- where a forward begins and ends
+
+    def _watch(self, model: nn.Module) -> None:
+        """A forward is a call of the model, or of a module in it that has a whole unit, where none is under way."""
+        whole = [{id(p) for p in unit.params} for unit in self.units]
+        for path, module in model.named_modules():
+            params = {id(p) for p in module.parameters()}
+            if module is model or any(unit <= params for unit in whole):
+                module.register_forward_pre_hook(lambda m, args, path=path: self._enter(m, path), prepend=True)
+                module.register_forward_hook(self._leave)
+                module.register_forward_hook(self._stop_saving, always_call=True)
+
+    def _enter(self, module: nn.Module, path: str) -> None:
+        if self._saving is not None:
+            return  # inside of what was called
+        if torch._C._current_graph_task_id() >= 0:
+            # computed again in a backward: torch's checkpoints look at what is saved, but for the re-entrant ones
+            if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+                self._start_saving(module)
+            return
+        if self._kind is not None:
+            self._abandon()
+        self._run += 1
+        kind = (path, self._part(), module.training, torch.is_grad_enabled())
+        self._kinds = {run: kind for run, kind in self._kinds.items() if run > self._run - 64} | {self._run: kind}
+        for unit in self.units:
+            self._drop(unit)
+        self._begin(kind)
+        self._start_saving(module)
+
+    def _start_saving(self, module: nn.Module) -> None:
+        self._caller, self._saving = module, saved_tensors_hooks(self._pack, self._unpack)
+        self._saving.__enter__()
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module is not self._caller or torch._C._current_graph_task_id() >= 0:
+            return
+        self._finish()
+        for unit in self.units:
+            if not torch.is_grad_enabled() or unit.index != self._last:
+                self._drop(unit)
+        if torch.is_grad_enabled():
+            for x in tree_leaves(output):
+                if isinstance(x, Tensor) and x.requires_grad:
+                    x.register_hook(self._expect_end)
+
+    def leave_early(self, output: Any) -> None:
+        """A forward ends here, though the module that was called has not returned."""
+        assert self._caller is not None
+        module = self._caller
+        self._leave(module, (), output)
+        self._stop_saving(module, (), output)
+
+    def _stop_saving(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module is self._caller:
+            self._saving.__exit__(None, None, None)
+            self._saving = self._caller = None
+
+    def _abandon(self) -> None:
+        """Forgets a forward or backward that an error broke off."""
+        self._kind, self._is_ending = None, False
+        for unit in self.units:
+            unit.free()
+
+    def bring(self, param: Tensor) -> None:
+        """Gathers the unit of a parameter for whoever saves it, and drops the others. All ranks call it."""
+        wanted = param.__dict__.get(UNIT)
+        for unit in self.units:
+            if unit is not wanted:
+                unit.free()
+        if wanted is not None:
+            wanted.wait()
+
+    def put_away(self) -> None:
+        """Drops all units: nobody reads them any more, or the shards have changed."""
+        for unit in self.units:
+            unit.free()
+
+    # --- one forward or backward
+
+    def _begin(self, kind: Kind, *, is_backward: bool = False) -> None:
+        self._kind, self._is_backward, self._at = kind, is_backward, -1
+        self._plan, self._record, self._last_arrivals, self._own = self._plans.get(kind), Plan(), {}, []
+        self.reducer.is_sealed = self._plan is not None and not self._plan.is_open
+
+    def read(self, units: Sequence[Unit]) -> None:
+        """Before parameters of these units are read together."""
+        if torch._C._current_graph_task_id() >= 0:
+            self._begin_backward(None)
+        elif self._kind is None or self._is_backward:
+            raise ConfigError(
+                f"A parameter of {units[0].name} was read, whose values are not on this rank",
+                rule="Under stage 3 the values of a parameter are on a rank while the model runs",
+                remedy="Call the model, not its forward; to look at weights take shardformer.full_state_dict(model)",
+            )
+        self._keep = {unit.index for unit in units}
+        for unit in units:
+            self._go_to(unit.index)
+
+    def _go_to(self, index: int) -> None:
+        """Gathers up to a unit; for END, all that is left. Takes part in what other ranks want on the way."""
+        if index == self._last and index != END:
+            return
+        if index != END:
+            self._own.append(index)
+        if self._plan is not None:
+            self._follow(self._plan, index)
+        if self._plan is None:
+            self._negotiate(index)
+
+    def _follow(self, plan: Plan, index: int) -> None:
+        """Goes on in the plan. Where a rank leaves it there is none any more."""
+        end = len(plan.units) - 1 if index == END else plan.place(index, self._at)
+        leaves = index != END and end == END
+        if leaves and self.units[index].is_here:
+            return
+        if leaves and not plan.is_open:
+            self._refuse_order(index)
+        while self._at < (len(plan.units) - 1 if leaves else end):
+            self._step(plan.units[self._at + 1], plan.units[self._at + 2] if self._at + 2 < len(plan.units) else END)
+        if plan.is_open and (leaves or index == END) and any(gather_objects(leaves, self._axis)):
+            self._plan = None
+
+    def _step(self, index: int, ahead: int) -> None:
+        """One step of the walk: a unit comes, the one before goes, its gradients are sent, the next one is begun."""
+        before, self._at = self._last, self._at + 1
+        self.units[index].wait()
+        self._record.units.append(index)
+        if before not in (index, ahead, END) and before not in self._keep:
+            self._drop(self.units[before])
+        if self._plan is not None and self._is_backward and not self.reducer.is_paused:
+            for unit in self._plan.complete.get(self._at - 1, ()):
+                self.reducer.send(self.units[unit])
+        if ahead != END:
+            self.units[ahead].start()
+
+    def _drop(self, unit: Unit) -> None:
+        if self._frees:
+            unit.free()
+
+    @property
+    def _last(self) -> int:
+        """The unit whose turn it is."""
+        return self._record.units[-1] if self._record.units else END
+
+    def _finish(self) -> None:
+        """The forward or backward of this rank is through: takes part in what others have still to do."""
+        assert self._kind is not None
+        self._keep = ()
+        self._go_to(END)
+        if self._is_backward and not self.reducer.is_paused:
+            self._send_rest()
+        if self._plan is None:
+            self._plans[self._kind] = self._planned(self._plans.get(self._kind))
+        self._kind = None
+
+    def _refuse_order(self, index: int) -> None:
+        name = self.units[index].name
+        raise InputError(
+            f"{name} was read at a place where it was not before",
+            rule="Under stage 3 all ranks gather the units in the order of the first forward and backward of a kind",
+            remedy="Keep the order of the layers from step to step, or train with stage=2",
+        )
+
+    # --- the first of a kind
+
+    def _negotiate(self, want: int) -> None:
+        """Gathers what any rank wants, until it was this one's turn; for END, until no rank wants anything.
+
+        Communicates one gather of a number, and of those units that have all gradients, for each step.
+        """
+        while True:
+            done = [unit.index for unit in self.units if self._is_backward and self.reducer.is_complete(unit)]
+            said = gather_objects((want, [] if self.reducer.is_paused else done), self._axis)
+            wanted = [index for index, _ in said if index != END]
+            for index in sorted(set.intersection(*(set(done) for _, done in said)), reverse=True):
+                self.reducer.send(self.units[index])
+            if not wanted:
+                return
+            chosen = max(wanted) if self._is_backward else min(wanted)
+            self._step(chosen, END)
+            if chosen == want:
+                return
+
+    def arrived(self, unit: Unit) -> None:
+        """A gradient of this unit arrived."""
+        if self._kind is None or not self._is_backward:
+            self._begin_backward(None)
+        if self._plan is None:
+            self._last_arrivals[unit.index] = len(self._own) - 1
+
+    def _send_rest(self) -> None:
+        """What no position of the plan sends is sent at the end, in one order."""
+        rest = {unit.index for unit in self.units if unit.index not in self.reducer.sent}
+        if not self.reducer.is_sealed:
+            again = [unit.index for unit in self.units if self.reducer.has_new(unit)]
+            rest |= {index for indices in gather_objects(again, self._axis) for index in indices}
+        for index in sorted(rest, reverse=True):
+            self.reducer.send(self.units[index])
+        self.reducer.end_pass()
+
+    def _planned(self, before: Plan | None) -> Plan:
+        """The plan that was found out; of one that a rank has left, one in which all that was read finds its place."""
+        assert self._kind is not None
+        said = gather_objects((self._own, self._last_arrivals), self._axis)
+        plan = found_plan(self._record.units, before, said)
+        if before is None and self._is_backward:
+            plan.take_up(self._plans[self._kind[:-1]])
+        elif before is None:
+            plan.take_up_unseen([unit.index for unit in self.units], {u.index for u in self.units if u.is_layer})
+        return plan
+
+    # --- what autograd saves
+
+    def _pack(self, x: Tensor) -> Any:
+        """Of a unit's values only where they lie is saved; of others, as by itself, the tensor and its version."""
+        place = None if x.layout is not torch.strided else self._where.get(x.untyped_storage().data_ptr())
+        if place is None:
+            # what a node saves of its own output must not hold the node
+            return x if x.grad_fn is None else x.detach(), x._version
+        unit, base = place
+        param = x if isinstance(x, nn.Parameter) else None
+        run = self._backward_of if self._is_backward else self._run
+        return Saved(run, unit, param, base, (x.shape, x.stride(), x.storage_offset()), x._version)
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if not isinstance(packed, Saved):
+            value, version = packed
+            _check_version(value, version)
+            kept: Tensor = value
+            return kept
+        self._begin_backward(packed.run)
+        self._keep = ()
+        self._go_to(packed.unit.index)
+        if torch.is_grad_enabled():
+            raise InputError(
+                f"A backward with create_graph=True, through {packed.unit.name}",
+                rule="Under stage 3 a weight is here while a backward goes through its layer, not for a second one",
+                remedy="Train with stage=2 where gradients of gradients are needed",
+            )
+        if packed.param is not None:
+            _check_version(packed.param, packed.version)
+            return packed.param
+        return packed.unit.bases[packed.base].as_strided(*packed.layout)
+
+    # --- where a backward begins and ends
+
+    def _begin_backward(self, run: int | None) -> None:
+        """A backward through the graph of a forward; None: of the one that is under way, or else the last one."""
+        if torch._C._current_graph_task_id() < 0:
+            return  # somebody looks at what was saved
+        if self._caller is not None and not self._is_backward:
+            raise InputError(
+                f"A backward inside of the forward of {type(self._caller).__name__}",
+                rule="Under stage 3 the ranks walk through the model in a forward, then in a backward",
+                remedy="Train with stage=2",
+            )
+        is_under_way = self._kind is not None and self._is_backward
+        if is_under_way and run in (None, self._backward_of):
+            return
+        if is_under_way:
+            self._finish()  # the graph of another forward is next
+        self._expect_end()
+        self._backward_of = self._run if run is None else run
+        forward = self._kinds.get(self._backward_of, self._kinds[self._run])
+        self._begin((*forward, "backward"), is_backward=True)
+
+    def _expect_end(self, grad: Tensor | None = None) -> None:
+        """Where a backward reaches what the model gave, or else a parameter first: lets autograd say when it ends.
+
+        Not within a re-entrant checkpoint, whose backward is one of its own, as long as the model's output was not one.
+        """
+        if not self._is_ending:
+            self._is_ending = True
+            queue: Any = Variable._execution_engine
+            queue.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        if self._kind is not None and self._is_backward:
+            self._finish()
+        self._is_backward = self._is_ending = False
+        for unit in self.units:
+            self._drop(unit)
+
+
+def _check_version(x: Tensor, version: int) -> None:
+    """As autograd does of what it saves by itself. Raises RuntimeError."""
+    if x._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of shape {tuple(x.shape)} is at version {x._version}; expected version {version} instead"
+        )

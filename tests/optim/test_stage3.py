@@ -1,0 +1,479 @@
+"""ZeRO stage 3: parameters that come when they are read, on every rank alike; the weights are those of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardformer.comm.recorder import Recorder
+from shardformer.engine import Pipeline
+from shardformer.errors import ConfigError, InputError, WorkerError
+from shardformer.layout.state import live_states
+from shardformer.mesh.context import ParallelContext
+from shardformer.optim.stage3 import units
+from shardformer.optim.stage3.units import Unit, group_params
+from shardformer.optim.stage3.walk import Walk
+from shardformer.optim.zero import ZeroOptimizer, zero
+from shardformer.reduce.buckets import HandOver
+from shardformer.sharder import shard_model
+from shardformer.sharding.save import full_state_dict
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import MAIN, Batches, Sample
+from tests.optim.test_zero import CLIP, SEQUENCE, Job, Weights, check_weights
+
+
+@pytest.fixture(autouse=True)
+def _units_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small modules too are units of their own."""
+    monkeypatch.setattr(units, "SMALL", 0)
+
+
+@pytest.mark.parametrize(
+    ("job", "bound"),
+    [
+        (Job(stage=3, micro=2), 1e-12),
+        (Job("bert", data=3, stage=3, optimizer="SGD"), 1e-10),
+        (Job("t5", tensor=4, stage=3, optimizer="SGD"), 1e-10),
+        (Job("gpt2", tensor=2, stage=3, optimizer="SGD", options=SEQUENCE), 1e-8),
+        (Job(tensor=4, stage=3, optimizer="SGD", options=SEQUENCE, micro=2), 1e-8),
+        (Job("vit", tensor=2, stage=3), 1e-4),
+        (Job("whisper", stage=3), 1e-12),
+    ],
+    ids=lambda x: f"{x.family}-{x.data}x{x.tensor}-{x.optimizer}" if isinstance(x, Job) else "",
+)
+def test_a_model_trains_as_in_one_process(job: Job, bound: float) -> None:
+    check_weights(job, bound)
+
+
+# ------------------------------------------------------------------------------------------- layers that are used oddly
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + torch.tanh(self.linear(self.norm(x)))
+        return out
+
+
+class Stack(nn.Module):
+    """A table that is the head too, layers, a shared layer that runs twice, and a module that nobody calls."""
+
+    def __init__(self, checkpointed: str = "") -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.table = nn.Embedding(11, 6)
+        self.layers = nn.ModuleList([Block(6) for _ in range(4)])
+        self.norm, self.head, self.unused = nn.LayerNorm(6), nn.Linear(6, 11), nn.Linear(6, 3)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor, left_out: Collection[int] = ()) -> Tensor:
+        h = self.table(tokens)
+        run = [self.layers[n] for n in (0, 1, 2, 1, 3) if n not in left_out]
+        size = 2 if "two" in self.checkpointed else 1
+        groups = [run[at : at + size] for at in range(0, len(run), size)]
+        for group in groups:
+            if self.checkpointed:
+                h = checkpoint(nn.Sequential(*group), h, use_reentrant="reentrant" in self.checkpointed)
+            else:
+                h = nn.Sequential(*group)(h)
+        out: Tensor = self.head(self.norm(h))
+        return out
+
+
+def stack(checkpointed: str = "") -> Stack:
+    torch.manual_seed(3)
+    return Stack(checkpointed).double()
+
+
+def tokens(step: int, rank: int) -> Tensor:
+    return torch.randint(11, (3, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss_of(model: nn.Module, step: int, rank: int, **how: Any) -> Tensor:
+    x = tokens(step, rank)
+    return F.cross_entropy(model(x, **how).flatten(0, 1), x.roll(1, 1).flatten())
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of training a ``Stack``: the layers that each (step, rank) leaves out."""
+
+    checkpointed: str = ""
+    left_out: Callable[[int, int], Collection[int]] = lambda step, rank: ()
+    forwards: int = 1
+    backwards: int = 1
+    reshard: bool | None = None
+
+    def backward(self, model: nn.Module, step: int, rank: int, weight: float) -> None:
+        losses = [
+            loss_of(model, step, 100 * n + rank, left_out=self.left_out(step, rank)) * weight
+            for n in range(self.forwards)
+        ]
+        for n in range(self.backwards):
+            torch.stack(losses).sum().backward(retain_graph=n + 1 < self.backwards)
+
+
+def plain_weights(case: Case, ranks: int, steps: int = 4) -> Weights:
+    model = stack(case.checkpointed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    for step in range(steps):
+        for rank in range(ranks):
+            case.backward(model, step, rank, 1 / ranks)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def weights_over(case: Case, context: ParallelContext, model: nn.Module, steps: int = 4) -> Weights:
+    own = torch.optim.AdamW(model.parameters(), lr=0.02)
+    how: dict[str, Any] = {"reshard_after_forward": case.reshard}
+    optimizer = zero(own, model, stage=3, max_grad_norm=CLIP, context=context, **how)
+    for step in range(steps):
+        case.backward(model, step, context.data.rank, 1.0)
+        assert all(p.grad is None for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_state_dict(model)
+
+
+def check(case: Case, ranks: int = 2) -> None:
+    models = [stack(case.checkpointed) for _ in range(ranks)]
+    want = plain_weights(case, ranks)
+    for weights in run_as_threads(lambda context: weights_over(case, context, models[context.rank]), data=ranks):
+        for name, value in want.items():
+            assert float((weights[name] - value).abs().max()) < 1e-12, name
+
+
+def drops(step: int, rank: int) -> Collection[int]:
+    """In the first step other layers on each rank; then one on all, one on one, none, and neighbours."""
+    return [(1 + rank,), (2,), (3,) if rank == 0 else (), (0, 1) if rank == 1 else (3,)][step]
+
+
+def drops_on_all(step: int, rank: int) -> Collection[int]:
+    """What no rank ran in the first step comes in a later one."""
+    return [(2,), (), (0, 3), (1,)][step]
+
+
+CASES = {
+    "plain": Case(),
+    "layers left out, others on each rank": Case(left_out=drops),
+    "layers left out, on all ranks": Case(left_out=drops_on_all),
+    "checkpoints": Case("non-re-entrant"),
+    "re-entrant checkpoints": Case("reentrant"),
+    "checkpoints of two layers": Case("two"),
+    "re-entrant checkpoints of two layers": Case("two, reentrant"),
+    "checkpoints, layers left out": Case("non-re-entrant", left_out=drops),
+    "re-entrant checkpoints, layers left out": Case("reentrant", left_out=drops_on_all),
+    "two forwards before one backward": Case(forwards=2),
+    "two forwards, re-entrant checkpoints": Case("reentrant", forwards=2),
+    "two backwards through one graph": Case(backwards=2),
+    "gathered once a step": Case(reshard=False, left_out=drops),
+    "gathered once a step, checkpoints": Case("two", reshard=False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers_that_are_used_oddly(name: str) -> None:
+    check(CASES[name])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_one_rank_and_three(ranks: int) -> None:
+    check(Case(left_out=drops), ranks)
+
+
+def in_a_process() -> Weights:
+    units.SMALL = 0
+    context = ParallelContext.from_world({"data": 2})
+    return weights_over(Case("two", left_out=drops), context, stack("two"))
+
+
+def test_processes_do_what_threads_do(pool2: WorkerPool) -> None:
+    want = plain_weights(Case("two", left_out=drops), 2)
+    for weights in pool2.run(in_a_process):
+        assert max(float((weights[name] - value).abs().max()) for name, value in want.items()) < 1e-12
+
+
+# -------------------------------------------------------------------------------------------- precision, frozen, stages
+
+
+def over_ranks(use: Callable[[Stack, ZeroOptimizer, ParallelContext], Any], ranks: int = 2, **how: Any) -> list[Any]:
+    """What ``use`` gives on each rank, of a ``Stack`` under stage 3."""
+    models = [stack() for _ in range(ranks)]
+
+    def run(context: ParallelContext) -> Any:
+        model = models[context.rank]
+        own = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+        return use(model, zero(own, model, stage=3, context=context, **how), context)
+
+    return run_as_threads(run, data=ranks)
+
+
+def test_16_bit_parameters_are_those_of_stage_1_to_the_bit() -> None:
+    def weights(stage: int) -> list[Weights]:
+        models = [stack().float() for _ in range(2)]
+
+        def train(context: ParallelContext) -> Weights:
+            model = models[context.rank]
+            own = torch.optim.AdamW(model.parameters(), lr=0.02)
+            optimizer = zero(own, model, stage=stage, precision="bf16", context=context)
+            for step in range(3):
+                loss_of(model, step, context.rank).backward()
+                optimizer.step()
+            assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+            return full_state_dict(model)
+
+        return run_as_threads(train, data=2)
+
+    for first, third in zip(weights(1), weights(3), strict=True):
+        assert all(torch.equal(first[name], third[name]) for name in first)
+
+
+@pytest.mark.parametrize("keep_frozen", [True, False])
+def test_frozen_layers_stay_whole_or_are_cut_as_asked(keep_frozen: bool) -> None:
+    def frozen(model: Stack) -> Stack:
+        model.layers[1:3].requires_grad_(False)
+        return model
+
+    want = frozen(stack())
+    optimizer = torch.optim.AdamW([p for p in want.parameters() if p.requires_grad], lr=0.02)
+    for step in range(3):
+        for rank in (0, 1):
+            (loss_of(want, step, rank) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    models = [frozen(stack()) for _ in range(2)]
+
+    def train(context: ParallelContext) -> Weights:
+        model = models[context.rank]
+        own = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+        ours = zero(own, model, stage=3, keep_frozen=keep_frozen, context=context)
+        assert (model.layers[1].linear.weight.untyped_storage().nbytes() > 8) == keep_frozen if keep_frozen else True
+        for step in range(3):
+            loss_of(model, step, context.rank).backward()
+            ours.step()
+        with pytest.raises(ConfigError, match=r"layers.1.* requires a gradient, which it did not when zero was called"):
+            model.layers[1].requires_grad_(True)
+            model(tokens(0, 0))
+        model.layers[1].requires_grad_(False)
+        return full_state_dict(model)
+
+    for weights in run_as_threads(train, data=2):
+        assert all(float((weights[n] - p).abs().max()) < 1e-12 for n, p in want.state_dict().items())
+
+
+@pytest.mark.parametrize("reshard", [None, True])
+def test_over_stages_and_data_ranks(reshard: bool | None) -> None:
+    """GPT-2's embedding is on both stages; a step of several micro-batches gathers a layer once, unless asked."""
+    batches = Batches(MAIN["gpt2"], batch=4)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Sample("gpt2").deeper(4)().double()
+
+    plain = build()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        for rank in (0, 1):
+            (plain(**batches(10 * step + rank)).loss / 2).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    models = [build() for _ in range(4)]
+
+    def train(context: ParallelContext) -> tuple[Weights, int]:
+        model = shard_model(models[context.rank], context=context)
+        pipeline = Pipeline(model, micro_batches=2)
+        own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        how: dict[str, Any] = {"reshard_after_forward": reshard}
+        ours = zero(own, model, stage=3, max_grad_norm=CLIP, **how)
+        for step in range(3):
+            with Recorder(context) as recorder:
+                pipeline.step(batches(10 * step + context.data.rank))
+            ours.step()
+        return full_state_dict(model), recorder.count("all_gather", purpose="parameters")
+
+    for weights, gathers in run_as_threads(train, pipe=2, data=2, in_turn=True):
+        for name, value in plain.state_dict().items():
+            assert float((weights[name] - value).abs().max()) < 1e-8, name
+        assert (gathers <= 5) == (reshard is None), gathers
+
+
+def test_evaluation_and_generation() -> None:
+    """Forwards without gradients, and of an encoder alone, between steps."""
+    model = Sample("t5")()
+    start = torch.tensor([[3, 4, 5, 6], [5, 6, 7, 1]])
+    want = model.generate(start, max_new_tokens=4, do_sample=False)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=start, decoder_input_ids=start).logits
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def run(context: ParallelContext) -> None:
+        ours: Any = models[context.rank]
+        zero(torch.optim.AdamW(ours.parameters()), ours, stage=3, context=context)
+        assert torch.equal(ours.generate(start, max_new_tokens=4, do_sample=False), want)
+        with torch.no_grad():
+            assert torch.equal(ours(input_ids=start, decoder_input_ids=start).logits, logits)
+        ours.train()(input_ids=start, labels=start).loss.backward()
+        assert torch.equal(ours.eval().generate(start, max_new_tokens=4, do_sample=False), want)
+
+    run_as_threads(run, data=2)
+
+
+# ----------------------------------------------------------------------------------------------------- bytes and memory
+
+
+@pytest.mark.parametrize(("reshard", "twice"), [(True, True), (False, False)])
+def test_what_is_sent_and_how_much_is_here_at_a_time(
+    reshard: bool, twice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table is not gathered for the backward, and the last unit stays; two units of the model are here at most."""
+    here: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    wait, free = Unit.wait, Unit.free
+
+    def waits(self: Unit) -> None:
+        here[id(self.where)] += 0 if self.is_here else sum(p.numel() for p in self.params)
+        most[id(self.where)] = max(most[id(self.where)], here[id(self.where)])
+        wait(self)
+
+    def frees(self: Unit) -> None:
+        here[id(self.where)] -= sum(p.numel() for p in self.params) if self.is_here else 0
+        free(self)
+
+    monkeypatch.setattr(Unit, "wait", waits)
+    monkeypatch.setattr(Unit, "free", frees)
+
+    def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> tuple[int, int]:
+        for step in range(3):
+            most.clear()
+            with Recorder(context) as recorder:
+                loss_of(model, step, context.rank).backward()
+                optimizer.step()
+        return recorder.wire_bytes(purpose="parameters"), most[max(most, key=lambda key: most[key])]
+
+    model = stack()
+    total = sum(p.numel() for p in model.parameters())
+    layer, table = sum(p.numel() for p in model.layers[0].parameters()), model.table.weight.numel()
+    again = total - sum(p.numel() for p in model.unused.parameters())
+    again += 2 * layer  # of the table for the head, of the layer that runs twice: once each way
+    for sent, held in over_ranks(use, reshard_after_forward=reshard):
+        if twice:
+            assert total * 8 * 2 < sent <= 1.1 * 8 * 2 * (total + again)
+            assert held <= table + 2 * layer
+        else:
+            assert sent <= 8 * 2 * (total + 2 * len(group_params(model)))
+
+
+# -------------------------------------------------------------------------------------------------------------- refused
+
+
+def test_what_reads_a_parameter_outside_of_the_model_is_told() -> None:
+    def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
+        weight = model.layers[2].linear.weight
+        assert weight.shape == (6, 6) and weight.dtype == torch.float64 and weight.requires_grad
+        assert "on other ranks" in repr(weight) and len(weight) == 6 and weight.grad is None
+        reads: list[Any] = [weight.sum, lambda: weight + 1, lambda: weight.data, model.state_dict]
+        for read in [*reads, lambda: copy.deepcopy(model)]:
+            with pytest.raises(ConfigError, match=r"A parameter of (layers.2|table) was read"):
+                read()
+        with torch.no_grad(), pytest.raises(ConfigError, match=r"A parameter of layers.2 was read"):
+            weight.zero_()
+        with torch.no_grad(), pytest.raises(ConfigError, match="Call the model"):
+            F.linear(torch.ones(6).double(), model.head.weight)
+
+    over_ranks(use)
+
+
+def test_what_a_backward_cannot_do_is_told() -> None:
+    def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
+        loss = loss_of(model, 0, context.rank)
+        with pytest.raises(InputError, match="A backward with create_graph=True"):
+            loss.backward(create_graph=True)
+        optimizer.zero_grad()
+        out = model(tokens(0, context.rank))
+        kept = torch.tanh(out)
+        with torch.no_grad():
+            out.zero_()  # nothing saved it
+        kept.sum().backward()
+        optimizer.zero_grad()
+        seen = []
+        hook = model.norm.register_forward_hook(lambda m, args, y: seen.append(y))
+        out = model(tokens(0, context.rank))
+        hook.remove()
+        with torch.no_grad():
+            seen[0].zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+        loss_of(model, 1, context.rank).backward()  # what was broken off is forgotten
+        optimizer.step()
+
+    over_ranks(use)
+
+
+def test_layers_in_another_order_are_refused() -> None:
+    class Turned(Stack):
+        turned = False
+
+        def forward(self, tokens: Tensor, left_out: Collection[int] = ()) -> Tensor:
+            h = self.table(tokens)
+            for n in (3, 2, 1, 0) if self.turned else (0, 1, 2, 3):
+                h = self.layers[n](h)
+            out: Tensor = self.head(h)
+            return out
+
+    models = [Turned() for _ in range(2)]
+
+    def run(context: ParallelContext) -> None:
+        model = models[context.rank]
+        zero(torch.optim.AdamW(model.parameters()), model, stage=3, context=context)
+        model(tokens(0, 0)).sum().backward()
+        model.turned = True
+        with pytest.raises(InputError, match=r"layers.2 was read at a place where it was not before"):
+            model(tokens(0, 0))
+
+    run_as_threads(run, data=2)
+
+
+# --------------------------------------------------------------------------------------- would it be noticed if not so?
+
+
+def alone(self: Walk, index: int) -> None:
+    """Each rank gathers what it reads."""
+    if index != -1 and index != self._last:
+        self._step(index, -1)
+
+
+def own_gradients(original: Any) -> Any:
+    def start(self: HandOver, bucket: Any) -> None:
+        original(self, bucket)
+        size = bucket.flat.numel() // bucket.axis.size
+        part, waited = bucket.flat[bucket.axis.rank * size :][:size].clone(), bucket.work
+        bucket.work = type("Own", (), {"wait": lambda _: (waited.wait(), part)[1]})()
+
+    return start
+
+
+def test_without_the_walk_or_the_sum_it_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises((WorkerError, AssertionError, RuntimeError)):
+        patch.setattr(Walk, "_go_to", alone)
+        check(Case(left_out=drops))
+    for state in live_states():
+        state.gradients = None  # a rank that was broken off in the midst of a backward keeps its model
+    with monkeypatch.context() as patch, pytest.raises(AssertionError):
+        patch.setattr(HandOver, "start", own_gradients(HandOver.start))
+        check(Case())
