@@ -118,15 +118,19 @@ def start_all_gather(
 def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis, purpose: str) -> Pending:
     """Starts joining every rank's ``x``, of one length, in ``out``, which has one dim and is R times as long.
 
+    ``x`` may be this rank's part of ``out``, which then takes no copy.
+
     Communicates one all-gather of the joined tensor.
     """
+    own = out.view(axis.size, -1)[axis.rank]
+    if own.data_ptr() != x.data_ptr() or not has_values(x):
+        own.copy_(x)
     if axis.size == 1:
-        return Pending((), lambda: out.copy_(x))
+        return Pending((), lambda: out)
     noted = record("all_gather", axis, bytes_of(out), purpose)
     if not axis.transport.exchanges_directly(x):
-        return Pending([axis.transport.all_gather(out, x)], lambda: out, noted)
+        return Pending([axis.transport.all_gather(out, own)], lambda: out, noted)
     parts = out.view(axis.size, -1)
-    parts[axis.rank] = x
     peers = [r for r in range(axis.size) if r != axis.rank]
     return Pending(axis.transport.exchange({r: x for r in peers}, {r: parts[r] for r in peers}), lambda: out, noted)
 

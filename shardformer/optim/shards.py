@@ -9,6 +9,7 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from shardformer.comm.collectives import Pending, all_reduce, start_all_gather, start_all_gather_into
 from shardformer.comm.values import numbers_in
 from shardformer.layout.state import Entry
-from shardformer.reduce.buckets import Bucket, Gradient
+from shardformer.reduce.bucket import Bucket, Gradient
 
 
 @dataclass(eq=False)
@@ -27,7 +28,7 @@ class Piece:
         number: the place of the parameter in its bucket.
         stretch: the numbers of the flat parameter; of the full one where ranks share slices of it.
         at: where they lie in this rank's part of the bucket.
-        value: the optimizer's parameter: a view of the model's where its memory and precision allow, else a master.
+        value: the optimizer's parameter: a view of this rank's part, or a master where that has 16 bits.
     """
 
     gradient: Gradient
@@ -44,9 +45,12 @@ class Piece:
 class Shard:
     """This rank's part of a bucket. Communicates one all-gather of the parameters for each ``start_gather``.
 
+    The model's parameters become views of one tensor, ``whole``, in which the ranks' parts lie behind each other, so
+    that the gather writes into them; of slices that several ranks hold, whose full tensor lies there, copies.
+
     Args:
         dtype: the one that the parameters are about to get; None: they keep theirs.
-        keeps: whether the values of this rank's part are kept here, since the model's parameters do not last (stage 3).
+        keeps: whether only this rank's part lasts, since the model's parameters come when they are read (stage 3).
     """
 
     def __init__(self, bucket: Bucket, dtype: torch.dtype | None = None, *, keeps: bool = False) -> None:
@@ -56,29 +60,43 @@ class Shard:
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self.places = [place for _, place in bucket.places()]
         self.length = -(-self.places[-1].stop // self.axis.size)
-        self.own = torch.zeros(self.length, dtype=self.dtype, device=self.device) if keeps else None
-        self.pieces = [piece for n, g in enumerate(self.gradients) if (piece := self._piece(n, g)) is not None]
+        self.whole: Tensor | None = None if keeps else self._new(self.length * self.axis.size)
+        own = slice(self.axis.rank * self.length, (self.axis.rank + 1) * self.length)
+        self.own = self._new(self.length) if self.whole is None else self.whole[own]
+        self.pieces = [piece for n, g in enumerate(self.gradients) if (piece := self._take(n, g)) is not None]
         self.sum: Tensor | None = None
         self.had = [False] * len(self.gradients)
 
-    def _piece(self, number: int, gradient: Gradient) -> Piece | None:
-        """This rank's piece of a parameter. Communicates one all-reduce where several ranks hold slices of it."""
-        flat = _flat(gradient)
+    def _new(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=self.dtype, device=self.device)
+
+    def _take(self, number: int, gradient: Gradient) -> Piece | None:
+        """Moves a parameter here. Returns this rank's piece; one all-reduce where several ranks hold slices of it."""
+        flat = _flat(gradient, gradient.param.detach())
         place, begin = self.places[number], self.axis.rank * self.length
+        if self.whole is not None:
+            self.whole[place] = flat
+            gradient.param.data = gradient.unpack(self.whole[place])
         low, high = max(place.start, begin), min(place.stop, begin + self.length)
         if low >= high:
             return None
-        stretch = slice(low - place.start, high - place.start)
-        part, at = flat[stretch], slice(low - begin, high - begin)
-        if self.own is not None:
-            self.own[at] = part
-        if self.own is not None and self.wide == self.dtype:
-            value = self.own[at]
-        elif self.wide == self.dtype and part.untyped_storage().data_ptr() == _storage(gradient.param):
-            value = part
-        else:
-            value = part.to(self.wide, copy=True)
+        stretch, at = slice(low - place.start, high - place.start), slice(low - begin, high - begin)
+        if self.whole is None:
+            self.own[at] = flat[stretch]
+        value = self.own[at] if self.wide == self.dtype else flat[stretch].to(self.wide, copy=True)
         return Piece(gradient, number, stretch, at, nn.Parameter(value, gradient.param.requires_grad))
+
+    def cut(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
+        """Of an optimizer's state of a parameter what goes with this rank's piece of it."""
+        gradient, begin = self.gradients[number], self.axis.rank * self.length
+        place = self.places[number]
+        low, high = max(place.start, begin), min(place.stop, begin + self.length)
+        stretch = slice(low - place.start, max(high, low) - place.start)
+        shape = gradient.param.shape
+        return {
+            name: _flat(gradient, x)[stretch].clone() if isinstance(x, Tensor) and x.shape == shape and x.dim() else x
+            for name, x in state.items()
+        }
 
     def receive(self, part: Tensor, had: Tensor) -> None:
         """Adds this rank's part of a sum of gradients; ``had`` says for each parameter how many ranks had one."""
@@ -98,22 +116,16 @@ class Shard:
         for piece in self.pieces:
             piece.value.grad = None
 
-    def start_gather(self) -> Pending:
-        """Starts bringing together what the optimizers of all ranks made of the bucket, in the model's precision."""
-        mine = self.own
-        if mine is None:
-            mine = torch.zeros(self.length, dtype=self.dtype, device=self.device)
-            self._round_into(mine)
-        return start_all_gather_into(mine.new_empty(self.length * self.axis.size), mine, self.axis, "parameters")
-
     def store(self) -> None:
-        """Keeps what the optimizer made of its pieces, where these are wider than what is kept."""
-        if self.own is not None and self.wide != self.dtype:
-            self._round_into(self.own)
+        """Rounds what the optimizer made of its pieces, where these are wider than the parameters."""
+        if self.wide != self.dtype:
+            for piece in self.pieces:
+                self.own[piece.at] = piece.value.detach()
 
-    def _round_into(self, mine: Tensor) -> None:
-        for piece in self.pieces:
-            mine[piece.at] = piece.value.detach()
+    def start_gather(self) -> Pending:
+        """Starts bringing together what all ranks have, in the model's precision."""
+        whole = self.whole if self.whole is not None else self.own.new_empty(self.length * self.axis.size)
+        return start_all_gather_into(whole, self.own, self.axis, "parameters")
 
     def gather_gradient(self, number: int) -> Tensor | None:
         """The gradient of a parameter, from all ranks. Communicates one all-gather of the bucket."""
@@ -121,24 +133,21 @@ class Shard:
         whole = start_all_gather(mine, self.axis, 0, purpose="gradients").wait()
         return self.gradients[number].unpack(whole[self.places[number]]) if self.had[number] else None
 
-    def write(self, values: Tensor) -> None:
-        """Puts the values of all ranks into the model's parameters."""
+    def write(self) -> None:
+        """What was gathered is in the model's parameters but for slices that several ranks hold: puts it into these."""
+        assert self.whole is not None
         for gradient, place in zip(self.gradients, self.places, strict=True):
-            gradient.param.detach().copy_(gradient.unpack(values[place]))
+            if gradient.is_shared:
+                gradient.param.detach().copy_(gradient.unpack(self.whole[place]))
 
 
-def _storage(param: Tensor) -> int:
-    return param.untyped_storage().data_ptr()
-
-
-def _flat(gradient: Gradient) -> Tensor:
-    """The numbers of a parameter as a bucket has them; a view of it where it is one that a rank holds alone."""
-    param = gradient.param.detach()
+def _flat(gradient: Gradient, value: Tensor) -> Tensor:
+    """The numbers of a parameter, or of what goes with it, as a bucket has them; a view where a rank holds it alone."""
     if not gradient.is_shared:
-        return param.reshape(-1)
+        return value.reshape(-1)
     spec = gradient.entry.spec
-    full = torch.zeros(spec.shape, dtype=torch.promote_types(param.dtype, torch.float32), device=param.device)
-    spec.place(param.to(full.dtype), full, gradient.coords)
+    full = torch.zeros(spec.shape, dtype=torch.promote_types(value.dtype, torch.float32), device=value.device)
+    spec.place(value.to(full.dtype), full, gradient.coords)
     copies = gradient.copies
     full = full / (copies.to(full) if isinstance(copies, Tensor) else copies)
     return all_reduce(full, gradient.axis, purpose="setup").reshape(-1)

@@ -14,7 +14,9 @@ from shardformer.layout.spec import ShardSpec
 from shardformer.layout.state import ROOT, Entry, ShardedState
 from shardformer.layout.stream import Place, StreamLayout
 from shardformer.mesh.context import ParallelContext
-from shardformer.reduce.buckets import Gradient, GradientReducer
+from shardformer.reduce.bucket import Gradient
+from shardformer.reduce.buckets import GradientReducer
+from shardformer.reduce.wrappers import check_ddp, check_parameters, refuse_wrappers
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
@@ -63,7 +65,12 @@ def _new_table(model: nn.Module, context: ParallelContext) -> ShardedState:
         table.reducers = [GradientReducer([Gradient(e, context.data, table.coords) for e in table.entries])]
     table.attach(model)
 
+    if context.data.size > 1:
+        refuse_wrappers(model, context)
+
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        check_ddp(model, context)
+        check_parameters(model, table)
         for reducer in table.reducers:
             reducer.refresh()
 

@@ -16,12 +16,14 @@ from shardformer.errors import ConfigError
 from shardformer.layout.state import Entry, ShardedState
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext
+from shardformer.optim.checks import check_memory, check_optimizers
 from shardformer.optim.probe import check_elementwise
 from shardformer.optim.shards import Piece, Shard
 from shardformer.optim.stage3.layout import Layout, lay_out_units
 from shardformer.optim.stage3.walk import Walk
 from shardformer.optim.table import table_of
-from shardformer.reduce.buckets import BUCKET_BYTES, Bucket, Gradient, GradientReducer
+from shardformer.reduce.bucket import Bucket, Gradient
+from shardformer.reduce.buckets import BUCKET_BYTES, GradientReducer
 
 STAGES = (1, 2, 3)
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
@@ -101,10 +103,20 @@ class ZeroOptimizer(Optimizer):
         self._by_bucket[id(bucket.gradients)].receive(part, had)
 
     def _replace_parameters(self) -> None:
-        """The optimizers get this rank's pieces in the place of the parameters."""
+        """The optimizers get this rank's pieces in the place of the parameters, and of their state what goes with them.
+
+        Communicates one all-reduce for each tensor of state of which several ranks hold slices.
+        """
         pieces: dict[int, list[Piece]] = {}
-        for piece in (piece for shard in self._shards for piece in shard.pieces):
-            pieces.setdefault(id(piece.gradient.param), []).append(piece)
+        for shard in self._shards:
+            for number, gradient in enumerate(shard.gradients):
+                param: Any = gradient.param
+                found = [piece for piece in shard.pieces if piece.number == number]
+                pieces.setdefault(id(param), []).extend(found)
+                for optimizer in self._inner:
+                    if state := optimizer.state.pop(param, None):
+                        cut = shard.cut(number, state)
+                        optimizer.state.update({piece.value: cut for piece in found})
         for optimizer in self._inner:
             for group in optimizer.param_groups:
                 group["params"] = [piece.value for p in group["params"] for piece in pieces.get(id(p), ())]
@@ -139,9 +151,10 @@ class ZeroOptimizer(Optimizer):
             self._walk.put_away()
         for shard in shards:
             shard.store()
-        under_way = [(shard, shard.start_gather()) for shard in shards if shard.own is None]
+        under_way = [(shard, shard.start_gather()) for shard in shards if shard.whole is not None]
         for shard, values in under_way:
-            shard.write(values.wait())
+            values.wait()
+            shard.write()
 
     def _agree_on_the_rest(self) -> None:
         """On what backwards left that were all in ``no_sync``."""
@@ -304,43 +317,9 @@ def zero(
             remedy="Write precision='bf16', or leave it out",
         )
     table = table_of(model, context)
-    _check_optimizers(optimizers, table)
+    check_optimizers(optimizers, table)
+    check_memory(table)
     for each in optimizers:
         check_elementwise(each)
     layout = Layout(keep_frozen, reshard_after_forward)
     return ZeroOptimizer(optimizers, model, table, stage, PRECISIONS[precision], max_grad_norm, layout)
-
-
-def _check_optimizers(optimizers: Sequence[Optimizer], table: ShardedState) -> None:
-    """Raises ConfigError for optimizers that hold anything but the parameters of this model, each once."""
-    if table.gradients is not None:
-        raise ConfigError(
-            "zero was called twice on this model",
-            rule="One optimizer holds the pieces of a model's parameters",
-            remedy="Give both optimizers at once: zero([first, second], model)",
-        )
-    names = {id(entry.param): entry.name for entry in table.entries}
-    seen: set[int] = set()
-    for optimizer in optimizers:
-        kind = type(optimizer).__name__
-        given = [p for group in optimizer.param_groups for p in group["params"]]
-        if optimizer.state:
-            raise ConfigError(
-                f"This {kind} has state already",
-                rule="State is made of this rank's pieces, in the first step",
-                remedy="Call zero before the first step, with an optimizer that makes its state there",
-            )
-        strange = next((p for p in given if id(p) not in names), None)
-        if strange is not None:
-            raise ConfigError(
-                f"This {kind} holds a parameter of shape {tuple(strange.shape)} that is none of the model's",
-                rule="zero takes an optimizer of the parameters that the model has now",
-                remedy="Make it after shard_model, of model.parameters()",
-            )
-        if twice := next((names[id(p)] for p in given if id(p) in seen), None):
-            raise ConfigError(
-                f"Two optimizers hold {twice}",
-                rule="A parameter is changed by one optimizer",
-                remedy="Take it out of one of them",
-            )
-        seen |= {id(p) for p in given}

@@ -1,10 +1,6 @@
 """Agrees on gradients between ranks in buckets, while backward still runs.
 
-The ``Reduction`` of each parameter says what is agreed on: its gradient is the sum over some axes, over a divisor. The
-end of a bucket says what comes of the sum:
-
-    WriteBack   the sum is written into ``.grad`` on every rank            one all-reduce a bucket
-    HandOver    each rank gets its shard of the sum, for its optimizer     one reduce-scatter a bucket
+The ``Reduction`` of each parameter says what is agreed on: its gradient is the sum over some axes, over a divisor.
 """
 
 from __future__ import annotations
@@ -13,212 +9,17 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from shardformer.comm.collectives import start_reduce_scatter, start_sum
-from shardformer.comm.values import numbers_in
 from shardformer.errors import ConfigError
-from shardformer.layout.split import Coords
-from shardformer.layout.state import Entry
-from shardformer.mesh.axis import Axis
+from shardformer.reduce.bucket import Bucket, End, Gradient, HandOver, WriteBack
 
 BUCKET_BYTES = 25 * 1024 * 1024
 FIRST_BUCKET_BYTES = 1024 * 1024
-
-
-@dataclass(eq=False)
-class Gradient:
-    """The gradient of one parameter on this rank.
-
-    Slices that several ranks of a cut parameter hold (a KV head that ranks share) are summed over their holders only:
-    in the bucket the gradient stands in the full shape, with zeros for what this rank does not hold.
-
-    Args:
-        axis: all ranks whose gradients are summed.
-        coords: this rank's place on the grid.
-    """
-
-    entry: Entry
-    axis: Axis
-    coords: Coords
-    bucket: Bucket | None = None
-    changed: bool = False  # since the last time that it was agreed on
-    arrived: bool = False  # in this backward
-
-    def __post_init__(self) -> None:
-        self.divisor = self.entry.reduction.divisor
-        spec = self.entry.spec
-        self.is_shared = not spec.is_partition
-        held = spec.multiplicity()
-        num_places = len(spec.places()) if self.is_shared else 1
-        self.copies = held * (self.axis.size // num_places)
-        """How many of the ranks hold each number: a number, or one for each of the full tensor."""
-
-    @property
-    def param(self) -> Tensor:
-        return self.entry.param
-
-    @property
-    def is_new(self) -> bool:
-        """Whether the gradient here is one that the other ranks do not know."""
-        return self.changed and self.param.grad is not None
-
-    @property
-    def numel(self) -> int:
-        """Numbers that it takes in a bucket."""
-        return torch.Size(self.entry.spec.shape).numel() if self.is_shared else self.param.numel()
-
-    def pack(self, out: Tensor, divisor: Tensor | float) -> None:
-        """Writes the gradient over ``divisor`` into its place in a bucket; zeros where there is none."""
-        grad = self.param.grad
-        if grad is None:
-            out.zero_()
-        elif not self.is_shared:
-            torch.div(grad.reshape(-1), divisor, out=out)
-        else:
-            full = out.zero_().view(self.entry.spec.shape)
-            self.entry.spec.place(grad, full, self.coords)
-            full.div_(divisor.to(full) if isinstance(divisor, Tensor) else divisor)
-
-    def unpack(self, flat: Tensor) -> Tensor:
-        """This rank's gradient from its place in a bucket."""
-        if not self.is_shared:
-            return flat.view_as(self.param)
-        return self.entry.spec.slice(flat.view(self.entry.spec.shape), self.coords)
-
-    def local_copies(self) -> Tensor | float:
-        """``copies`` of the numbers that this rank holds."""
-        if not isinstance(self.copies, Tensor):
-            return self.copies
-        return self.entry.spec.slice(self.copies.expand(self.entry.spec.shape), self.coords)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Gradient:
-        memo[id(self)] = twin = Gradient(deepcopy(self.entry, memo), self.axis, self.coords)
-        twin.divisor = self.divisor
-        return twin
-
-
-@dataclass(eq=False)
-class Bucket:
-    """Gradients that one collective sums, over ``axis``, in ``dtype``: by default that of the parameters."""
-
-    axis: Axis
-    dtype: torch.dtype | None = None
-    gradients: list[Gradient] = field(default_factory=list)
-    pending: int = 0
-    work: Any = None
-    flat: Tensor | None = None
-
-    @property
-    def had(self) -> list[float]:
-        """For each gradient 1 where this rank has a new one."""
-        return [1.0 if g.is_new else 0.0 for g in self.gradients]
-
-    def places(self) -> Iterator[tuple[Gradient, slice]]:
-        at = 0
-        for gradient in self.gradients:
-            yield gradient, slice(at, at + gradient.numel)
-            at += gradient.numel
-
-    def new_flat(self, numel: int) -> Tensor:
-        first = self.gradients[0].param
-        return torch.empty(numel, dtype=self.dtype or first.dtype, device=first.device)
-
-    def reset(self) -> None:
-        self.flat = self.work = None
-        self.pending = len(self.gradients)
-        for gradient in self.gradients:
-            gradient.arrived = False
-
-
-class End(Protocol):
-    """What comes of a bucket."""
-
-    def scale(self, gradient: Gradient) -> Tensor | float:
-        """What a gradient is multiplied by as it arrives, before it is accumulated."""
-
-    def start(self, bucket: Bucket) -> None:
-        """Starts to sum the bucket over its ranks."""
-
-    def finish(self, bucket: Bucket) -> None:
-        """Waits for the sum and hands it on."""
-
-
-class WriteBack:
-    """Every rank gets the sum in ``.grad``. Communicates one all-reduce of the gradients and one number each.
-
-    ``.grad`` may hold what earlier backwards agreed on, which all ranks hold alike, beside what this one added. So what
-    arrives is scaled by copies / divisor, and the mean over all copies is taken of the two together: what was agreed on
-    stays as it is, and what arrived becomes its sum over the divisor. Accumulation is right by itself, whether the
-    backwards before were paused or not.
-    """
-
-    def scale(self, gradient: Gradient) -> Tensor | float:
-        return gradient.local_copies() / gradient.divisor
-
-    def start(self, bucket: Bucket) -> None:
-        total = sum(g.numel for g in bucket.gradients)
-        bucket.flat = flat = bucket.new_flat(total + len(bucket.gradients))
-        for gradient, place in bucket.places():
-            gradient.pack(flat[place], gradient.copies)
-        flat[total:] = torch.tensor(bucket.had, dtype=flat.dtype, device=flat.device)
-        if bucket.axis.size > 1:
-            bucket.work = start_sum(flat, bucket.axis, "gradients")
-
-    def finish(self, bucket: Bucket) -> None:
-        flat = bucket.flat
-        assert flat is not None
-        if bucket.work is not None:
-            bucket.work.wait()
-        # a gradient that arrived here needs no count, which a GPU would have to be waited for
-        had = None if all(bucket.had) else numbers_in(flat[-len(bucket.gradients) :])
-        for i, (gradient, place) in enumerate(bucket.places()):
-            if had is None or had[i] > 0:
-                value = gradient.unpack(flat[place])
-                if gradient.param.grad is None:
-                    gradient.param.grad = value.clone()
-                else:
-                    gradient.param.grad.copy_(value)
-
-
-class HandOver:
-    """Every rank gets its shard of the sum: as many numbers of the bucket in a row as any other, zeros behind the last.
-
-    ``.grad`` is taken away, so that what is in it is new each time. Communicates one reduce-scatter of the gradients,
-    with one number for each gradient behind every shard.
-
-    Args:
-        receive: (the bucket, this rank's shard, for each gradient how many ranks had one).
-    """
-
-    def __init__(self, receive: Callable[[Bucket, Tensor, Tensor], None]) -> None:
-        self._receive = receive
-
-    def scale(self, gradient: Gradient) -> Tensor | float:
-        return 1.0
-
-    def start(self, bucket: Bucket) -> None:
-        ranks, count = bucket.axis.size, len(bucket.gradients)
-        total = sum(g.numel for g in bucket.gradients)
-        each = -(-total // ranks)
-        flat = bucket.new_flat(each * ranks)
-        flat[total:] = 0
-        had = torch.tensor(bucket.had, dtype=flat.dtype, device=flat.device)
-        for gradient, place in bucket.places():
-            gradient.pack(flat[place], gradient.divisor)
-            gradient.param.grad = None
-        bucket.flat = torch.cat([flat.view(ranks, each), had.expand(ranks, count)], 1).view(-1)
-        bucket.work = start_reduce_scatter(bucket.flat, bucket.axis, 0, purpose="gradients")
-
-    def finish(self, bucket: Bucket) -> None:
-        shard = bucket.work.wait()
-        count = len(bucket.gradients)
-        self._receive(bucket, shard[:-count], shard[-count:])
 
 
 class GradientReducer:

@@ -15,7 +15,8 @@ from shardformer.layout.spec import ShardSpec
 from shardformer.layout.state import Entry, ShardedState, cut_in
 from shardformer.layout.stream import Place, StreamLayout
 from shardformer.mesh.axis import Axis
-from shardformer.reduce.buckets import BUCKET_BYTES, Gradient, GradientReducer
+from shardformer.reduce.bucket import Gradient
+from shardformer.reduce.buckets import BUCKET_BYTES, GradientReducer
 from shardformer.sharding.plan import Plan
 from shardformer.sharding.regions import OpenBlock
 

@@ -14,9 +14,9 @@ from shardformer.layers.random_stream import DrawObserver, align_random
 from shardformer.layers.tensor.pending import resolved
 from shardformer.layout.state import ShardedState
 from shardformer.mesh.axis import Axis
+from shardformer.reduce.wrappers import check_ddp, check_parameters, refuse_wrappers
 from shardformer.sharding.agree import differs
 from shardformer.sharding.stages import OF_EVERY_LAYER, WHY_NOT
-from shardformer.sharding.wrappers import check_ddp, check_parameters, refuse_wrappers
 
 
 class Guard:

@@ -23,7 +23,7 @@ from shardformer.optim.stage3 import units
 from shardformer.optim.stage3.units import Unit, group_params
 from shardformer.optim.stage3.walk import Walk
 from shardformer.optim.zero import ZeroOptimizer, zero
-from shardformer.reduce.buckets import HandOver
+from shardformer.reduce.bucket import HandOver
 from shardformer.sharder import shard_model
 from shardformer.sharding.save import full_state_dict
 from shardformer.testing.pool import WorkerPool

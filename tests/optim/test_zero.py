@@ -17,7 +17,7 @@ from shardformer.errors import ConfigError
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.grad_norm import clip_grad_norm_, grad_norm
 from shardformer.optim.zero import ZeroOptimizer, zero
-from shardformer.reduce.buckets import HandOver
+from shardformer.reduce.bucket import HandOver
 from shardformer.sharder import shard_model
 from shardformer.sharding.save import full_state_dict
 from shardformer.testing.pool import WorkerPool
@@ -339,11 +339,10 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters())
 
 
-def stepped(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = adam(model)
-    model(images(0, 0)).sum().backward()
-    optimizer.step()
-    return optimizer
+def sharing(model: Any) -> nn.Module:
+    """Two parameters in one memory."""
+    model.c.bias = nn.Parameter(model.a.weight.data.view(-1)[:3])
+    return model  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -352,7 +351,7 @@ def stepped(model: nn.Module) -> torch.optim.Optimizer:
         (adam, {"stage": 4}, "stage=4"),
         (adam, {"precision": "fp8"}, "precision='fp8'"),
         (lambda model: adam(net()), {}, "holds a parameter of shape .7, 5. that is none of the model's"),
-        (stepped, {}, "This AdamW has state already"),
+        (lambda model: adam(sharing(model)), {}, "c.bias and a.weight lie in the same memory"),
         (lambda model: [adam(model), adam(model)], {}, "Two optimizers hold a.weight"),
         (
             lambda model: torch.optim.Adafactor(model.parameters()),
@@ -372,6 +371,43 @@ def test_what_does_not_fit_is_refused(make: Callable[[nn.Module], Any], how: dic
 def test_what_changes_each_number_by_itself_is_taken(kind: Any) -> None:
     model = net()
     assert zero(kind(model.parameters(), lr=0.1), model).param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.AdamW])
+def test_state_that_was_there_goes_with_the_pieces(kind: Any, stage: int) -> None:
+    """Adagrad makes its state at once; AdamW has some after a step."""
+
+    def stepped(model: Net) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = kind(model.parameters(), lr=0.05)
+        for rank in (0, 1):
+            (model(images(9, rank)).square().mean() / 2).backward()
+        made.step()
+        made.zero_grad()
+        return made
+
+    plain = net()
+    trained(plain, stepped(plain), [0, 1], weight=1 / 2)
+    models = [net() for _ in range(2)]
+
+    def train(context: ParallelContext) -> Weights:
+        model = models[context.rank]
+        trained(model, zero(stepped(model), model, stage=stage, context=context), [context.rank])
+        return full_state_dict(model)
+
+    for weights in run_as_threads(train, data=2):
+        assert max(float((weights[n] - p.detach()).abs().max()) for n, p in plain.named_parameters()) < 1e-12
+
+
+def test_torchs_data_parallel_around_it_is_refused(pool2: WorkerPool) -> None:
+    pool2.run(wrapped)
+
+
+def wrapped() -> None:
+    model = net()
+    zero(adam(model), model)
+    with pytest.raises(ConfigError, match="DistributedDataParallel around a model"):
+        nn.parallel.DistributedDataParallel(model)
 
 
 def test_a_copied_model_is_one_without_zero() -> None:

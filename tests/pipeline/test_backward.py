@@ -21,7 +21,8 @@ from shardformer.layout.spec import ShardSpec
 from shardformer.layout.state import Entry
 from shardformer.mesh.axis import Axis
 from shardformer.pipeline.backward import backward_of_inputs
-from shardformer.reduce.buckets import Gradient, GradientReducer
+from shardformer.reduce.bucket import Gradient
+from shardformer.reduce.buckets import GradientReducer
 from shardformer.testing.pool import WorkerPool
 
 H = 8

@@ -15,7 +15,8 @@ from shardformer.layout.spec import ShardSpec
 from shardformer.layout.split import Split
 from shardformer.layout.state import Entry
 from shardformer.mesh.axis import Axis
-from shardformer.reduce.buckets import Bucket, Gradient, GradientReducer, HandOver
+from shardformer.reduce.bucket import Bucket, Gradient, HandOver
+from shardformer.reduce.buckets import GradientReducer
 from shardformer.testing.pool import WorkerPool
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardformer.errors import ConfigError
 from shardformer.layout.state import Entry
 from shardformer.optim.stage3.units import Unit
-from shardformer.reduce.buckets import Bucket, Gradient, HandOver
+from shardformer.reduce.bucket import Bucket, Gradient, HandOver
 
 
 class UnitReducer:

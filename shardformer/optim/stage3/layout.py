@@ -15,7 +15,8 @@ from shardformer.optim.shards import Shard
 from shardformer.optim.stage3.gradients import UnitReducer
 from shardformer.optim.stage3.units import Unit, group_params
 from shardformer.optim.stage3.walk import Walk
-from shardformer.reduce.buckets import Bucket, Gradient, GradientReducer, HandOver
+from shardformer.reduce.bucket import Bucket, Gradient, HandOver
+from shardformer.reduce.buckets import GradientReducer
 
 Receive = Callable[[Bucket, Tensor, Tensor], None]
 
