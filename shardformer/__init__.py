@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from shardformer.mesh.launch import launch_from_torch as launch_from_torch
     from shardformer.optim.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from shardformer.optim.grad_norm import grad_norm as grad_norm
+    from shardformer.optim.settings import LossScale as LossScale
+    from shardformer.optim.settings import Precision as Precision
     from shardformer.optim.zero import zero as zero
     from shardformer.pipeline.stage_manager import PipelineStageManager as PipelineStageManager
     from shardformer.policies.describe import Argument as Argument
@@ -69,6 +71,7 @@ _HOME = {
     "lazy.pretrained": ["from_pretrained"],
     "lazy.recorder": ["LazyInit"],
     "optim.grad_norm": ["clip_grad_norm_", "grad_norm"],
+    "optim.settings": ["LossScale", "Precision"],
     "optim.zero": ["zero"],
     "config": ["ShardConfig"],
     "sharding.save": ["full_state_dict"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -98,8 +98,9 @@ class Pipeline:
         its activations forward and their gradients backward, one small all-gather before and one broadcast behind.
         """
         reducers = [reducer for reducer in self._state.reducers if not reducer.is_paused]
-        with self._state.paused():
-            loss = self._run(batch, backward=True).loss
+        keeper = self._state.gradients
+        with self._state.paused(), keeper.scaled() if keeper is not None else nullcontext(1.0) as scale:
+            loss = self._run(batch, backward=True, loss_scale=scale).loss
         for reducer in reducers:
             reducer.start()
         for reducer in reducers:
@@ -141,7 +142,9 @@ class Pipeline:
 
     # --- one batch
 
-    def _run(self, batch: Batch | Sequence[Batch], *, backward: bool, wants_output: bool = False) -> Head:
+    def _run(
+        self, batch: Batch | Sequence[Batch], *, backward: bool, wants_output: bool = False, loss_scale: float = 1.0
+    ) -> Head:
         self._runtime.check_goes_on()
         batches = _as_batches(batch)
         parts, sizes = self._cut(batches)
@@ -160,7 +163,7 @@ class Pipeline:
             head = self._head(parts, sizes, wants_output)
             try:
                 with self._stages.installed(self._model):
-                    self._runtime.run(StepJob(schedule, self._inputs(parts), keys, seeds, head))
+                    self._runtime.run(StepJob(schedule, self._inputs(parts), keys, seeds, head, loss_scale))
             finally:
                 head.close()
         if self._draws():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -76,6 +76,9 @@ class KeepsGradients(Protocol):
     """What an optimizer has that keeps the gradients itself."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor: ...
+
+    def scaled(self) -> AbstractContextManager[float]:
+        """What the loss is multiplied by, for the backwards in here."""
 
 
 class KeepsParameters(Protocol):

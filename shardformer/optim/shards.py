@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shardformer.comm.collectives import Pending, all_reduce, start_all_gather, start_all_gather_into
 from shardformer.comm.values import numbers_in
 from shardformer.layout.state import Entry
+from shardformer.mesh.axis import Axis
 from shardformer.reduce.bucket import Bucket, Gradient
 
 
@@ -51,10 +52,13 @@ class Shard:
     Args:
         dtype: the one that the parameters are about to get; None: they keep theirs.
         keeps: whether only this rank's part lasts, since the model's parameters come when they are read (stage 3).
+        axis: of the ranks that each have a part; by default those that agree on the gradients.
     """
 
-    def __init__(self, bucket: Bucket, dtype: torch.dtype | None = None, *, keeps: bool = False) -> None:
-        self.gradients, self.axis = bucket.gradients, bucket.axis
+    def __init__(
+        self, bucket: Bucket, dtype: torch.dtype | None = None, *, keeps: bool = False, axis: Axis | None = None
+    ) -> None:
+        self.gradients, self.axis = bucket.gradients, axis or bucket.axis
         first = self.gradients[0].param
         self.dtype, self.device = dtype or first.dtype, first.device
         self.wide = torch.promote_types(self.dtype, torch.float32)
@@ -98,10 +102,13 @@ class Shard:
             for name, x in state.items()
         }
 
-    def receive(self, part: Tensor, had: Tensor) -> None:
-        """Adds this rank's part of a sum of gradients; ``had`` says for each parameter how many ranks had one."""
+    def receive(self, part: Tensor, had: Tensor, scale: float = 1.0) -> None:
+        """Adds this rank's part of a sum of gradients, over ``scale``.
+
+        ``had`` says for each parameter how many ranks had one.
+        """
         self.had = [before or count > 0 for before, count in zip(self.had, numbers_in(had), strict=True)]
-        part = part.to(self.wide)
+        part = part.to(self.wide) if scale == 1 else part.to(self.wide) / scale
         self.sum = part if self.sum is None else self.sum.add_(part)
 
     def give_gradients(self) -> None:

@@ -44,6 +44,7 @@ class StepJob:
         keys: what is equal for micro-batches that make activations of the same shapes.
         seeds: of each micro-batch's random numbers, or None.
         head: for the last stage.
+        loss_scale: what the loss is multiplied by for the backward.
     """
 
     schedule: Schedule
@@ -51,6 +52,7 @@ class StepJob:
     keys: Sequence[Hashable]
     seeds: Sequence[int | None]
     head: Head
+    loss_scale: float = 1.0
 
 
 @dataclass
@@ -174,7 +176,7 @@ class Runtime:
         live = self._live.pop((stage, index))
         waited = 0.0
         outputs = [live.loss] if live.loss is not None else []
-        grads: Sequence[Tensor | None] = [None]
+        grads: Sequence[Tensor | None] = [torch.full_like(loss, self._job.loss_scale) for loss in outputs] or [None]
         if stage != self._job.schedule.last:
             began = time.perf_counter()
             outputs = [t for t in live.handed_on if t.requires_grad]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardformer.comm.collectives import start_reduce_scatter, start_sum
+from shardformer.comm.collectives import Pending, start_reduce_scatter, start_sum
 from shardformer.comm.values import numbers_in
 from shardformer.layout.split import Coords
 from shardformer.layout.state import Entry
@@ -126,6 +126,9 @@ class Bucket:
             gradient.arrived = False
 
 
+Receive = Callable[[Bucket, Tensor, Tensor], None]
+
+
 class End(Protocol):
     """What comes of a bucket."""
 
@@ -184,12 +187,14 @@ class HandOver:
 
     Args:
         receive: (the bucket, this rank's shard, for each gradient how many ranks had one).
+        arrives: called when a gradient arrives, before it is accumulated.
     """
 
-    def __init__(self, receive: Callable[[Bucket, Tensor, Tensor], None]) -> None:
-        self._receive = receive
+    def __init__(self, receive: Receive, arrives: Callable[[Gradient], None] = lambda _: None) -> None:
+        self._receive, self._arrives = receive, arrives
 
     def scale(self, gradient: Gradient) -> Tensor | float:
+        self._arrives(gradient)
         return 1.0
 
     def start(self, bucket: Bucket) -> None:
@@ -210,6 +215,19 @@ class HandOver:
         shard = bucket.work.wait()
         count = len(bucket.gradients)
         self._receive(bucket, shard[:-count], shard[-count:])
+
+
+class HandAll(HandOver):
+    """Every rank gets the whole sum. Communicates one all-reduce of the gradients, with one number for each behind."""
+
+    def start(self, bucket: Bucket) -> None:
+        total = sum(g.numel for g in bucket.gradients)
+        bucket.flat = flat = bucket.new_flat(total + len(bucket.gradients))
+        flat[total:] = torch.tensor(bucket.had, dtype=flat.dtype, device=flat.device)
+        for gradient, place in bucket.places():
+            gradient.pack(flat[place], gradient.divisor)
+            gradient.param.grad = None
+        bucket.work = start_sum(flat, bucket.axis, "gradients") if bucket.axis.size > 1 else Pending((), lambda: flat)
 
 
 def _pack_rows(gradient: Gradient, place: slice, rows: Tensor) -> None:

@@ -6,7 +6,7 @@ The ``Reduction`` of each parameter says what is agreed on: its gradient is the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -66,15 +66,13 @@ class GradientReducer:
         self._hooked = {id(g.param): self._hook(g) for g in trainable}
         self._buckets = _fill_buckets(trainable, self._bucket_bytes)
 
-    def hand_over(
-        self, receive: Callable[[Bucket, Tensor, Tensor], None], dtype: torch.dtype | None = None
-    ) -> Sequence[Bucket]:
+    def hand_over(self, end: HandOver, dtype: torch.dtype | None = None) -> Sequence[Bucket]:
         """From now on each rank gets its shard of every bucket, summed in ``dtype``: see ``HandOver``.
 
         Returns the buckets, which stay as they are: a parameter that is unfrozen from now on is refused.
         """
         self.refresh()
-        self._end, self._is_laid_out = HandOver(receive), True
+        self._end, self._is_laid_out = end, True
         for bucket in self._buckets:
             bucket.dtype = dtype
         return self._buckets

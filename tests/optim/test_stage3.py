@@ -19,10 +19,11 @@ from shardformer.engine import Pipeline
 from shardformer.errors import ConfigError, InputError, WorkerError
 from shardformer.layout.state import live_states
 from shardformer.mesh.context import ParallelContext
+from shardformer.optim.optimizer import ZeroOptimizer
 from shardformer.optim.stage3 import units
 from shardformer.optim.stage3.units import Unit, group_params
 from shardformer.optim.stage3.walk import Walk
-from shardformer.optim.zero import ZeroOptimizer, zero
+from shardformer.optim.zero import zero
 from shardformer.reduce.bucket import HandOver
 from shardformer.sharder import shard_model
 from shardformer.sharding.save import full_state_dict
@@ -369,14 +370,13 @@ def test_what_is_sent_and_how_much_is_here_at_a_time(
     model = stack()
     total = sum(p.numel() for p in model.parameters())
     layer, table = sum(p.numel() for p in model.layers[0].parameters()), model.table.weight.numel()
-    again = total - sum(p.numel() for p in model.unused.parameters())
-    again += 2 * layer  # of the table for the head, of the layer that runs twice: once each way
+    again = total - sum(p.numel() for p in model.unused.parameters())  # for the backward
     for sent, held in over_ranks(use, reshard_after_forward=reshard):
         if twice:
-            assert total * 8 * 2 < sent <= 1.1 * 8 * 2 * (total + again)
-            assert held <= table + 2 * layer
+            assert total * 8 < sent <= 1.02 * 8 * (total + again)
+            assert held <= table + 3 * layer  # the table comes again, and so does a layer
         else:
-            assert sent <= 8 * 2 * (total + 2 * len(group_params(model)))
+            assert sent <= 1.02 * 8 * (total + len(group_params(model)))
 
 
 # -------------------------------------------------------------------------------------------------------------- refused

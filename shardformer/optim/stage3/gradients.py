@@ -63,6 +63,7 @@ class UnitReducer:
         def accumulated(param: Tensor) -> None:
             me, one = reducer(), held()
             if me is not None and one is not None:
+                me._end.scale(one)
                 one.changed = one.arrived = True
                 me._check(one, me._units[index])
                 me._arrived(me._units[index])

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardformer.layout.state import ShardedState
 from shardformer.mesh.axis import Axis
+from shardformer.optim.settings import Precision
 from shardformer.optim.shards import Shard
 from shardformer.optim.stage3.gradients import UnitReducer
 from shardformer.optim.stage3.units import Unit, group_params
 from shardformer.optim.stage3.walk import Walk
 from shardformer.reduce.bucket import Bucket, Gradient, HandOver
 from shardformer.reduce.buckets import GradientReducer
-
-Receive = Callable[[Bucket, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -32,14 +31,14 @@ class Layout:
 def lay_out_units(
     model: nn.Module,
     table: ShardedState,
-    dtype: torch.dtype | None,
-    receive: Receive,
+    precision: Precision,
+    end: HandOver,
     layout: Layout,
 ) -> tuple[Walk, list[Shard]]:
     """The walk, and the shards of what trains. What several stages hold together is left to its own reducer.
 
     Args:
-        dtype: of the parameters from now on; None: as they are.
+        end: what becomes of the gradients.
     """
     own = [r for r in table.reducers if isinstance(r, GradientReducer) and not _is_of_stages(r)]
     rest = [r for r in table.reducers if r not in own]
@@ -62,8 +61,8 @@ def lay_out_units(
             params: list[Any] = [g.param for g in members]
             unit = Unit(len(units), name, params)
             buckets[unit.index] = []
-            for bucket in _buckets(members):
-                shard = Shard(bucket, dtype, keeps=True)
+            for bucket in _buckets(members, precision.reduce_dtype):
+                shard = Shard(bucket, precision.dtype, keeps=True)
                 unit.shards.append(shard)
                 if bucket.gradients[0].param.requires_grad:
                     buckets[unit.index].append(bucket)
@@ -83,7 +82,7 @@ def lay_out_units(
     walk = Walk(model, units, axis, frees=frees, part=part)
     if stage_forward is not None:
         stage_forward.when_left.append(walk.leave_early)
-    walk.reducer = UnitReducer(units, buckets, HandOver(receive), walk.arrived, table.entries)
+    walk.reducer = UnitReducer(units, buckets, end, walk.arrived, table.entries)
     table.reducers = [walk.reducer, *rest]
     table.parameters = walk
     return walk, shards
@@ -97,13 +96,13 @@ def _is_cut(param: nn.Parameter, keep_frozen: bool) -> bool:
     return param.is_floating_point() and (param.requires_grad or not keep_frozen)
 
 
-def _buckets(gradients: Sequence[Gradient]) -> list[Bucket]:
+def _buckets(gradients: Sequence[Gradient], dtype: torch.dtype | None) -> list[Bucket]:
     """One for each set of ranks, dtype and device, of what trains and of what does not."""
     found: dict[tuple[Any, ...], Bucket] = {}
     for gradient in gradients:
         param = gradient.param
         bucket = found.setdefault(
-            (gradient.axis.ranks, param.dtype, param.device, param.requires_grad), Bucket(gradient.axis)
+            (gradient.axis.ranks, param.dtype, param.device, param.requires_grad), Bucket(gradient.axis, dtype)
         )
         bucket.gradients.append(gradient)
         gradient.bucket, gradient.arrived = bucket, False

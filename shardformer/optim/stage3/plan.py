@@ -35,6 +35,10 @@ class Plan:
         """The first position from ``at`` on at which a unit stands; END where there is none."""
         return next((n for n in range(max(at, 0), len(self.units)) if self.units[n] == index), END)
 
+    def comes_again(self, index: int, at: int) -> bool:
+        """Whether a unit stands at ``at`` or behind it."""
+        return self.place(index, at) != END
+
     def places(self, own: Sequence[int]) -> list[int]:
         """The positions at which a rank that follows the plan finds what it reads."""
         places, at = [], 0

@@ -215,7 +215,8 @@ class Walk:
         before, self._at = self._last, self._at + 1
         self.units[index].wait()
         self._record.units.append(index)
-        if before not in (index, ahead, END) and before not in self._keep:
+        comes_again = self._plan is not None and self._plan.comes_again(before, self._at)
+        if before not in (index, END) and before not in self._keep and not comes_again:
             self._drop(self.units[before])
         if self._plan is not None and self._is_backward and not self.reducer.is_paused:
             for unit in self._plan.complete.get(self._at - 1, ()):

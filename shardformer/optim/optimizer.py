@@ -1,0 +1,351 @@
+"""The optimizer under ZeRO: its parameters are this rank's pieces of those of the model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardformer.comm.collectives import all_reduce, gather_objects
+from shardformer.errors import ConfigError, InputError
+from shardformer.layout.state import Entry, ShardedState
+from shardformer.mesh.axis import Axis
+from shardformer.optim.settings import Precision, Rules
+from shardformer.optim.shards import Piece, Shard
+from shardformer.optim.stage3.layout import Layout, lay_out_units
+from shardformer.optim.stage3.walk import Walk
+from shardformer.reduce.bucket import Bucket, Gradient, HandAll, HandOver
+from shardformer.reduce.buckets import BUCKET_BYTES, GradientReducer
+
+
+class _ZeroGrad:
+    """``model.zero_grad()``: throws away what the optimizer keeps too. Of a copied model it is the usual one."""
+
+    def __init__(self, model: nn.Module, optimizer: ZeroOptimizer | None) -> None:
+        self._model = weakref.ref(model)
+        self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        if (optimizer := self._optimizer()) is not None:
+            optimizer.zero_grad()
+        elif (model := self._model()) is not None:
+            nn.Module.zero_grad(model, set_to_none)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ZeroGrad:
+        return _ZeroGrad(memo[id(self._model())], None)
+
+
+class ZeroOptimizer(Optimizer):
+    """What ``shardformer.zero`` returns. It is used as any optimizer of torch is; its parameters are pieces of yours.
+
+    Attributes:
+        grad_norm: the norm of the last step's gradients before they were clipped; None where it was not taken.
+        skipped: how many steps were left out, since their gradients were not finite.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        model: nn.Module,
+        table: ShardedState,
+        stage: int,
+        precision: Precision,
+        rules: Rules,
+        layout: Layout,
+    ) -> None:
+        self._inner, self._model, self._table, self._stage = list(optimizers), model, table, stage
+        self._precision, self._rules = precision, rules
+        self.grad_norm: Tensor | None = None
+        self.skipped = 0
+        self._walk: Walk | None = None
+        self._is_scaled = False
+        kind = HandAll if stage == 0 else HandOver
+        self._end = kind(self._receive, self._check_scaled)
+        self._shards = self._lay_out_units(layout) if stage == 3 else self._lay_out()
+        self._convert(precision.dtype)
+        self._by_bucket = {id(shard.gradients): shard for shard in self._shards}
+        self._replace_parameters()
+        super().__init__([group for optimizer in self._inner for group in optimizer.param_groups], {})
+        self._is_laid_out = True
+        table.gradients = self
+        model.__dict__["zero_grad"] = _ZeroGrad(model, self)
+
+    def _lay_out(self) -> list[Shard]:
+        """The shards of all buckets. Parameters that no ranks agree on get buckets of their own, of one rank."""
+        table = self._table
+        reducers = [reducer for reducer in table.reducers if isinstance(reducer, GradientReducer)]
+        held = {id(gradient.param) for reducer in reducers for gradient in reducer.gradients}
+        if alone := [Gradient(e, Axis("none"), table.coords) for e in table.entries if id(e.param) not in held]:
+            size: Any = table.request.extra.get("bucket_bytes", BUCKET_BYTES)
+            reducers.append(GradientReducer(alone, size))
+            table.reducers.append(reducers[-1])
+        return self._cut(reducers)
+
+    def _lay_out_units(self, layout: Layout) -> list[Shard]:
+        """The shards of all units of stage 3, and the buckets of what several stages hold together."""
+        self._walk, shards = lay_out_units(self._model, self._table, self._precision, self._end, layout)
+        return shards + self._cut([r for r in self._table.reducers if isinstance(r, GradientReducer)])
+
+    def _cut(self, reducers: Sequence[GradientReducer]) -> list[Shard]:
+        axis = Axis("none") if self._stage == 0 else None
+        found = [bucket for r in reducers for bucket in r.hand_over(self._end, self._precision.reduce_dtype)]
+        return [Shard(bucket, self._precision.dtype, axis=axis) for bucket in found]
+
+    def _convert(self, dtype: torch.dtype | None) -> None:
+        """Only when the masters are made, of what the parameters were."""
+        for entry in self._table.entries:
+            if dtype is not None and entry.param.is_floating_point() and entry.param.dtype != dtype:
+                entry.param.data = entry.param.data.to(dtype)
+
+    def _receive(self, bucket: Bucket, part: Tensor, had: Tensor) -> None:
+        self._by_bucket[id(bucket.gradients)].receive(part, had, self._precision.scale)
+
+    def _replace_parameters(self) -> None:
+        """The optimizers get this rank's pieces in the place of the parameters, and of their state what goes with them.
+
+        Communicates one all-reduce for each tensor of state of which several ranks hold slices.
+        """
+        pieces: dict[int, list[Piece]] = {}
+        for shard in self._shards:
+            for number, gradient in enumerate(shard.gradients):
+                param: Any = gradient.param
+                found = [piece for piece in shard.pieces if piece.number == number]
+                pieces.setdefault(id(param), []).extend(found)
+                for optimizer in self._inner:
+                    if state := optimizer.state.pop(param, None):
+                        cut = shard.cut(number, state)
+                        optimizer.state.update({piece.value: cut for piece in found})
+        for optimizer in self._inner:
+            for group in optimizer.param_groups:
+                group["params"] = [piece.value for p in group["params"] for piece in pieces.get(id(p), ())]
+
+    # --- one step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Clips, updates this rank's pieces, and brings the new parameters together on all ranks.
+
+        Communicates one all-gather of the parameters that got a gradient; to clip, one number over each axis.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._agree_on_the_rest()
+        if not self._prepare():
+            self.zero_grad()
+            return loss
+        for shard in self._shards:
+            shard.give_gradients()
+        for optimizer in self._inner:
+            optimizer.step()
+        self._hand_out([shard for shard in self._shards if any(shard.had)])
+        for shard in self._shards:
+            shard.forget()
+        return loss
+
+    def _prepare(self) -> bool:
+        """Looks whether all gradients are finite, and clips them. Returns whether the step is to be made."""
+        rules, scale = self._rules, self._precision.loss_scale
+        is_scaled = self._precision.parameters == "fp16"
+        if rules.max_grad_norm is None and rules.on_nonfinite == "ignore" and not is_scaled:
+            return True
+        self.grad_norm = self._norm()
+        is_finite = (rules.on_nonfinite == "ignore" and not is_scaled) or bool(torch.isfinite(self.grad_norm))
+        if is_scaled:
+            scale.update(is_finite)
+        elif not is_finite and rules.on_nonfinite == "raise":
+            raise self._nonfinite()
+        self.skipped += not is_finite
+        if is_finite and rules.max_grad_norm is not None:
+            self._clip(rules.max_grad_norm)
+        return is_finite
+
+    def _nonfinite(self) -> InputError:
+        """Names the first parameter whose gradient is not finite, and the first rank that saw it."""
+        order = {id(entry): number for number, entry in enumerate(self._table.entries)}
+        found = [
+            (order[id(piece.entry)], self._table.context.rank, piece.entry.name)
+            for shard in self._shards
+            for piece in shard.pieces
+            if shard.sum is not None and not bool(torch.isfinite(shard.sum[piece.at]).all())
+        ]
+        for axis in self._table.context.axes.values():
+            found = [item for theirs in gather_objects(found, axis) for item in theirs]
+        _, rank, name = min(found, default=(0, 0, "some parameter"))
+        return InputError(
+            f"The gradient of {name} is not finite, on rank {rank}, and so is the norm of all: {self.grad_norm}",
+            rule="A step with such gradients would make the weights NaN; nothing was changed",
+            remedy="Look at the loss and the batch, call optimizer.zero_grad(), or write on_nonfinite='skip'",
+        )
+
+    def _hand_out(self, shards: Sequence[Shard]) -> None:
+        """The model's parameters get what the optimizers made of the pieces; under stage 3 in the next forward."""
+        if self._walk is not None:
+            self._walk.put_away()
+        for shard in shards:
+            shard.store()
+        under_way = [(shard, shard.start_gather()) for shard in shards if shard.whole is not None]
+        for shard, values in under_way:
+            values.wait()
+            shard.write()
+
+    def _agree_on_the_rest(self) -> None:
+        """On what backwards left that were all in ``no_sync``."""
+        for reducer in self._table.reducers:
+            if reducer.was_paused:
+                reducer.start()
+                reducer.finish()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales all gradients so that their norm over the whole model is at most ``max_norm``.
+
+        Returns the norm before, the same on all ranks. Communicates one all-reduce of one number over each axis.
+        """
+        if norm_type != 2.0:
+            raise ConfigError(
+                f"norm_type={norm_type} beside zero",
+                rule="What ZeRO clips by is the Euclidean norm",
+                remedy="Leave norm_type out",
+            )
+        self._agree_on_the_rest()
+        self.grad_norm = self._norm()
+        self._clip(max_norm)
+        return self.grad_norm
+
+    def _clip(self, max_norm: float) -> None:
+        assert self.grad_norm is not None
+        scale = (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
+        for shard in self._shards:
+            if shard.sum is not None:
+                shard.sum.mul_(scale.to(shard.sum))
+
+    def _norm(self) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self._table.context.device)
+        for shard in self._shards:
+            for piece in shard.pieces:
+                if shard.sum is not None and shard.had[piece.number] and self._counts(piece.gradient.entry):
+                    total += torch.linalg.vector_norm(shard.sum[piece.at]).to(total) ** 2
+        for axis in self._table.context.axes.values():
+            total = all_reduce(total, axis, purpose="norm")
+        is_wide = any(entry.param.dtype == torch.float64 for entry in self._table.entries)
+        return total.sqrt() if is_wide else total.sqrt().float()
+
+    def _counts(self, entry: Entry) -> bool:
+        """Whether this rank counts what it has of a parameter: of what ranks hold alike, the first one does."""
+        reduction, coords = entry.reduction, self._table.context.coords
+        if self._stage > 0:
+            own = {*reduction.sum_over, *reduction.norm_over, *(["pipe"] if reduction.stages else [])}
+        elif reduction.stages and coords["pipe"] != reduction.stages[0]:
+            return False
+        else:
+            own = {*reduction.norm_over} - {*reduction.sum_over}
+        return all(rank == 0 for name, rank in coords.items() if name not in own)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Throws away all gradients, those of backwards in ``no_sync`` too."""
+        for shard in self._shards:
+            shard.forget()
+        for p in self._model.parameters():
+            p.grad = None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For all but the last backward of a step. Stage 2 keeps no whole gradient, so that it agrees each time."""
+        with self._table.paused() if self._stage < 2 else nullcontext():
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        """``loss.backward()``; in fp16 of the loss times its scale."""
+        with self.scaled() as scale:
+            (loss if scale == 1 else loss.float() * scale).backward()
+
+    @contextmanager
+    def scaled(self) -> Iterator[float]:
+        """What the loss is multiplied by, for the backwards in here."""
+        self._is_scaled = True
+        try:
+            yield self._precision.scale
+        finally:
+            self._is_scaled = False
+
+    def _check_scaled(self, gradient: Gradient) -> None:
+        if self._precision.parameters == "fp16" and not self._is_scaled:
+            raise ConfigError(
+                f"A gradient of {gradient.entry.name} arrived from a backward that optimizer.backward did not call",
+                rule="In fp16 the loss is scaled before the backward, since small gradients would be 0",
+                remedy="Write optimizer.backward(loss) in the place of loss.backward(), without a GradScaler",
+            )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What ``torch.amp.GradScaler`` asks before a step."""
+        raise ConfigError(
+            "A GradScaler was given the optimizer that zero returned",
+            rule="zero scales the loss by itself where the parameters are fp16, and ranks agree on what to skip",
+            remedy="Leave the scaler out: optimizer.backward(loss), optimizer.step()",
+        )
+
+    def full_gradient(self, name: str) -> Tensor | None:
+        """The gradient of a parameter as the next step will use it, in the shape that the parameter has on this rank.
+
+        None where it has none. All ranks call it. Communicates one all-gather of a bucket.
+        """
+        self._agree_on_the_rest()
+        for shard in self._shards:
+            for number, gradient in enumerate(shard.gradients):
+                if gradient.entry.name == name:
+                    return shard.gather_gradient(number)
+        raise ConfigError(
+            f"There is no gradient of {name!r}",
+            rule="Asked for are parameters that train, by their names in the model",
+            remedy="See [name for name, p in model.named_parameters() if p.requires_grad]",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank keeps: the optimizers' states of its pieces, and their masters. Each rank saves its own."""
+        context = self._table.context
+        return {
+            "place": {"sizes": context.sizes, "coords": context.coords},
+            "optimizers": [optimizer.state_dict() for optimizer in self._inner],
+            "loss_scale": asdict(self._precision.loss_scale),
+            "masters": [piece.value.detach().clone() for shard in self._shards for piece in shard.pieces],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up what ``state_dict`` of the same rank of an equal grid gave. Raises ConfigError for another one's."""
+        context = self._table.context
+        pieces = [piece for shard in self._shards for piece in shard.pieces]
+        place = {"sizes": context.sizes, "coords": context.coords}
+        shapes = [tuple(master.shape) for master in state_dict["masters"]]
+        if state_dict["place"] != place or shapes != [tuple(piece.value.shape) for piece in pieces]:
+            raise ConfigError(
+                f"This optimizer's state was saved by the rank {state_dict['place']}, and this is {place}",
+                rule="The pieces of a rank fit the same rank of an equal grid, with the same model and buckets",
+                remedy="Load the file that this rank saved, with as many processes as then",
+            )
+        for name, value in state_dict["loss_scale"].items():
+            setattr(self._precision.loss_scale, name, value)
+        with torch.no_grad():
+            for piece, master in zip(pieces, state_dict["masters"], strict=True):
+                piece.value.copy_(master)
+            self._hand_out(self._shards)
+        for optimizer, state in zip(self._inner, state_dict["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the pieces of the parameters are laid out once."""
+        if getattr(self, "_is_laid_out", False):
+            raise ConfigError(
+                "add_param_group was called on the optimizer that zero returned",
+                rule="The pieces of the parameters are laid out once",
+                remedy="Add the group to your own optimizer, then call zero",
+            )
+        super().add_param_group(param_group)

@@ -1,0 +1,208 @@
+"""Parameters in 16 bits under ZeRO: masters, the scale of the loss, gradients that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardformer
+from shardformer.engine import Pipeline
+from shardformer.errors import ConfigError, InputError
+from shardformer.mesh.context import ParallelContext
+from shardformer.optim.optimizer import ZeroOptimizer
+from shardformer.optim.settings import LossScale, Precision
+from shardformer.optim.zero import zero
+from shardformer.sharder import shard_model
+from shardformer.sharding.save import full_state_dict
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import MAIN, Batches, Sample
+from tests.optim.test_zero import Net, Weights, images, net
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOUD = 2  # the step in which the gradients of rank 1 are too large for fp16
+
+
+def loss_of(model: Net, step: int, rank: int, dtype: torch.dtype) -> Tensor:
+    loss: Tensor = model(images(step, rank, dtype)).square().mean().float()
+    return loss * 1e5 if step == LOUD and rank == 1 else loss
+
+
+def plainly(dtype: torch.dtype, scale: float, *, wide: bool) -> tuple[Weights, int]:
+    """Weights of one process with masters, which leaves steps out whose gradients are not finite; and how many.
+
+    Args:
+        wide: whether the ranks' gradients are summed in fp32.
+    """
+    model, skipped = net(torch.float32), 0
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=0.05)
+    model.to(dtype)
+    for step in range(5):
+        grads = []
+        for rank in (0, 1):
+            model.zero_grad()
+            (loss_of(model, step, rank, dtype) * scale).backward()
+            grads.append([(p.grad.float() if wide else p.grad) / 2 for p in model.parameters() if p.grad is not None])
+        for master, *parts in zip(masters, *grads, strict=True):
+            master.grad = (parts[0] + parts[1]).float() / scale
+        if all(bool(master.grad.isfinite().all()) for master in masters if master.grad is not None):
+            optimizer.step()
+        else:
+            scale, skipped = scale / 2, skipped + 1
+        with torch.no_grad():
+            for master, p in zip(masters, model.parameters(), strict=True):
+                p.copy_(master)
+    return model.state_dict(), skipped
+
+
+def over_ranks(
+    use: Callable[[Net, ZeroOptimizer, ParallelContext], Any], dtype: torch.dtype = torch.float32, **how: Any
+) -> list[Any]:
+    models = [net(dtype) for _ in range(2)]
+
+    def run(context: ParallelContext) -> Any:
+        model = models[context.rank]
+        optimizer = zero(torch.optim.AdamW(model.parameters(), lr=0.05), model, context=context, **how)
+        return use(model, optimizer, context)
+
+    return run_as_threads(run, data=2)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("gradients", [None, "fp32"])
+@pytest.mark.parametrize("name", DTYPES)
+def test_16_bits_with_masters_are_those_of_one_process_to_the_bit(name: str, gradients: str | None, stage: int) -> None:
+    """In fp16 a step overflows on one rank: all leave it out, and the scale is halved."""
+    want, skipped = plainly(DTYPES[name], 2.0**10 if name == "fp16" else 1.0, wide=gradients is not None)
+    assert (skipped > 0) == (name == "fp16")
+    precision = Precision(name, gradients, LossScale(2.0**10))
+
+    def use(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> Weights:
+        for step in range(5):
+            optimizer.backward(loss_of(model, step, context.rank, DTYPES[name]))
+            optimizer.step()
+        assert optimizer.skipped == skipped
+        return full_state_dict(model)
+
+    # each rank has a LossScale of its own, as processes do
+    for weights in over_ranks_with(use, lambda: Precision(name, gradients, LossScale(2.0**10)), stage):
+        assert all(torch.equal(weights[key], value) for key, value in want.items())
+    assert precision.loss_scale.value == 2.0**10
+
+
+def over_ranks_with(use: Any, precision: Callable[[], Precision], stage: int) -> list[Any]:
+    models = [net(torch.float32) for _ in range(2)]
+
+    def run(context: ParallelContext) -> Any:
+        model = models[context.rank]
+        own = torch.optim.AdamW(model.parameters(), lr=0.05)
+        return use(model, zero(own, model, context=context, precision=precision(), stage=stage), context)
+
+    return run_as_threads(run, data=2)
+
+
+def test_the_scale_grows_and_falls_as_told() -> None:
+    scale = LossScale(8.0, growth_interval=2, hysteresis=2)
+    seen = []
+    for is_finite in (True, True, False, True, False, False, True, True, False):
+        scale.update(is_finite)
+        seen.append(scale.value)
+    assert seen == [8, 16, 16, 16, 8, 4, 4, 8, 8]
+
+
+def with_nan(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
+    """A backward that gives one rank a NaN in b.bias, and in nothing behind it."""
+    handle = model.b.bias.register_hook(lambda grad: grad * float("nan")) if context.rank == 1 else None
+    model(images(0, context.rank)).square().mean().backward()
+    if handle is not None:
+        handle.remove()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_that_is_not_finite_is_named_and_nothing_is_lost(stage: int) -> None:
+    def use(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
+        before = full_state_dict(model)
+        with_nan(model, optimizer, context)
+        with pytest.raises(InputError, match=r"The gradient of b.bias is not finite, on rank [01]"):
+            optimizer.step()
+        assert all(torch.equal(value, before[name]) for name, value in full_state_dict(model).items())
+        optimizer.zero_grad()
+        model(images(0, context.rank)).square().mean().backward()
+        optimizer.step()
+        after = full_state_dict(model)
+        assert not torch.equal(after["a.weight"], before["a.weight"])
+        assert all(bool(value.isfinite().all()) for value in after.values())
+
+    over_ranks(use, torch.float64, stage=stage)
+
+
+def test_steps_with_such_gradients_are_skipped_or_made_as_asked() -> None:
+    def skips(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
+        before = full_state_dict(model)
+        with_nan(model, optimizer, context)
+        optimizer.step()
+        assert optimizer.skipped == 1
+        assert all(torch.equal(value, before[name]) for name, value in full_state_dict(model).items())
+
+    def ignores(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
+        with_nan(model, optimizer, context)
+        optimizer.step()
+        assert bool(full_state_dict(model)["b.bias"].isnan().any())
+
+    over_ranks(skips, torch.float64, on_nonfinite="skip")
+    over_ranks(ignores, torch.float64, on_nonfinite="ignore")
+
+
+def test_a_pipeline_scales_the_loss_for_the_backward_alone() -> None:
+    """And gives the loss as it is: of GPT-2 over two stages, beside one process in fp32."""
+    batches = Batches(MAIN["gpt2"], batch=4)
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        return Sample("gpt2").deeper(4)()
+
+    plain = build()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = plain(**batches(step)).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+    models = [build() for _ in range(2)]
+
+    def train(context: ParallelContext) -> list[float]:
+        model = shard_model(models[context.rank], context=context)
+        pipeline = Pipeline(model, micro_batches=2)
+        ours = zero(torch.optim.SGD(model.parameters(), lr=0.5), model, precision="fp16", max_grad_norm=100.0)
+        found = []
+        for step in range(3):
+            found.append(float(pipeline.step(batches(step))))
+            ours.step()
+        assert ours.skipped == 0
+        return found
+
+    for found in run_as_threads(train, pipe=2, in_turn=True):
+        assert found == pytest.approx(losses, rel=5e-3)
+    assert abs(losses[2] - losses[0]) > 0.02
+
+
+def test_what_would_train_wrongly_in_fp16_is_refused() -> None:
+    model = net(torch.float32)
+    optimizer = zero(torch.optim.AdamW(model.parameters()), model, precision="fp16")
+    with pytest.raises(ConfigError, match="arrived from a backward that"):
+        loss_of(model, 0, 0, torch.float16).backward()
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer.backward(scaler.scale(loss_of(model, 0, 0, torch.float16)))
+    with pytest.raises(ConfigError, match="A GradScaler was given the optimizer that zero returned"):
+        scaler.step(optimizer)
+    with pytest.raises(ConfigError, match="on_nonfinite='stop'"):
+        zero(torch.optim.AdamW(model.parameters()), net(), on_nonfinite="stop")
+    with pytest.raises(ConfigError, match="gradients='bf16'"):
+        shardformer.Precision("bf16", gradients="bf16")
