@@ -125,8 +125,9 @@ class Walk:
         if module is not self._caller or torch._C._current_graph_task_id() >= 0:
             return
         self._finish()
+        last = [*dict.fromkeys(reversed(self._record.units))][:2] if torch.is_grad_enabled() else []
         for unit in self.units:
-            if not torch.is_grad_enabled() or unit.index != self._last:
+            if unit.index not in last:  # a head may be two units: a tied table, and a bias
                 self._drop(unit)
         if torch.is_grad_enabled():
             for x in tree_leaves(output):
