@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from shardformer.mesh.launch import launch_from_torch as launch_from_torch
     from shardformer.optim.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from shardformer.optim.grad_norm import grad_norm as grad_norm
+    from shardformer.optim.layerwise import LAMB as LAMB
+    from shardformer.optim.layerwise import LARS as LARS
     from shardformer.optim.settings import LossScale as LossScale
     from shardformer.optim.settings import Precision as Precision
     from shardformer.optim.zero import zero as zero
@@ -71,6 +73,7 @@ _HOME = {
     "lazy.pretrained": ["from_pretrained"],
     "lazy.recorder": ["LazyInit"],
     "optim.grad_norm": ["clip_grad_norm_", "grad_norm"],
+    "optim.layerwise": ["LAMB", "LARS"],
     "optim.settings": ["LossScale", "Precision"],
     "optim.zero": ["zero"],
     "config": ["ShardConfig"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 
 from shardformer.comm.collectives import all_reduce, gather_objects
 from shardformer.errors import ConfigError, InputError
-from shardformer.layout.state import Entry, ShardedState
+from shardformer.layout.state import ShardedState
 from shardformer.mesh.axis import Axis
+from shardformer.optim.owners import give_to_owners
+from shardformer.optim.probe import needs_whole
 from shardformer.optim.settings import Precision, Rules
 from shardformer.optim.shards import Piece, Shard
 from shardformer.optim.stage3.layout import Layout, lay_out_units
@@ -67,7 +69,8 @@ class ZeroOptimizer(Optimizer):
         self._is_scaled = False
         kind = HandAll if stage == 0 else HandOver
         self._end = kind(self._receive, self._check_scaled)
-        self._shards = self._lay_out_units(layout) if stage == 3 else self._lay_out()
+        whole = {id(p) for o in optimizers if needs_whole(o) for group in o.param_groups for p in group["params"]}
+        self._shards = self._lay_out(whole, layout)
         self._convert(precision.dtype)
         self._by_bucket = {id(shard.gradients): shard for shard in self._shards}
         self._replace_parameters()
@@ -76,24 +79,26 @@ class ZeroOptimizer(Optimizer):
         table.gradients = self
         model.__dict__["zero_grad"] = _ZeroGrad(model, self)
 
-    def _lay_out(self) -> list[Shard]:
+    def _lay_out(self, whole: Collection[int], layout: Layout) -> list[Shard]:
         """The shards of all buckets. Parameters that no ranks agree on get buckets of their own, of one rank."""
         table = self._table
-        reducers = [reducer for reducer in table.reducers if isinstance(reducer, GradientReducer)]
-        held = {id(gradient.param) for reducer in reducers for gradient in reducer.gradients}
+        held = {id(gradient.param) for reducer in self._reducers() for gradient in reducer.gradients}
         if alone := [Gradient(e, Axis("none"), table.coords) for e in table.entries if id(e.param) not in held]:
             size: Any = table.request.extra.get("bucket_bytes", BUCKET_BYTES)
-            reducers.append(GradientReducer(alone, size))
-            table.reducers.append(reducers[-1])
-        return self._cut(reducers)
+            table.reducers.append(GradientReducer(alone, size))
+        give_to_owners([g for reducer in self._reducers() for g in reducer.gradients], whole, table.context)
+        shards: list[Shard] = []
+        if self._stage == 3:
+            self._walk, shards = lay_out_units(self._model, table, self._precision, self._end, layout)
+        return shards + self._cut(self._reducers())
 
-    def _lay_out_units(self, layout: Layout) -> list[Shard]:
-        """The shards of all units of stage 3, and the buckets of what several stages hold together."""
-        self._walk, shards = lay_out_units(self._model, self._table, self._precision, self._end, layout)
-        return shards + self._cut([r for r in self._table.reducers if isinstance(r, GradientReducer)])
+    def _reducers(self) -> list[GradientReducer]:
+        return [reducer for reducer in self._table.reducers if isinstance(reducer, GradientReducer)]
 
     def _cut(self, reducers: Sequence[GradientReducer]) -> list[Shard]:
         axis = Axis("none") if self._stage == 0 else None
+        for reducer in reducers:
+            reducer.close()  # buckets are filled anew
         found = [bucket for r in reducers for bucket in r.hand_over(self._end, self._precision.reduce_dtype)]
         return [Shard(bucket, self._precision.dtype, axis=axis) for bucket in found]
 
@@ -191,10 +196,9 @@ class ZeroOptimizer(Optimizer):
             self._walk.put_away()
         for shard in shards:
             shard.store()
-        under_way = [(shard, shard.start_gather()) for shard in shards if shard.whole is not None]
+        under_way = [(shard, shard.start_gather()) for shard in shards if not shard.keeps]
         for shard, values in under_way:
-            values.wait()
-            shard.write()
+            shard.write(values.wait())
 
     def _agree_on_the_rest(self) -> None:
         """On what backwards left that were all in ``no_sync``."""
@@ -231,22 +235,23 @@ class ZeroOptimizer(Optimizer):
         total = torch.zeros((), dtype=torch.float64, device=self._table.context.device)
         for shard in self._shards:
             for piece in shard.pieces:
-                if shard.sum is not None and shard.had[piece.number] and self._counts(piece.gradient.entry):
+                if shard.sum is not None and shard.had[piece.number] and self._counts(piece.gradient):
                     total += torch.linalg.vector_norm(shard.sum[piece.at]).to(total) ** 2
         for axis in self._table.context.axes.values():
             total = all_reduce(total, axis, purpose="norm")
         is_wide = any(entry.param.dtype == torch.float64 for entry in self._table.entries)
         return total.sqrt() if is_wide else total.sqrt().float()
 
-    def _counts(self, entry: Entry) -> bool:
+    def _counts(self, gradient: Gradient) -> bool:
         """Whether this rank counts what it has of a parameter: of what ranks hold alike, the first one does."""
-        reduction, coords = entry.reduction, self._table.context.coords
+        reduction, coords = gradient.entry.reduction, self._table.context.coords
         if self._stage > 0:
             own = {*reduction.sum_over, *reduction.norm_over, *(["pipe"] if reduction.stages else [])}
         elif reduction.stages and coords["pipe"] != reduction.stages[0]:
             return False
         else:
-            own = {*reduction.norm_over} - {*reduction.sum_over}
+            cut = gradient.entry.spec.axes if gradient.is_shared else ()
+            own = {*reduction.norm_over} - {*reduction.sum_over, *cut}
         return all(rank == 0 for name, rank in coords.items() if name not in own)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -1,8 +1,9 @@
-"""Whether an optimizer changes each number by itself, so that it may be given parts of parameters: tried, not known."""
+"""What an optimizer looks at to change a number: that number, or the whole parameter. Tried, not known by its name."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,43 +12,64 @@ from torch.optim import Optimizer
 
 from shardformer.errors import ConfigError
 
-SHAPE, CUT, STEPS = (6, 4), 10, 3
+SHAPES, CUT, STEPS, BOUND = ((6, 4), (4, 6)), 10, 3, 1e-6
 
 
-def check_elementwise(optimizer: Optimizer) -> None:
-    """Raises ConfigError for an optimizer that gives other numbers for a matrix than for two parts of it.
+def needs_whole(optimizer: Optimizer) -> bool:
+    """Whether the optimizer gives other numbers for a matrix than for two parts of it.
 
-    A few steps are made with the settings of each of its groups, on a small matrix whole and in two parts.
+    A few steps are made with the settings of each of its groups, on small matrices: one whole and in two parts, two
+    together and each alone. Raises ConfigError for one that cannot do these steps, or that gives other numbers for a
+    matrix when there is another one.
     """
-    for group in optimizer.param_groups:
-        start = torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        grads = [start.roll(step + 1, 0) / (step + 2) for step in range(STEPS)]
-        try:
-            whole = _after(optimizer, group, [start], [[grad] for grad in grads])
-            cut = [[grad.flatten()[:CUT], grad.flatten()[CUT:]] for grad in grads]
-            parts = _after(optimizer, group, [start.flatten()[:CUT], start.flatten()[CUT:]], cut)
-        except Exception as error:
-            raise _refused(optimizer, f"it cannot ({type(error).__name__}: {error!s:.120})") from error
-        difference = float((whole - parts).abs().max())
-        if not difference < 1e-6:
-            raise _refused(optimizer, f"the numbers differ by {difference:.1e}")
+    return any([_needs_whole(optimizer, group) for group in optimizer.param_groups])
 
 
-def _after(optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], grads: list[list[Tensor]]) -> Tensor:
-    """The numbers after a step with each of the gradients."""
+def _needs_whole(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    first, second = (torch.randn(s, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for s in SHAPES)
+    try:
+        together = _after(optimizer, group, [first, second])
+        alone = _after(optimizer, group, [first]) + _after(optimizer, group, [second])
+    except Exception as error:
+        raise _refused(optimizer, f"it cannot ({type(error).__name__}: {error!s:.120})") from error
+    if (difference := _difference(together, alone)) >= BOUND:
+        raise _refused(optimizer, f"the numbers of one differ by {difference:.1e} when there is another")
+    try:
+        parts = _after(optimizer, group, [first.flatten()[:CUT], first.flatten()[CUT:]], like=[first])
+    except Exception:  # some take matrices alone
+        return True
+    return _difference([torch.cat(parts)], [alone[0].flatten()]) >= BOUND
+
+
+def _difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    found = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+    return found if found == found else float("inf")
+
+
+def _after(
+    optimizer: Optimizer, group: dict[str, Any], values: Sequence[Tensor], like: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """The numbers after a few steps.
+
+    Args:
+        like: the matrices of which the values are parts, whose gradients they get.
+    """
     tried: Any = object.__new__(type(optimizer))
     params = [nn.Parameter(value.clone()) for value in values]
     tried.__dict__.update(optimizer.__dict__, param_groups=[{**group, "params": params}], state=defaultdict(dict))
-    for step in grads:
-        for param, grad in zip(params, step, strict=True):
+    for step in range(STEPS):
+        grads = [value.roll(step + 1, 0) / (step + 2) for value in like or values]
+        if like is not None:
+            grads = list(torch.cat([g.flatten() for g in grads]).split([value.numel() for value in values]))
+        for param, grad in zip(params, grads, strict=True):
             param.grad = grad.clone()
         tried.step()
-    return torch.cat([param.detach().flatten() for param in params])
+    return [param.detach() for param in params]
 
 
 def _refused(optimizer: Optimizer, why: str) -> ConfigError:
     return ConfigError(
-        f"{type(optimizer).__name__} was tried on a matrix and on two parts of it: {why}",
-        rule="zero gives an optimizer parts of parameters, so it must change each number by itself",
-        remedy="Use one that does (SGD, Adam, AdamW, Lion), or this one without zero",
+        f"{type(optimizer).__name__} was tried on small matrices: {why}",
+        rule="zero gives an optimizer parts of parameters, or whole ones, but no rank gives it all of them",
+        remedy="Use one that changes each parameter by itself (SGD, AdamW, Muon, Adafactor), or this one without zero",
     )

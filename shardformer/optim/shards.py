@@ -23,11 +23,11 @@ from shardformer.reduce.bucket import Bucket, Gradient
 
 @dataclass(eq=False)
 class Piece:
-    """Numbers in a row of one parameter, which this rank's optimizer changes.
+    """Numbers in a row of one parameter, or all of it, which this rank's optimizer changes.
 
     Args:
         number: the place of the parameter in its bucket.
-        stretch: the numbers of the flat parameter; of the full one where ranks share slices of it.
+        stretch: the numbers of the flat parameter; of the full one where ranks hold slices of it.
         at: where they lie in this rank's part of the bucket.
         value: the optimizer's parameter: a view of this rank's part, or a master where that has 16 bits.
     """
@@ -47,7 +47,7 @@ class Shard:
     """This rank's part of a bucket. Communicates one all-gather of the parameters for each ``start_gather``.
 
     The model's parameters become views of one tensor, ``whole``, in which the ranks' parts lie behind each other, so
-    that the gather writes into them; of slices that several ranks hold, whose full tensor lies there, copies.
+    that the gather writes into them. Where they are slices of what lies there, only this rank's part lasts.
 
     Args:
         dtype: the one that the parameters are about to get; None: they keep theirs.
@@ -62,9 +62,10 @@ class Shard:
         first = self.gradients[0].param
         self.dtype, self.device = dtype or first.dtype, first.device
         self.wide = torch.promote_types(self.dtype, torch.float32)
-        self.places = [place for _, place in bucket.places()]
-        self.length = -(-self.places[-1].stop // self.axis.size)
-        self.whole: Tensor | None = None if keeps else self._new(self.length * self.axis.size)
+        self.length, self.places = bucket.places(self.axis.size)
+        self.keeps = keeps
+        lasts = not keeps and not any(gradient.is_shared for gradient in self.gradients)
+        self.whole: Tensor | None = self._new(self.length * self.axis.size) if lasts else None
         own = slice(self.axis.rank * self.length, (self.axis.rank + 1) * self.length)
         self.own = self._new(self.length) if self.whole is None else self.whole[own]
         self.pieces = [piece for n, g in enumerate(self.gradients) if (piece := self._take(n, g)) is not None]
@@ -88,6 +89,7 @@ class Shard:
         if self.whole is None:
             self.own[at] = flat[stretch]
         value = self.own[at] if self.wide == self.dtype else flat[stretch].to(self.wide, copy=True)
+        value = value.view(gradient.shape) if gradient.is_whole else value
         return Piece(gradient, number, stretch, at, nn.Parameter(value, gradient.param.requires_grad))
 
     def cut(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
@@ -98,9 +100,14 @@ class Shard:
         stretch = slice(low - place.start, max(high, low) - place.start)
         shape = gradient.param.shape
         return {
-            name: _flat(gradient, x)[stretch].clone() if isinstance(x, Tensor) and x.shape == shape and x.dim() else x
+            name: self._cut(gradient, x, stretch) if isinstance(x, Tensor) and x.shape == shape and x.dim() else x
             for name, x in state.items()
         }
+
+    @staticmethod
+    def _cut(gradient: Gradient, x: Tensor, stretch: slice) -> Tensor:
+        flat = _flat(gradient, x)
+        return flat.view(gradient.shape).clone() if gradient.is_whole else flat[stretch].clone()
 
     def receive(self, part: Tensor, had: Tensor, scale: float = 1.0) -> None:
         """Adds this rank's part of a sum of gradients, over ``scale``.
@@ -115,7 +122,7 @@ class Shard:
         """The optimizer's parameters get their gradients; those whose parameter had none on any rank get none."""
         for piece in self.pieces:
             is_new = self.sum is not None and self.had[piece.number]
-            piece.value.grad = self.sum[piece.at] if is_new and self.sum is not None else None
+            piece.value.grad = self.sum[piece.at].view_as(piece.value) if is_new and self.sum is not None else None
 
     def forget(self) -> None:
         """The gradients are used, or thrown away."""
@@ -127,7 +134,7 @@ class Shard:
         """Rounds what the optimizer made of its pieces, where these are wider than the parameters."""
         if self.wide != self.dtype:
             for piece in self.pieces:
-                self.own[piece.at] = piece.value.detach()
+                self.own[piece.at] = piece.value.detach().reshape(-1)
 
     def start_gather(self) -> Pending:
         """Starts bringing together what all ranks have, in the model's precision."""
@@ -140,12 +147,11 @@ class Shard:
         whole = start_all_gather(mine, self.axis, 0, purpose="gradients").wait()
         return self.gradients[number].unpack(whole[self.places[number]]) if self.had[number] else None
 
-    def write(self) -> None:
-        """What was gathered is in the model's parameters but for slices that several ranks hold: puts it into these."""
-        assert self.whole is not None
+    def write(self, values: Tensor) -> None:
+        """Puts what was gathered into the model's parameters, where these are slices of it."""
         for gradient, place in zip(self.gradients, self.places, strict=True):
             if gradient.is_shared:
-                gradient.param.detach().copy_(gradient.unpack(self.whole[place]))
+                gradient.param.detach().copy_(gradient.unpack(values[place]))
 
 
 def _flat(gradient: Gradient, value: Tensor) -> Tensor:

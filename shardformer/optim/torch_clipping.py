@@ -86,8 +86,8 @@ def _of_another_stage() -> dict[ShardedState, list[Entry]]:
     Raises ConfigError where several models have stages here, and nothing tells which of them is meant; and where an
     optimizer that zero returned keeps the gradients.
     """
-    if any(state.gradients is not None for state in live_states()):
-        gc.collect()  # of models that nobody holds any more
+    if len(live_states()) > 1 or any(state.gradients is not None for state in live_states()):
+        gc.collect()  # models that nobody holds any more are not meant
     if any(state.gradients is not None for state in live_states()):
         raise ConfigError(
             "torch.nn.utils.clip_grad_norm_ was given no gradients, in a process where zero keeps those of a model",

@@ -11,7 +11,6 @@ from shardformer.errors import ConfigError
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.checks import check_memory, check_optimizers
 from shardformer.optim.optimizer import ZeroOptimizer
-from shardformer.optim.probe import check_elementwise
 from shardformer.optim.settings import Precision, Rules
 from shardformer.optim.stage3.layout import Layout
 from shardformer.optim.table import table_of
@@ -37,8 +36,9 @@ def zero(
     >>> optimizer = shardformer.zero(torch.optim.AdamW(model.parameters()), model, stage=2)       # doctest: +SKIP
 
     Args:
-        optimizer: one of torch's or any other that looks at one number at a time, or several; made of the parameters
-            of ``model``, and new.
+        optimizer: one of torch's or any other, or several, made of the parameters of ``model``. One that changes each
+            number by itself gets parts of parameters; one that looks at whole matrices (Muon, Adafactor) gets whole
+            ones, each on one rank. Which it is, is tried.
         model: what ``shard_model`` returned, or any other module, which then is trained over the data axis alone.
         stage: 0 cuts nothing: every rank keeps all. 1 cuts the optimizer's state; 2 the gradients too, which then are
             agreed on in every backward; 3 the parameters too, which are gathered layer by layer when they are used.
@@ -66,7 +66,5 @@ def zero(
     table = table_of(model, context)
     check_optimizers(optimizers, table)
     check_memory(table)
-    for each in optimizers:
-        check_elementwise(each)
     layout = Layout(keep_frozen, reshard_after_forward)
     return ZeroOptimizer(optimizers, model, table, stage, kept, rules, layout)

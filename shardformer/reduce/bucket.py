@@ -6,9 +6,10 @@ HandOver    each rank gets its shard of the sum, for its optimizer     one reduc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -37,17 +38,32 @@ class Gradient:
     axis: Axis
     coords: Coords
     bucket: Bucket | None = None
+    is_whole: bool = False  # whether one rank gets all of it, for an optimizer that looks at whole matrices
     changed: bool = False  # since the last time that it was agreed on
     arrived: bool = False  # in this backward
 
     def __post_init__(self) -> None:
         self.divisor = self.entry.reduction.divisor
+        self._look(not self.entry.spec.is_partition)
+
+    def _look(self, is_shared: bool) -> None:
         spec = self.entry.spec
-        self.is_shared = not spec.is_partition
-        held = spec.multiplicity()
-        num_places = len(spec.places()) if self.is_shared else 1
-        self.copies = held * (self.axis.size // num_places)
+        self.is_shared = is_shared
+        num_places = len(spec.places()) if is_shared else 1
+        self.copies = spec.multiplicity() * (self.axis.size // num_places)
         """How many of the ranks hold each number: a number, or one for each of the full tensor."""
+
+    def bring_together(self, axis: Axis | None) -> None:
+        """From now on one rank gets all of it: of a cut parameter the full one, out of the slices of ``axis``."""
+        self.is_whole = True
+        if axis is not None:
+            self.axis = axis
+            self._look(True)
+
+    @property
+    def shape(self) -> torch.Size:
+        """In the bucket."""
+        return torch.Size(self.entry.spec.shape) if self.is_shared else self.param.shape
 
     @property
     def param(self) -> Tensor:
@@ -61,7 +77,7 @@ class Gradient:
     @property
     def numel(self) -> int:
         """Numbers that it takes in a bucket."""
-        return torch.Size(self.entry.spec.shape).numel() if self.is_shared else self.param.numel()
+        return self.shape.numel()
 
     def pack(self, out: Tensor, divisor: Tensor | float) -> None:
         """Writes the gradient over ``divisor`` into its place in a bucket; zeros where there is none."""
@@ -109,11 +125,23 @@ class Bucket:
         """For each gradient 1 where this rank has a new one."""
         return [1.0 if g.is_new else 0.0 for g in self.gradients]
 
-    def places(self) -> Iterator[tuple[Gradient, slice]]:
-        at = 0
-        for gradient in self.gradients:
-            yield gradient, slice(at, at + gradient.numel)
-            at += gradient.numel
+    def places(self, ranks: int = 1) -> tuple[int, list[slice]]:
+        """How many numbers each rank has of the bucket, and where each gradient lies among those of all ranks.
+
+        Gradients follow each other; those that one rank gets whole lie in its part, the largest given out first, each
+        to the rank that has least.
+        """
+        sizes = [gradient.numel for gradient in self.gradients]
+        if ranks == 1 or not any(gradient.is_whole for gradient in self.gradients):
+            ends = list(accumulate(sizes))
+            return -(-ends[-1] // ranks), [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        used, starts = [0] * ranks, [(0, 0)] * len(sizes)
+        for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+            rank = min(range(ranks), key=lambda rank: used[rank])
+            starts[n] = rank, used[rank]
+            used[rank] += sizes[n]
+        each = max(used)
+        return each, [slice(r * each + at, r * each + at + n) for (r, at), n in zip(starts, sizes, strict=True)]
 
     def new_flat(self, numel: int) -> Tensor:
         first = self.gradients[0].param
@@ -157,7 +185,7 @@ class WriteBack:
     def start(self, bucket: Bucket) -> None:
         total = sum(g.numel for g in bucket.gradients)
         bucket.flat = flat = bucket.new_flat(total + len(bucket.gradients))
-        for gradient, place in bucket.places():
+        for gradient, place in zip(bucket.gradients, bucket.places()[1], strict=True):
             gradient.pack(flat[place], gradient.copies)
         flat[total:] = torch.tensor(bucket.had, dtype=flat.dtype, device=flat.device)
         if bucket.axis.size > 1:
@@ -170,7 +198,7 @@ class WriteBack:
             bucket.work.wait()
         # a gradient that arrived here needs no count, which a GPU would have to be waited for
         had = None if all(bucket.had) else numbers_in(flat[-len(bucket.gradients) :])
-        for i, (gradient, place) in enumerate(bucket.places()):
+        for i, (gradient, place) in enumerate(zip(bucket.gradients, bucket.places()[1], strict=True)):
             if had is None or had[i] > 0:
                 value = gradient.unpack(flat[place])
                 if gradient.param.grad is None:
@@ -199,14 +227,14 @@ class HandOver:
 
     def start(self, bucket: Bucket) -> None:
         ranks, count = bucket.axis.size, len(bucket.gradients)
-        total = sum(g.numel for g in bucket.gradients)
-        each = -(-total // ranks)
+        each, places = bucket.places(ranks)
         bucket.flat = bucket.new_flat(ranks * (each + count))
         rows = bucket.flat.view(ranks, each + count)
         rows[:, each:] = torch.tensor(bucket.had, dtype=rows.dtype, device=rows.device)
-        for rank in range(total // each, ranks):
-            rows[rank, max(total - rank * each, 0) : each] = 0
-        for gradient, place in bucket.places():
+        for rank in range(ranks):  # what no gradient fills
+            end = max((p.stop - rank * each for p in places if p.start < (rank + 1) * each), default=0)
+            rows[rank, max(end, 0) : each] = 0
+        for gradient, place in zip(bucket.gradients, places, strict=True):
             _pack_rows(gradient, place, rows[:, :each])
             gradient.param.grad = None
         bucket.work = start_reduce_scatter(bucket.flat, bucket.axis, 0, purpose="gradients")
@@ -224,7 +252,7 @@ class HandAll(HandOver):
         total = sum(g.numel for g in bucket.gradients)
         bucket.flat = flat = bucket.new_flat(total + len(bucket.gradients))
         flat[total:] = torch.tensor(bucket.had, dtype=flat.dtype, device=flat.device)
-        for gradient, place in bucket.places():
+        for gradient, place in zip(bucket.gradients, bucket.places()[1], strict=True):
             gradient.pack(flat[place], gradient.divisor)
             gradient.param.grad = None
         bucket.work = start_sum(flat, bucket.axis, "gradients") if bucket.axis.size > 1 else Pending((), lambda: flat)

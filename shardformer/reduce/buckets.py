@@ -180,9 +180,12 @@ def _fill_buckets(gradients: list[Gradient], bucket_bytes: int) -> list[Bucket]:
     buckets: list[Bucket] = []
     open_ones: dict[tuple[Any, ...], tuple[Bucket, int]] = {}
     for gradient in reversed(gradients):
-        key = (gradient.axis.ranks, gradient.param.dtype, gradient.param.device)
+        param = gradient.param
+        key = (gradient.axis.ranks, param.dtype, param.device, gradient.is_whole, gradient.is_shared)
         bucket, used = open_ones.get(key, (None, 0))
         limit = bucket_bytes if buckets and bucket is not buckets[0] else min(bucket_bytes, FIRST_BUCKET_BYTES)
+        if gradient.is_whole:
+            limit = bucket_bytes * gradient.axis.size  # so that the ranks get as much
         size = gradient.numel * gradient.param.element_size()
         if bucket is None or used + size > limit:
             bucket, used = Bucket(gradient.axis), 0

@@ -359,11 +359,6 @@ def sharing(model: Any) -> nn.Module:
         (lambda model: adam(net()), {}, "holds a parameter of shape .7, 5. that is none of the model's"),
         (lambda model: adam(sharing(model)), {}, "c.bias and a.weight lie in the same memory"),
         (lambda model: [adam(model), adam(model)], {}, "Two optimizers hold a.weight"),
-        (
-            lambda model: torch.optim.Adafactor(model.parameters()),
-            {},
-            "Adafactor was tried on a matrix and on two",
-        ),
         (lambda model: torch.optim.LBFGS(model.parameters()), {}, "LBFGS was tried .* it cannot"),
     ],
 )

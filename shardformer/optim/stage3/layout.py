@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from shardformer.layout.state import ShardedState
-from shardformer.mesh.axis import Axis
 from shardformer.optim.settings import Precision
 from shardformer.optim.shards import Shard
 from shardformer.optim.stage3.gradients import UnitReducer
@@ -43,10 +42,6 @@ def lay_out_units(
     own = [r for r in table.reducers if isinstance(r, GradientReducer) and not _is_of_stages(r)]
     rest = [r for r in table.reducers if r not in own]
     gradients = {id(g.param): g for reducer in own for g in reducer.gradients}
-    others = {id(g.param) for reducer in rest if isinstance(reducer, GradientReducer) for g in reducer.gradients}
-    for entry in table.entries:
-        if id(entry.param) not in gradients and id(entry.param) not in others:
-            gradients[id(entry.param)] = Gradient(entry, Axis("none"), table.coords)
     for reducer in own:
         reducer.close()
     found = [
@@ -102,7 +97,8 @@ def _buckets(gradients: Sequence[Gradient], dtype: torch.dtype | None) -> list[B
     for gradient in gradients:
         param = gradient.param
         bucket = found.setdefault(
-            (gradient.axis.ranks, param.dtype, param.device, param.requires_grad), Bucket(gradient.axis, dtype)
+            (gradient.axis.ranks, param.dtype, param.device, param.requires_grad, gradient.is_whole),
+            Bucket(gradient.axis, dtype),
         )
         bucket.gradients.append(gradient)
         gradient.bucket, gradient.arrived = bucket, False

@@ -1,0 +1,211 @@
+"""Optimizers that look at whole matrices: each parameter is whole on one rank, and the weights those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardformer.errors import ConfigError
+from shardformer.mesh.context import ParallelContext
+from shardformer.optim.layerwise import LAMB, LARS
+from shardformer.optim.optimizer import ZeroOptimizer
+from shardformer.optim.probe import needs_whole
+from shardformer.optim.zero import zero
+from shardformer.reduce.bucket import Gradient
+from shardformer.sharder import shard_model
+from shardformer.sharding.save import full_state_dict
+from shardformer.testing.threads import run_as_threads
+from tests.optim.test_zero import CLIP, SEQUENCE, Job, Weights
+
+Make = Callable[[nn.Module], list[Optimizer]]
+
+
+def muon(model: nn.Module) -> list[Optimizer]:
+    """Muon for the matrices of the layers, with AdamW beside it, as its authors do."""
+    names = dict(model.named_parameters())
+    tables = ("embed", "head", "wte", "wpe", "shared")
+    matrices = [p for name, p in names.items() if p.dim() == 2 and not any(word in name for word in tables)]
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in names.values() if id(p) not in chosen]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=1e-3)]
+
+
+class Orthogonal(Optimizer):
+    """What Muon is close to, in the precision of the model: an optimizer that nobody has heard of."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            left, size, right = torch.linalg.svd(p.grad if p.dim() == 2 else p.grad[None], full_matrices=False)
+            p.sub_(0.01 * (left * (size > 1e-6 * size[0]) @ right).view_as(p))
+
+
+MAKERS: dict[str, Make] = {
+    "orthogonal": lambda model: [Orthogonal(model.parameters())],
+    "Muon": muon,
+    "Adafactor": lambda model: [torch.optim.Adafactor(model.parameters(), lr=0.02)],
+    "transformers' Adafactor": lambda model: [
+        transformers.Adafactor(model.parameters(), lr=0.02, scale_parameter=True, relative_step=False)
+    ],
+    "LAMB": lambda model: [LAMB(model.parameters(), lr=0.02)],
+    "LARS": lambda model: [LARS(model.parameters(), lr=2.0, weight_decay=0.01)],
+}
+
+
+def plainly(job: Job, make: Make, clips: bool = True) -> Weights:
+    model = job.build()
+    optimizers = make(model)
+    for step in range(4):
+        for rank in range(job.data):
+            (job.loss(model, step, 0, rank) / job.data).backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+    return model.state_dict()
+
+
+def with_zero(job: Job, make: Make, clips: bool = True) -> list[Weights]:
+    models = [job.build() for _ in range(job.data * job.tensor)]
+
+    def train(context: ParallelContext) -> Weights:
+        model = shard_model(models[context.rank], context=context, **job.options)
+        optimizer = zero(make(model), model, stage=job.stage, max_grad_norm=CLIP if clips else None)
+        for step in range(4):
+            job.loss(model, step, 0, context.data.rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_state_dict(model)
+
+    return run_as_threads(train, data=job.data, tensor=job.tensor)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_over_data_ranks_the_weights_are_those_of_one_process_to_the_bit(name: str, stage: int) -> None:
+    job = Job(stage=stage)
+    want = plainly(job, MAKERS[name], clips=False)
+    for weights in with_zero(job, MAKERS[name], clips=False):
+        assert all(torch.equal(weights[key], value) for key, value in want.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "job", "bound"),
+    [
+        ("LAMB", Job(tensor=2, stage=1), 1e-5),
+        ("LARS", Job("t5", data=1, tensor=4, stage=0), 1e-9),
+        ("Adafactor", Job("gpt2", tensor=2, stage=2, options=SEQUENCE), 1e-5),
+        ("transformers' Adafactor", Job(tensor=4, stage=1, options=SEQUENCE), 1e-5),  # ranks share KV heads
+        ("Muon", Job(tensor=2, stage=2), 5e-2),  # which computes in bf16: another last bit is seen
+        ("orthogonal", Job(tensor=2, stage=2), 1e-6),
+        ("LAMB", Job("bert", tensor=2, stage=3), 1e-5),
+        ("LARS", Job("llama", tensor=2, stage=3), 1e-8),
+    ],
+)
+def test_cut_matrices_are_brought_together(name: str, job: Job, bound: float) -> None:
+    want = plainly(job, MAKERS[name])
+    for weights in with_zero(job, MAKERS[name]):
+        for key, value in want.items():
+            if value.is_floating_point():
+                scale = value.abs().max().clamp(min=1e-2)
+                assert float((weights[key].double() - value).abs().max() / scale) < bound, key
+
+
+def test_parts_of_a_matrix_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gradient, "bring_together", lambda self, axis: None)
+    job = Job(tensor=2, stage=1)
+    want = plainly(job, MAKERS["LAMB"])
+    weights = with_zero(job, MAKERS["LAMB"])[0]
+    key = "model.layers.0.mlp.up_proj.weight"
+    assert float((weights[key] - want[key]).abs().max()) > 1e-5
+
+
+def test_each_rank_keeps_the_state_of_about_as_much() -> None:
+    job = Job(stage=1)
+    models = [job.build() for _ in range(2)]
+
+    def kept(context: ParallelContext) -> int:
+        model = shard_model(models[context.rank], context=context)
+        own = LAMB(model.parameters())
+        zero(own, model, stage=1)
+        return sum(p.numel() for group in own.param_groups for p in group["params"])
+
+    first, second = run_as_threads(kept, data=2)
+    total = sum(p.numel() for p in models[0].parameters())
+    assert first + second == total and max(first, second) < 0.6 * total
+
+
+class Coupled(Optimizer):
+    """Divides by the norm of all gradients together."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        total = torch.stack([p.grad.norm() for p in params]).norm()  # type: ignore[union-attr]
+        for p in params:
+            p.sub_(p.grad / total)  # type: ignore[operator]
+
+
+def test_what_looks_at_all_parameters_together_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    with pytest.raises(ConfigError, match=r"Coupled was tried .* the numbers of one differ .* when there is another"):
+        zero(Coupled(model.parameters()), model)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "RMSprop", "NAdam", "RAdam", "Adamax", "Adagrad", "Rprop"])
+def test_what_changes_each_number_by_itself_gets_parts(kind: str) -> None:
+    made: Optimizer = getattr(torch.optim, kind)(nn.Linear(2, 2).parameters(), lr=0.1)
+    assert not needs_whole(made)
+
+
+def test_a_class_that_is_asked_for_lengths_is_told_what_they_are() -> None:
+    with pytest.raises(ConfigError, match="lr=0"):
+        LAMB([torch.zeros(2)], lr=0)
+
+
+def test_lamb_and_lars_are_those_of_their_papers() -> None:
+    """One step by hand."""
+    start, grad = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.6, -0.8]])
+
+    def stepped(kind: Any, **how: Any) -> Tensor:
+        p = nn.Parameter(start.clone())
+        p.grad = grad.clone()
+        kind([p], **how).step()
+        return p.detach()
+
+    direction = torch.tensor([[1.0, -1.0]])  # Adam's first step
+    want = start - 0.1 * 5 / 2**0.5 * direction
+    assert torch.allclose(stepped(LAMB, lr=0.1, weight_decay=0.0), want, atol=1e-5)
+    assert torch.allclose(stepped(LARS, lr=1.0, trust=0.1), start - 0.1 * 5 * grad, atol=1e-6)
+
+
+def test_the_state_of_a_whole_matrix_goes_with_it() -> None:
+    model = nn.Linear(4, 4).double()
+    own = torch.optim.Adafactor(model.parameters(), lr=0.01)
+    model(torch.ones(2, 4).double()).sum().backward()
+    own.step()
+    twin = nn.Linear(4, 4).double()
+    twin.load_state_dict(model.state_dict())
+    ours: ZeroOptimizer = zero(own, model)
+    other = torch.optim.Adafactor(twin.parameters(), lr=0.01)
+    twin(torch.ones(2, 4).double()).sum().backward()
+    other.step()
+    twin.load_state_dict(model.state_dict())
+    for net_, optimizer in ((model, ours), (twin, other)):
+        optimizer.zero_grad()
+        net_(torch.ones(2, 4).double()).square().sum().backward()
+        optimizer.step()
+    assert torch.equal(model.weight, twin.weight)
