@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from shardformer.pipeline.loss import LossWeight
     from shardformer.testing.pool import WorkerPool
-    from shardformer.verify import Pipelined, Report
+    from shardformer.verify import Pipelined, Report, Training
     from shardformer.verify.model_source import ModelSource
 
 TIMEOUT_S = 3600.0
@@ -87,6 +87,14 @@ class VerifyOptions:
             "virtual stage, as 3,5.",
         ),
     ] = None
+    zero: Annotated[
+        int | None,
+        "Train with this stage of ZeRO, 0 to 3: each data rank keeps a part of the optimizer's state (1), of the "
+        "gradients (2), of the parameters (3).",
+    ] = None
+    optimizer: Annotated[str, typer.Option(metavar="NAME", help="With --zero: one of torch.optim, LAMB or LARS.")] = (
+        "SGD"
+    )
     sequence_parallel: Annotated[bool, "Split the sequence as well."] = False
     overlap: Annotated[bool, "Communicate under computation; needs --sequence-parallel."] = False
     fused_norm: Annotated[bool, "Use torch's fused norms."] = False
@@ -116,6 +124,11 @@ class VerifyOptions:
 
     def pipelined(self, loss_weight: LossWeight | None = None) -> Pipelined | None:
         return pipelined(self.pipe, self.micro_batches, self.schedule, self.chunks, self.cut, loss_weight)
+
+    def training(self) -> Training:
+        from shardformer.verify.training import Training
+
+        return Training(self.zero, self.optimizer, self.reference.value)
 
     def config(self) -> dict[str, Any]:
         """The options by their names in ShardConfig."""
@@ -181,6 +194,7 @@ def _check(options: VerifyOptions) -> None:
         )
     ShardConfig(**options.config())  # refuses a combination that cannot be before anything is loaded
     options.pipelined()
+    options.training()
 
 
 def _sources(options: VerifyOptions) -> list[ModelSource]:
@@ -188,7 +202,8 @@ def _sources(options: VerifyOptions) -> list[ModelSource]:
 
     check_folder(options.model)
     source = find_model(options.model)
-    if "batch_fn" in source.own and (options.batch or options.sequence):
+    fixed = "batch_fn" in source.own and not hasattr(source.own["batch_fn"], "with_samples")
+    if (fixed and options.batch) or ("batch_fn" in source.own and options.sequence):
         raise ConfigError(
             f"--batch or --sequence for {options.model}, which brings its own batch_fn",
             rule="The two are sizes of random batches",
@@ -231,7 +246,7 @@ def _verify_one(options: VerifyOptions, source: ModelSource, policy: Any, pool: 
         policy,
         options.config(),
         pipeline=pipeline,
-        reference=options.reference.value,
+        training=options.training(),
         pool=pool,
     )
 

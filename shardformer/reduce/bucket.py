@@ -94,7 +94,7 @@ class Gradient:
     def unpack(self, flat: Tensor) -> Tensor:
         """This rank's gradient from its place in a bucket."""
         if not self.is_shared:
-            return flat.view_as(self.param)
+            return flat.view(self.param.shape)
         return self.entry.spec.slice(flat.view(self.entry.spec.shape), self.coords)
 
     def local_copies(self) -> Tensor | float:

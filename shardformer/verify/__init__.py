@@ -22,8 +22,9 @@ from shardformer.verify.compare import compare
 from shardformer.verify.guard import refuse_import, watch_workers
 from shardformer.verify.report import Bounds, Difference, Report, bounds_for
 from shardformer.verify.run import BatchFn, Job, LossFn, ModelFn, Pipelined, check_batch, run_job
+from shardformer.verify.training import Training
 
-__all__ = ["Bounds", "Difference", "Pipelined", "Report", "verify"]
+__all__ = ["Bounds", "Difference", "Pipelined", "Report", "Training", "verify"]
 
 
 def verify(
@@ -38,7 +39,7 @@ def verify(
     config: Mapping[str, Any] | ShardConfig | None = None,
     *,
     pipeline: Pipelined | None = None,
-    reference: str = "parts",
+    training: Training | None = None,
     pool: WorkerPool | None = None,
 ) -> Report:
     """Trains the plain and the sharded model side by side and compares everything.
@@ -54,10 +55,7 @@ def verify(
         policy: the user's own policy.
         config: options of ``ShardConfig``, as one or as a dict.
         pipeline: runs batches as micro-batches, over the stages that it says: ``Pipelined(pipe=2, micro_batches=4)``.
-        reference: what the plain loss is where there are data ranks. "parts": the mean of the losses of the ranks'
-            parts of the batch, as data parallelism has it. "whole": the loss of the batch as a whole. The two differ
-            where parts count different numbers of labels, and for a loss that is no mean over samples, such as one
-            that balances the load of experts.
+        training: with which optimizer and stage of ZeRO, and beside which plain loss: ``Training(zero=3)``.
         pool: workers to run in, as many as needed; by default started and ended here.
 
     Returns the report. Raises ShardFormerError when the model cannot be sharded, or compared, as asked; where the plan
@@ -65,7 +63,9 @@ def verify(
     """
     refuse_import()
     bounds_for(dtype)
-    job = Job(model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, _options_of(config), pipeline, reference)
+    options = _options_of(config)
+    how = training or Training()
+    job = Job(model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, options, pipeline, how)
     stages = None if pipeline is None else _stages_of(pipeline)
     start = time.perf_counter()
     RemoteCall.of(report_here, (job,), {})  # refuses what cannot be sent

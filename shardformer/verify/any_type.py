@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -55,16 +55,11 @@ class SmallOf:
             model.config.use_cache = False
         return model
 
-    def batch(self, step: int) -> Mapping[str, Tensor]:
-        """The batch that the model takes, two samples; another one for each step as far as tokens go."""
-        taken, dtype = _batch_of(self)
-        cast = {n: x.to(dtype) if x.is_floating_point() else x for n, x in taken.items()}
-        return {n: x.roll(step, -1) if n == "input_ids" else x for n, x in cast.items()}
-
     def own(self) -> dict[str, Any]:
         """What goes with the model: batches, and a loss for one that makes none of its own."""
-        batches: dict[str, Any] = {"batch_fn": self.batch}
-        return batches if "labels" in self.batch(0) else {**batches, "loss_fn": of_output, "loss_weight": num_samples}
+        batch_fn = SmallBatches(self)
+        batches: dict[str, Any] = {"batch_fn": batch_fn}
+        return batches if "labels" in batch_fn(0) else {**batches, "loss_fn": of_output, "loss_weight": num_samples}
 
     def _twin(self) -> Twin:
         import transformers
@@ -78,6 +73,27 @@ class SmallOf:
                 remedy="Give a folder, a config.json, or module:function",
             ) from error
         return twin_of(model_of(config))
+
+
+@dataclass(frozen=True)
+class SmallBatches:
+    """step -> a batch that the small model takes: another one for each step and sample as far as tokens go."""
+
+    small: SmallOf
+    samples: int = 2
+
+    def __call__(self, step: int) -> Mapping[str, Tensor]:
+        taken, dtype = _batch_of(self.small)
+        size = next(iter(taken.values())).shape[0]
+        return {n: self._cast(n, x, step, dtype) if x.dim() and x.shape[0] == size else x for n, x in taken.items()}
+
+    def _cast(self, name: str, x: Tensor, step: int, dtype: torch.dtype) -> Tensor:
+        moved = [x.roll(step + n, -1) if name == "input_ids" else x for n in range(-(-self.samples // x.shape[0]))]
+        out = torch.cat(moved)[: self.samples]
+        return out.to(dtype) if out.is_floating_point() else out
+
+    def with_samples(self, samples: int) -> SmallBatches:
+        return replace(self, samples=samples)
 
 
 def of_output(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:

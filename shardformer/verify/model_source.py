@@ -26,7 +26,7 @@ from shardformer.errors import ConfigError, nearest
 from shardformer.policies.policy import Policy
 from shardformer.testing.zoo import FAMILY_OF, HEADS, MAIN, NEEDS, SMALL, Batches, Sample, sample_loss, sees_alone
 from shardformer.testing.zoo.depth import depth_of
-from shardformer.verify.any_type import SmallOf, main_classes
+from shardformer.verify.any_type import SmallBatches, SmallOf, main_classes
 from shardformer.verify.hub import hub, hub_answers
 
 FORMS = (
@@ -160,7 +160,7 @@ class ModelSource:
         """
         if "batch_fn" in self.own:
             batch_fn: Callable[[int], Mapping[str, Any]] = self.own["batch_fn"]
-            return batch_fn
+            return batch_fn.with_samples(batch) if isinstance(batch_fn, SmallBatches) else batch_fn
         sizes = self.config.to_dict() if self.head in FAMILY_OF and hasattr(self.config, "to_dict") else {}
         if sizes and sees_alone(self.head):
             return Batches(self.head, batch=batch, num_labels=self.config.num_labels, changes=sizes)

@@ -16,27 +16,29 @@ from shardformer.comm.gather import gather_all
 from shardformer.comm.recorder import Recorder
 from shardformer.config import ShardConfig
 from shardformer.engine import Pipeline
-from shardformer.errors import ConfigError, ShardFormerError, nearest
+from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.layers.dropout import silence_dropout
 from shardformer.layers.random_stream import seed_random
 from shardformer.layout.state import specs_of, state_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.grad_norm import clip_grad_norm_
+from shardformer.optim.optimizer import ZeroOptimizer
+from shardformer.optim.zero import zero
 from shardformer.pipeline.loss import LossWeight
 from shardformer.pipeline.microbatches import sizes_of
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies.policy import Policy
 from shardformer.sharder import shard_model
+from shardformer.sharding.save import full_state_dict
 from shardformer.verify.arithmetic import RandomRounding, WithoutCasts
 from shardformer.verify.report import bounds_for
+from shardformer.verify.training import Training, optimizers_of
 
 ModelFn = Callable[[], nn.Module]
 BatchFn = Callable[[int], Mapping[str, Any]]
 LossFn = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
-REFERENCES = ("parts", "whole")
 MAX_NORM = 1.0
-LEARNING_RATE = 0.05
 DRAWS = 3
 """Backwards with random rounding, over all steps or more: one alone may find a sum that is off by nothing."""
 
@@ -81,16 +83,13 @@ class Job:
     policy: Policy | type[Policy] | None
     config: Mapping[str, Any]
     pipeline: Pipelined | None = None
-    reference: str = "parts"
+    training: Training = field(default_factory=Training)
 
     def __post_init__(self) -> None:
         for name in ("tensor", "pipe", "data", "steps"):
             if (count := getattr(self, name)) < 1:
                 rule = "Each axis has one rank or more, and a comparison one step or more"
                 raise ConfigError(f"{name}={count}", rule=rule, remedy=f"Use {name}=1 or more")
-        if self.reference not in REFERENCES:
-            rule = f"The plain loss is that of the {' or the '.join(REFERENCES)}"
-            raise ConfigError(f"reference={self.reference!r}", rule=rule, remedy=nearest(self.reference, REFERENCES))
 
     @property
     def pipe(self) -> int:
@@ -99,7 +98,7 @@ class Job:
     @property
     def num_parts(self) -> int:
         """Into how many parts the plain model is given a batch."""
-        return 1 if self.reference == "whole" else self.data
+        return 1 if self.training.reference == "whole" else self.data
 
 
 @dataclass
@@ -131,6 +130,7 @@ def run_job(job: Job) -> tuple[Trajectory | None, Trajectory, str, str]:
     sharded, name = _run_sharded(job, context)
     layout = [str(context), *([str(job.pipeline)] if job.pipeline is not None else [])]
     layout += ["each batch plain in one"] if job.num_parts < job.data else []
+    layout += [str(job.training)] if job.training.zero is not None else []
     return plain, sharded, name, ", ".join(layout)
 
 
@@ -142,12 +142,6 @@ def build(job: Job) -> nn.Module:
     if job.dtype == torch.float64 and getattr(config, "_experts_implementation", None):
         config._experts_implementation = "eager"  # transformers' others do not compute in fp64
     return model
-
-
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    # a stage may have nothing that trains, and an optimizer wants something
-    trainable = [p for p in model.parameters() if p.requires_grad] or [nn.Parameter(torch.zeros(()))]
-    return torch.optim.SGD(trainable, lr=LEARNING_RATE, momentum=0.9)
 
 
 def _loss(job: Job, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -185,13 +179,14 @@ def _no_loss(model: nn.Module, output: Any) -> ConfigError:
 def _run_plain(job: Job) -> Trajectory:
     model, trace = build(job), Trajectory()
     _check_repeats(job, model)
-    optimizer = _optimizer(model)
+    optimizers = optimizers_of(model, job.training)
     trace.before = {n: p.detach().clone() for n, p in model.named_parameters()}
     for step in range(job.steps):
         _backward(job, model, step, trace)
         trace.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
     trace.after = {n: p.detach().clone() for n, p in model.named_parameters()}
     return trace
 
@@ -245,21 +240,35 @@ def _run_sharded(job: Job, context: ParallelContext) -> tuple[Trajectory, str]:
         options["pipeline_stage_manager"] = PipelineStageManager(context, **job.pipeline.stages)
     model = shard_model(model, job.policy, config=ShardConfig(context=context, **options))
     step_of = partial(_plain_step, job, model) if job.pipeline is None else _pipelined_step(job, model, job.pipeline)
-    optimizer = _optimizer(model)
+    optimizer: Any = optimizers_of(model, job.training)
+    optimizer = optimizer[0] if job.training.zero is None else zero(optimizer, model, stage=job.training.zero)
     for step in range(job.steps):
         part = _part(job, job.batch_fn(step), context.data.rank, job.data)
         with Recorder(context) as recorder, _arithmetic(job):
             loss = step_of(part, step, context.data.rank)
         mean = all_reduce(loss.detach().clone(), context.data, purpose="check") / context.data.size
         trace.losses.append(float(mean))
-        trace.grads.append(_gathered(model, context, {n: p.grad for n, p in model.named_parameters()}))
+        trace.grads.append(
+            _gathered(model, context, {n: _gradient(optimizer, n, p) for n, p in model.named_parameters()})
+        )
         trace.norms.append(float(clip_grad_norm_(model, MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
-    after = _gathered(model, context, {n: p.detach() for n, p in model.named_parameters()})
-    trace.after = {n: p for n, p in after.items() if p is not None}
+    if job.training.zero == 3:
+        whole = full_state_dict(model)
+        trace.after = {n: whole[n] for n in trace.grads[-1]}
+    else:
+        after = _gathered(model, context, {n: p.detach() for n, p in model.named_parameters()})
+        trace.after = {n: p for n, p in after.items() if p is not None}
     trace.collectives = {f"{op} over {axis} ({why})": v for (op, axis, why), v in recorder.table().items()}
     return trace, name
+
+
+def _gradient(optimizer: Any, name: str, param: Tensor) -> Tensor | None:
+    """As the next step will use it, in the shape of the parameter."""
+    if isinstance(optimizer, ZeroOptimizer):
+        return optimizer.full_gradient(name) if param.requires_grad else None
+    return param.grad
 
 
 def _plain_step(job: Job, model: nn.Module, part: Mapping[str, Any], step: int, data_rank: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardformer.errors import ConfigError
 from shardformer.testing.pool import Pools, WorkerPool
 from shardformer.testing.zoo import Sample
-from shardformer.verify import Pipelined, Report, verify
+from shardformer.verify import Pipelined, Report, Training, verify
 from tests.verify.test_drawn import Listener, sounds
 
 
@@ -41,7 +41,7 @@ def tokens(step: int) -> dict[str, Tensor]:
 
 def found(pools: Pools, model_fn: Any, reference: str, tensor: int = 1, **options: Any) -> Report:
     pool = pools(2 * tensor)
-    return verify(model_fn, tokens, tensor, 2, 2, reference=reference, pool=pool, **options)
+    return verify(model_fn, tokens, tensor, 2, 2, training=Training(reference=reference), pool=pool, **options)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -61,7 +61,16 @@ def test_a_mean_over_as_many_labels_is_that_of_the_whole(pools: Pools, reference
 
 
 def test_a_pipeline_s_parts_are_compared_with_the_whole_too(pools: Pools) -> None:
-    report = verify(Sample("gpt2").deeper(4), tokens, 1, 2, 2, pipeline=Pipelined(2), reference="whole", pool=pools(4))
+    report = verify(
+        Sample("gpt2").deeper(4),
+        tokens,
+        1,
+        2,
+        2,
+        pipeline=Pipelined(2),
+        training=Training(reference="whole"),
+        pool=pools(4),
+    )
     assert report.passed, str(report)
 
 
@@ -73,14 +82,14 @@ def unlike(step: int) -> dict[str, Tensor]:
 
 def test_unlike_numbers_of_labels_are_told_from_the_whole(pool2: WorkerPool) -> None:
     assert verify(Sample("gpt2"), unlike, 1, 2, 1, pool=pool2).passed
-    assert not verify(Sample("gpt2"), unlike, 1, 2, 1, reference="whole", pool=pool2).passed
+    assert not verify(Sample("gpt2"), unlike, 1, 2, 1, training=Training(reference="whole"), pool=pool2).passed
 
 
-def test_another_reference_is_refused(pool2: WorkerPool) -> None:
+def test_another_reference_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"reference='hole'.*Did you mean 'whole'"):
-        verify(Sample("gpt2"), tokens, 1, 2, reference="hole", pool=pool2)
+        Training(reference="hole")
 
 
 def test_what_is_drawn_for_a_whole_batch_is_not_drawn_for_its_parts(pool2: WorkerPool) -> None:
     with pytest.raises(ConfigError, match="each data rank's part of a whole batch, draws its own numbers"):
-        verify(Listener("Wav2Vec2"), sounds, 1, 2, reference="whole", pool=pool2)
+        verify(Listener("Wav2Vec2"), sounds, 1, 2, training=Training(reference="whole"), pool=pool2)

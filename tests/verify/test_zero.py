@@ -1,0 +1,75 @@
+"""``shardformer verify --zero``: stages, optimizers, and small models of any type in batches of any size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardformer.errors import ConfigError
+from shardformer.reduce.bucket import HandOver
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.zoo import Batches, Sample
+from shardformer.verify import Pipelined, Training, verify
+from shardformer.verify.any_type import SmallBatches, SmallOf
+from shardformer.verify.model_source import find_model
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "training"),
+    [
+        ("gpt2", "GPT2LMHeadModel", Training(3)),
+        ("bert", "BertForMaskedLM", Training(2, "AdamW")),
+        ("llama", "LlamaForCausalLM", Training(0, "LAMB")),
+    ],
+)
+def test_over_data_and_tensor_ranks(family: str, head: str, training: Training, pool4: WorkerPool) -> None:
+    report = verify(Sample(family), Batches(head), 2, 2, pool=pool4, training=training)
+    assert report.passed, report
+    assert f"ZeRO stage {training.zero}, {training.optimizer}" in str(report)
+
+
+def test_over_stages_and_data_ranks(pool4: WorkerPool) -> None:
+    model = find_model("stablelm").deeper(2)
+    batches = model.batches(4)
+    report = verify(model.model_fn, batches, 1, 2, training=Training(2), pipeline=Pipelined(2), pool=pool4)
+    assert report.passed, report
+
+
+def wrong() -> None:
+    """A rank takes half of what all have."""
+    start = HandOver.start
+
+    def halved(self: HandOver, bucket: object) -> None:
+        start(self, bucket)  # type: ignore[arg-type]
+        bucket.flat.mul_(0.5)  # type: ignore[attr-defined]
+
+    HandOver.start = halved  # type: ignore[method-assign,assignment]
+
+
+def right(start: object = HandOver.start) -> None:
+    HandOver.start = start  # type: ignore[method-assign,assignment]
+
+
+def test_a_wrong_sum_is_told(pool2: WorkerPool) -> None:
+    pool2.run(wrong)
+    try:
+        report = verify(Sample("gpt2"), Batches("GPT2LMHeadModel"), 1, 2, steps=1, training=Training(1), pool=pool2)
+    finally:
+        pool2.run(right)
+    assert not report.passed
+
+
+def test_batches_of_a_small_model_are_as_large_as_asked() -> None:
+    batches = SmallBatches(SmallOf("stablelm"))
+    assert batches(0)["input_ids"].shape[0] == 2
+    five = batches.with_samples(5)(1)
+    assert {x.shape[0] for x in five.values()} == {5}
+    assert not torch.equal(five["input_ids"][0], five["input_ids"][2])
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "said"), [(4, "SGD", "zero=4"), (1, "AdamWW", "optimizer='AdamWW'.* Did you mean 'AdamW'")]
+)
+def test_what_there_is_not_is_refused(stage: int, optimizer: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Training(stage, optimizer)
