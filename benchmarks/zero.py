@@ -25,7 +25,6 @@ import torch.distributed as dist
 from common import MB, Llama, Timing
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from wire_bytes import counted
 
@@ -83,6 +82,8 @@ def ddp(setting: Setting, context: ParallelContext) -> Made:
 
 
 def ddp_zero(setting: Setting, context: ParallelContext) -> Made:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # whose import warns
+
     model = DistributedDataParallel(setting.build(), gradient_as_bucket_view=True)
     how: dict[str, Any] = {"lr": 1e-4, "fused": True, "parameters_as_bucket_view": True}
     return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **how)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from shardformer.optim.grad_norm import grad_norm as grad_norm
     from shardformer.optim.layerwise import LAMB as LAMB
     from shardformer.optim.layerwise import LARS as LARS
+    from shardformer.optim.memory import Memory as Memory
+    from shardformer.optim.memory import memory as memory
     from shardformer.optim.settings import LossScale as LossScale
     from shardformer.optim.settings import Precision as Precision
     from shardformer.optim.zero import zero as zero
@@ -74,6 +76,7 @@ _HOME = {
     "lazy.recorder": ["LazyInit"],
     "optim.grad_norm": ["clip_grad_norm_", "grad_norm"],
     "optim.layerwise": ["LAMB", "LARS"],
+    "optim.memory": ["Memory", "memory"],
     "optim.settings": ["LossScale", "Precision"],
     "optim.zero": ["zero"],
     "config": ["ShardConfig"],

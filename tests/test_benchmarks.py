@@ -168,3 +168,12 @@ def test_coverage_compares_an_architecture_over_stages(
     found = {line["type"]: line for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
     assert found["olmo2"]["passed"]
     assert not found["xlm"]["passed"] and "parameters that another stage holds" in found["xlm"]["said"]
+
+
+def test_zero_counts_what_each_stage_sends_beside_torchs(run: Run) -> None:
+    options = ["--layers", "2", "--hidden", "64", "--sequence", "8", "--vocabulary", "512", "--batch", "1"]
+    table = rows(run("zero", *options, "--repetitions", "1", "--variants", "DDP", "ShardFormer"))
+    sent = {name: float(cells[-1]) for name, cells in table.items() if cells and cells[-1].replace(".", "").isdigit()}
+    if sent:  # where the system says what crosses its loopback device
+        assert sent["ShardFormer stage 2"] < 0.9 * sent["DDP + ZeroRedundancyOptimizer"]
+    assert len([name for name in table if name.startswith("ShardFormer")]) == 5

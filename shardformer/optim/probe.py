@@ -54,9 +54,8 @@ def _after(
     Args:
         like: the matrices of which the values are parts, whose gradients they get.
     """
-    tried: Any = object.__new__(type(optimizer))
     params = [nn.Parameter(value.clone()) for value in values]
-    tried.__dict__.update(optimizer.__dict__, param_groups=[{**group, "params": params}], state=defaultdict(dict))
+    tried = _twin(optimizer, group, params)
     for step in range(STEPS):
         grads = [value.roll(step + 1, 0) / (step + 2) for value in like or values]
         if like is not None:
@@ -65,6 +64,22 @@ def _after(
             param.grad = grad.clone()
         tried.step()
     return [param.detach() for param in params]
+
+
+def _twin(optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> Any:
+    """The same optimizer of other parameters, without state."""
+    tried: Any = object.__new__(type(optimizer))
+    tried.__dict__.update(optimizer.__dict__, param_groups=[{**group, "params": params}], state=defaultdict(dict))
+    return tried
+
+
+def state_of_step(optimizer: Optimizer, group: dict[str, Any], value: Tensor) -> dict[str, Any]:
+    """What the optimizer keeps of a parameter after a step."""
+    param = nn.Parameter(value.clone())
+    param.grad = torch.ones_like(param)
+    tried = _twin(optimizer, group, [param])
+    tried.step()
+    return dict(tried.state[param])
 
 
 def _refused(optimizer: Optimizer, why: str) -> ConfigError:

@@ -1,0 +1,138 @@
+"""What one rank keeps in training, in bytes, by kind: counted from shapes, before anything is allocated.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 3.1 and
+figure 1. The activations are not in it: they depend on the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardformer.errors import ConfigError
+from shardformer.layout.state import ROOT, ShardedState
+from shardformer.optim.probe import state_of_step
+from shardformer.optim.settings import Precision
+from shardformer.optim.stage3.units import group_params
+from shardformer.optim.zero import STAGES
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank, by kind. Print it.
+
+    Args:
+        gathered: under stage 3, of the two units that are whole at a time, where they are largest.
+        gradients: whole under stages 0 and 1, which keep those of all backwards of a step (``no_sync``); else the sum
+            of this rank's part, in fp32 at the least.
+        masters: of parameters in 16 bits.
+        states: what the optimizer keeps.
+    """
+
+    parameters: float
+    gathered: float
+    gradients: float
+    masters: float
+    states: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gathered + self.gradients + self.masters + self.states
+
+    def __str__(self) -> str:
+        rows = {**self.__dict__, "total": self.total}
+        return "\n".join(f"{kind:12}{_said(value):>12}" for kind, value in rows.items() if value)
+
+
+def memory(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    stage: int = 0,
+    precision: str | Precision = "fp32",
+    data: int | None = None,
+) -> Memory:
+    """What ``zero(optimizer, model, stage=stage, precision=precision)`` makes each rank keep. Allocates nothing.
+
+    >>> model = nn.Linear(1000, 1000, bias=False, device="meta")
+    >>> print(memory(model, torch.optim.AdamW(model.parameters()), stage=2, precision="bf16", data=4))
+    parameters        2.0 MB
+    gradients         1.0 MB
+    masters           1.0 MB
+    states            2.0 MB
+    total             6.0 MB
+
+    Args:
+        model: sharded or plain; it may be on the meta device, or wait for its weights.
+        data: data ranks; by default those of the grid of a sharded model, else one.
+
+    Raises ConfigError for a stage that there is not. Communicates nothing.
+    """
+    if stage not in STAGES:
+        raise ConfigError(f"stage={stage!r}", rule="The stages are 0 to 3", remedy="Write stage=0, 1, 2 or 3")
+    kept = Precision.of(precision)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    parts = _parts(model, data)
+    size = {id(p): (kept.dtype or p.dtype).itemsize for p in model.parameters() if p.is_floating_point()}
+    cut = {key: n if stage > 0 else 1 for key, n in parts.items()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    frozen = sum(p.numel() * size.get(id(p), p.element_size()) for p in model.parameters() if not p.requires_grad)
+    wide = {id(p): max(size[id(p)], 4) for p in trained}
+
+    def total(bytes_of: dict[int, int], over: dict[int, int] | None) -> float:
+        return sum(p.numel() * bytes_of[id(p)] / (over[id(p)] if over else 1) for p in trained)
+
+    units = [sum(p.numel() * size[id(p)] for p in ps if p.requires_grad) for _, ps in group_params(model)]
+    return Memory(
+        frozen + total(size, cut if stage == 3 else None),
+        max((a + b for a, b in pairwise([*units, 0])), default=0) if stage == 3 else 0,
+        total(size, None) if stage < 2 else total(wide, cut),
+        total(wide, cut) if kept.dtype is not None else 0,
+        sum(
+            _state_bytes(each, group, p, wide[id(p)]) / cut[id(p)]
+            for each in optimizers
+            for group in each.param_groups
+            for p in group["params"]
+            if p.requires_grad
+        ),
+    )
+
+
+def _parts(model: nn.Module, data: int | None) -> dict[int, int]:
+    """By the identity of a parameter, over how many ranks ZeRO cuts it."""
+    state = model.__dict__.get(ROOT)
+    if not isinstance(state, ShardedState):
+        return {id(p): data or 1 for p in model.parameters()}
+    sizes = {**state.context.sizes, **({"data": data} if data else {})}
+    return {
+        id(e.param): prod(sizes[name] for name in {*e.reduction.sum_over, *(["data"] if data else [])})
+        * max(len(e.reduction.stages), 1)
+        for e in state.entries
+    }
+
+
+def _state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Tensor, itemsize: int) -> float:
+    """What an optimizer keeps of one parameter: measured on a small one with as many dims."""
+    small = [min(n, 4) for n in param.shape]
+    state = state_of_step(optimizer, group, torch.zeros(small))
+    found = 0.0
+    for x in (x for x in state.values() if isinstance(x, Tensor) and x.dim()):
+        full = [n if have == part else have for n, part, have in zip(param.shape, small, x.shape, strict=False)]
+        found += prod(full) * (itemsize if x.is_floating_point() else x.element_size())
+    return found
+
+
+def _said(value: float) -> str:
+    for unit, scale in (("GB", GB), ("MB", 1e6), ("KB", 1e3)):
+        if value >= scale:
+            return f"{value / scale:,.1f} {unit}"
+    return f"{value:,.0f} B"

@@ -1,0 +1,96 @@
+"""What a rank keeps, counted from shapes: beside the paper's example, and beside what a rank really keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import shardformer
+from shardformer.errors import ConfigError
+from shardformer.mesh.context import ParallelContext
+from shardformer.optim.layerwise import LAMB
+from shardformer.optim.memory import memory
+from shardformer.optim.optimizer import ZeroOptimizer
+from shardformer.optim.settings import Precision
+from shardformer.optim.zero import zero
+from shardformer.sharder import shard_model
+from shardformer.testing.threads import run_as_threads
+from tests.optim.test_zero import Job
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_the_paper_s_example(stage: int, gigabytes: float) -> None:
+    """7.5 billion parameters in 16 bits, Adam, 64 ranks. Where the paper keeps a 16-bit gradient, here is its sum."""
+    model = nn.ModuleList([nn.Linear(25_000, 3_000, bias=False, device="meta") for _ in range(100)])
+    found = memory(model, torch.optim.Adam(model.parameters()), stage=stage, precision="bf16", data=64)
+    sums = 2 * 7.5 / 64 if stage > 1 else 0.0
+    assert (found.total - found.gathered) / 1e9 == pytest.approx(gigabytes + sums, abs=0.06)
+    assert found.gathered == (2 * 2 * 75e6 if stage == 3 else 0)
+
+
+def bytes_of(tensors: list[Tensor]) -> int:
+    """Of all memory that they lie in, once each."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_rank_keeps_what_was_said(ranks: int, stage: int, precision: str) -> None:
+    models = [Job().build().float() for _ in range(ranks)]
+    counted = Job().build().float()
+    said = memory(counted, torch.optim.AdamW(counted.parameters()), stage=stage, precision=precision, data=ranks)
+
+    def train(context: ParallelContext) -> dict[str, int]:
+        model = shard_model(models[context.rank], context=context)
+        optimizer = torch.optim.AdamW(model.parameters())
+        ours = zero(optimizer, model, stage=stage, precision=precision)
+        ids = torch.arange(12).view(2, 6)
+        ours.backward(model(input_ids=ids, labels=ids).loss)
+        sums = [shard.sum for shard in ours._shards if shard.sum is not None]
+        pieces = [piece.value for shard in ours._shards for piece in shard.pieces]
+        ours.step()
+        states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.dim()]
+        kept = _parameters(model, ours)
+        return {
+            "parameters": bytes_of(kept),
+            "masters": bytes_of(pieces) if precision == "bf16" else 0,
+            "states": bytes_of(states),
+            "gradients": bytes_of(sums) if stage > 1 else said.gradients,  # type: ignore[dict-item]
+        }
+
+    for kept in run_as_threads(train, data=ranks):
+        for kind, value in kept.items():
+            assert value == pytest.approx(getattr(said, kind), rel=0.02), kind
+
+
+def _parameters(model: nn.Module, optimizer: ZeroOptimizer) -> list[Tensor]:
+    if optimizer._walk is None:
+        return list(model.parameters())
+    return [shard.own for shard in optimizer._shards]
+
+
+def test_a_sharded_model_and_an_optimizer_with_factored_state() -> None:
+    config = transformers.GPT2Config(vocab_size=64, n_embd=48, n_layer=2, n_head=6)
+    models = [transformers.GPT2LMHeadModel(config) for _ in range(4)]
+
+    def count(context: ParallelContext) -> Any:
+        model = shard_model(models[context.rank], context=context)
+        return memory(model, torch.optim.Adafactor(model.parameters()), stage=1)
+
+    found = run_as_threads(count, data=2, tensor=2)[0]
+    plain = memory(models[0], torch.optim.AdamW(models[0].parameters()), stage=1, data=2)
+    assert found.states < plain.states / 10
+    assert found.parameters == sum(p.numel() * 4 for p in models[0].parameters())
+
+
+def test_it_reads_as_a_table_and_refuses_what_there_is_not() -> None:
+    model = nn.Linear(1000, 1000, device="meta")
+    said = str(shardformer.memory(model, LAMB(model.parameters()), stage=3, precision=Precision("fp16"), data=2))
+    assert said.splitlines()[-1].split() == ["total", "11.0", "MB"]
+    with pytest.raises(ConfigError, match="stage=7"):
+        memory(model, LAMB(model.parameters()), stage=7)
