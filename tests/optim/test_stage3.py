@@ -335,6 +335,61 @@ def test_evaluation_and_generation() -> None:
     run_as_threads(run, data=2)
 
 
+def test_inference_mode_and_saved_tensors_of_ones_own() -> None:
+    """What is gathered in inference mode is not left for training; hooks on what autograd saves are nested."""
+
+    def losses(model: nn.Module, step_of: Callable[[], None], rank: int, ranks: int) -> list[float]:
+        found = []
+        for step in range(3):
+            with torch.inference_mode():
+                found.append(float(model(tokens(7, 0)).sum()))
+            for each in [rank] if ranks == 1 else range(ranks):
+                with torch.autograd.graph.save_on_cpu():
+                    loss = loss_of(model, step, each) / ranks
+                loss.backward()
+            step_of()
+        return found
+
+    plain = stack()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.02)
+
+    def step_of() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    want = losses(plain, step_of, 0, 2)
+
+    def use(model: Stack, ours: ZeroOptimizer, context: ParallelContext) -> list[float]:
+        return losses(model, ours.step, context.rank, 1)
+
+    for found in over_ranks(use):
+        assert found == pytest.approx(want, rel=1e-12)
+
+
+def test_a_forward_that_was_broken_off_is_forgotten() -> None:
+    """By an error, or by the keyboard, behind which torch calls no hooks."""
+
+    def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> float:
+        for error in (ValueError, KeyboardInterrupt):
+
+            def broken(module: nn.Module, args: Any, error: type[BaseException] = error) -> None:
+                raise error
+
+            hook = model.layers[2].register_forward_pre_hook(broken)
+            with pytest.raises(error):
+                model(tokens(0, 0))
+            hook.remove()
+            loss = loss_of(model, 0, context.rank)
+            loss.backward()
+            optimizer.zero_grad()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        return float(loss.detach())
+
+    plain = stack()
+    want = [float(loss_of(plain, 0, rank).detach()) for rank in (0, 1)]
+    assert over_ranks(use) == pytest.approx(want, rel=1e-12)
+
+
 # ----------------------------------------------------------------------------------------------------- bytes and memory
 
 

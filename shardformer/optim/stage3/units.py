@@ -27,6 +27,10 @@ LARGE = 0.25
 Read = Callable[[Sequence["Unit"]], None]
 
 
+_lasting = torch.inference_mode(False)
+"""What is made in inference mode could not be used in a training step after it."""
+
+
 class Unit:
     """Parameters that are gathered together.
 
@@ -50,11 +54,13 @@ class Unit:
         self.is_here = False
         self._pending: list[Pending] = []
 
+    @_lasting
     def start(self) -> None:
         """Starts to gather the values. Communicates one all-gather for each shard."""
         if not self.is_here and not self._pending:
             self._pending = [shard.start_gather() for shard in self.shards]
 
+    @_lasting
     def wait(self) -> None:
         """The parameters have their values when this returns."""
         if self.is_here:
@@ -86,6 +92,7 @@ class Unit:
             self.bases, self.is_here = [], False
             self.hide()
 
+    @_lasting
     def hide(self) -> None:
         """Lets each parameter keep its shape alone."""
         for shard in self.shards:

@@ -100,8 +100,10 @@ class Walk:
                 module.register_forward_hook(self._stop_saving, always_call=True)
 
     def _enter(self, module: nn.Module, path: str) -> None:
-        if self._saving is not None:
+        if self._saving is not None and module is not self._caller:
             return  # inside of what was called
+        if self._saving is not None:  # what was called before was broken off by more than an error: by the keyboard
+            self._stop_saving(module, (), None)
         if torch._C._current_graph_task_id() >= 0:
             # computed again in a backward: torch's checkpoints look at what is saved, but for the re-entrant ones
             if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
