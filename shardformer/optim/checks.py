@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
 from torch.optim import Optimizer
 
 from shardformer.errors import ConfigError
 from shardformer.layout.state import ShardedState
+from shardformer.optim.shards import Shard
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], table: ShardedState) -> None:
@@ -51,4 +53,26 @@ def check_memory(table: ShardedState) -> None:
                 f"{entry.name} and {other} lie in the same memory, and are two parameters",
                 rule="zero moves the values of each parameter to where the ranks' parts lie behind each other",
                 remedy="Tie them as one parameter (a.weight = b.weight), or give each memory of its own (.clone())",
+            )
+
+
+def check_untouched(model: nn.Module, table: ShardedState, shards: Sequence[Shard]) -> None:
+    """Before a step. Raises ConfigError for parameters that were replaced, and for gradients that were set by hand."""
+    here = {id(p) for p in model.parameters()}
+    rule = "zero moved the parameters to where the ranks' parts lie behind each other, and keeps the gradients itself"
+    for entry in table.entries:
+        if id(entry.param) not in here:
+            said, remedy = f"{entry.name} was replaced by another parameter after zero was called", "Call zero after it"
+        elif entry.param.grad is not None:
+            said = f"{entry.name} has a .grad that no backward brought, or none that zero saw"
+            remedy = "Change gradients in a hook of the parameter (register_hook), which runs before they are summed"
+        else:
+            continue
+        raise ConfigError(said, rule=rule, remedy=remedy)
+    for shard in shards:
+        if moved := shard.moved():
+            raise ConfigError(
+                f"{moved} got other memory after zero was called (p.data = ..., model.to(...))",
+                rule=rule,
+                remedy="Write into it (p.copy_(values), under torch.no_grad()), or move the model before zero",
             )

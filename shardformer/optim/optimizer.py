@@ -16,6 +16,7 @@ from shardformer.comm.collectives import all_reduce, gather_objects
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.state import ShardedState
 from shardformer.mesh.axis import Axis
+from shardformer.optim.checks import check_untouched
 from shardformer.optim.owners import give_to_owners
 from shardformer.optim.probe import needs_whole
 from shardformer.optim.settings import Precision, Rules
@@ -143,6 +144,9 @@ class ZeroOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._agree_on_the_rest()
+        check_untouched(self._model, self._table, self._shards)
+        for shard in self._shards:
+            shard.take_up()
         if not self._prepare():
             self.zero_grad()
             return loss

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import Pending, all_reduce, start_all_gather, start_all_gather_into
-from shardformer.comm.values import numbers_in
+from shardformer.comm.values import has_values, numbers_in
 from shardformer.layout.state import Entry
 from shardformer.mesh.axis import Axis
 from shardformer.reduce.bucket import Bucket, Gradient
@@ -71,6 +71,36 @@ class Shard:
         self.pieces = [piece for n, g in enumerate(self.gradients) if (piece := self._take(n, g)) is not None]
         self.sum: Tensor | None = None
         self.had = [False] * len(self.gradients)
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> list[int]:
+        return [gradient.param._version for gradient in self.gradients]
+
+    def moved(self) -> str | None:
+        """The name of a parameter whose values are no longer where they were put; None where all are."""
+        if self.whole is None or not has_values(self.whole):
+            return None
+        base, size = self.whole.data_ptr(), self.whole.element_size()
+        for gradient, place in zip(self.gradients, self.places, strict=True):
+            if gradient.numel and gradient.param.data_ptr() != base + place.start * size:
+                return gradient.entry.name
+        return None
+
+    def take_up(self) -> None:
+        """Parameters that were written to since the last step, as by ``load_state_dict``: their values are taken up.
+
+        All ranks write alike. What lies in this rank's part is there already, where the parameters are views of it.
+        """
+        for number, (gradient, before) in enumerate(zip(self.gradients, self._versions, strict=True)):
+            if gradient.param._version == before or self.keeps:
+                continue
+            flat = _flat(gradient, gradient.param.detach()) if self.whole is None else None
+            for piece in (piece for piece in self.pieces if piece.number == number):
+                if flat is not None:
+                    self.own[piece.at] = flat[piece.stretch]
+                if self.wide != self.dtype:  # what was written as it was, as when weights are loaded, keeps its master
+                    value, written = piece.value.detach(), self.own[piece.at].view_as(piece.value)
+                    value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide)))
 
     def _new(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
@@ -152,6 +182,7 @@ class Shard:
         for gradient, place in zip(self.gradients, self.places, strict=True):
             if gradient.is_shared:
                 gradient.param.detach().copy_(gradient.unpack(values[place]))
+        self._versions = self._current_versions()
 
 
 def _flat(gradient: Gradient, value: Tensor) -> Tensor:

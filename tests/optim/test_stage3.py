@@ -474,8 +474,22 @@ def test_what_a_backward_cannot_do_is_told() -> None:
             seen[0].zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
-        loss_of(model, 1, context.rank).backward()  # what was broken off is forgotten
+        optimizer.zero_grad()  # as without zero: gradients that came before the error
+        loss_of(model, 1, context.rank).backward()
         optimizer.step()
+
+    over_ranks(use)
+
+
+def test_a_parameter_that_the_model_writes_to_is_refused() -> None:
+    def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
+        def halve(module: Any, args: Any) -> None:
+            with torch.no_grad():
+                module.linear.weight.mul_(0.5)
+
+        model.layers[0].register_forward_pre_hook(halve)
+        with torch.no_grad(), pytest.raises(ConfigError, match=r"A parameter of layers.0 was written to"):
+            model(tokens(0, 0))
 
     over_ranks(use)
 

@@ -453,6 +453,67 @@ def test_what_comes_too_late_is_refused() -> None:
         model(images(0, 0))
 
 
+# ------------------------------------------------------------------------------------- what others do to the parameters
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_values_that_are_written_between_steps_are_taken_up(stage: int) -> None:
+    """Weights that are loaded, or clamped, in 16 bits too, where they have masters."""
+    with torch.no_grad():
+        loaded = {name: (p * 0.5).bfloat16() for name, p in net(torch.float32).state_dict().items()}
+
+    def use(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> Weights:
+        def step(number: int) -> None:
+            model(images(number, context.rank, torch.bfloat16)).square().mean().backward()
+            optimizer.step()
+
+        step(0)
+        model.load_state_dict(loaded)
+        with torch.no_grad():
+            model.b.weight.clamp_(-0.1, 0.1)
+        before = copy.deepcopy(model.state_dict())
+        model.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-6  # which moves no number of 16 bits
+        step(1)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+        step(2)
+        masters = copy.deepcopy(optimizer.state_dict()["masters"])
+        optimizer.load_state_dict(saved)
+        model.load_state_dict(weights)  # behind the masters, which keep what 16 bits have not
+        step(2)
+        assert all(torch.equal(a, b) for a, b in zip(masters, optimizer.state_dict()["masters"], strict=True))
+        return dict(model.state_dict())
+
+    first, second = over_ranks(use, dtype=torch.float32, precision="bf16", stage=stage)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert float(first["b.weight"].abs().max()) <= 0.1001
+
+
+def test_what_would_be_lost_is_refused() -> None:
+    def use(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
+        def backward() -> None:
+            model(images(0, context.rank)).square().mean().backward()
+
+        backward()
+        model.a.weight.grad = torch.ones_like(model.a.weight)
+        with pytest.raises(ConfigError, match=r"a.weight has a .grad that no backward brought"):
+            optimizer.step()
+        optimizer.zero_grad()
+        backward()
+        kept = model.c.bias.data
+        model.c.bias.data = kept.clone()
+        with pytest.raises(ConfigError, match=r"c.bias got other memory after zero was called"):
+            optimizer.step()
+        model.c.bias.data = kept
+        model.c.weight = nn.Parameter(model.c.weight.detach().clone())
+        with pytest.raises(ConfigError, match=r"c.weight was replaced by another parameter"):
+            optimizer.step()
+
+    over_ranks(use)
+
+
 # --------------------------------------------------------------------------------------- would it be noticed if not so?
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import Pending
+from shardformer.errors import ConfigError
 from shardformer.optim.shards import Shard
 from shardformer.optim.stage3.absent import UNIT, absent, present
 
@@ -53,6 +54,7 @@ class Unit:
         self.where: dict[int, tuple[Unit, int]] = {}
         self.is_here = False
         self._pending: list[Pending] = []
+        self._versions: list[int] = []
 
     @_lasting
     def start(self) -> None:
@@ -76,10 +78,21 @@ class Unit:
                 if gradient.is_shared:
                     self._add_base(param.data)
         self._pending, self.is_here = [], True
+        self._versions = [param._version for param in self.params]
 
     def _add_base(self, values: Tensor) -> None:
         self.where[values.untyped_storage().data_ptr()] = self, len(self.bases)
         self.bases.append(values)
+
+    def _check_unwritten(self) -> None:
+        before, self._versions = self._versions, [param._version for param in self.params]
+        if before != self._versions:
+            self.is_here = False
+            raise ConfigError(
+                f"A parameter of {self.name} was written to while its values were on this rank",
+                rule="Under stage 3 the values are dropped behind their use, and what was written would be lost",
+                remedy="Train with stage=2 where parameters are changed by others than the optimizer",
+            )
 
     def free(self) -> None:
         """Drops the values."""
@@ -87,6 +100,7 @@ class Unit:
             pending.wait()  # it was begun on all ranks, and nobody came to read it
         self._pending = []
         if self.is_here:
+            self._check_unwritten()
             for values in self.bases:
                 del self.where[values.untyped_storage().data_ptr()]
             self.bases, self.is_here = [], False
