@@ -476,7 +476,9 @@ def test_what_a_backward_cannot_do_is_told() -> None:
             out.sum().backward()
         optimizer.zero_grad()  # as without zero: gradients that came before the error
         loss_of(model, 1, context.rank).backward()
+        before = full_state_dict(model)
         optimizer.step()
+        assert not any(torch.equal(v, before[n]) for n, v in full_state_dict(model).items() if "unused" not in n)
 
     over_ranks(use)
 

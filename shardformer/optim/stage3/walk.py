@@ -109,7 +109,7 @@ class Walk:
             if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
                 self._start_saving(module)
             return
-        if self._kind is not None:
+        if self._kind is not None or self._is_ending:
             self._abandon()
         self._run += 1
         kind = (path, self._part(), module.training, torch.is_grad_enabled())
