@@ -304,10 +304,15 @@ def test_schedulers_closures_and_what_was_saved() -> None:
 # ------------------------------------------------------------------------------------------------------------ pipelines
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_over_stages_and_data_ranks(stage: int) -> None:
-    """GPT-2's embedding is on both stages: its state is cut over all of its holders."""
-    batches = Batches(MAIN["gpt2"], batch=4)
+STAGED = Batches(MAIN["gpt2"], batch=4)
+
+
+def check_stages(trained_by: Callable[[nn.Module, ParallelContext], Any]) -> list[Any]:
+    """GPT-2 over two stages and two data ranks, whose embedding is on both, against one process.
+
+    Args:
+        trained_by: trains the sharded model three steps with SGD; what it gives is returned, for each rank.
+    """
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -317,25 +322,37 @@ def test_over_stages_and_data_ranks(stage: int) -> None:
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for step in range(3):
         for rank in (0, 1):
-            (plain(**batches(10 * step + rank)).loss / 2).backward()
+            (plain(**STAGED(10 * step + rank)).loss / 2).backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
     models = [build() for _ in range(4)]
 
-    def train(context: ParallelContext) -> Weights:
+    def train(context: ParallelContext) -> tuple[Weights, Any]:
         model = shard_model(models[context.rank], context=context)
+        given = trained_by(model, context)
+        return full_state_dict(model), given
+
+    found = run_as_threads(train, pipe=2, data=2, in_turn=True)
+    for weights, _ in found:
+        for name, value in plain.state_dict().items():
+            assert float((weights[name] - value).abs().max()) < 1e-8, name
+    return [given for _, given in found]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_over_stages_and_data_ranks(stage: int) -> None:
+    """The state of what several stages hold is cut over all of its holders."""
+
+    def train(model: nn.Module, context: ParallelContext) -> None:
         pipeline = Pipeline(model, micro_batches=2)
         own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         optimizer = zero(own, model, stage=stage, max_grad_norm=CLIP)
         for step in range(3):
-            pipeline.step(batches(10 * step + context.data.rank))
+            pipeline.step(STAGED(10 * step + context.data.rank))
             optimizer.step()
-        return full_state_dict(model)
 
-    for weights in run_as_threads(train, pipe=2, data=2, in_turn=True):
-        for name, value in plain.state_dict().items():
-            assert float((weights[name] - value).abs().max()) < 1e-8, name
+    check_stages(train)
 
 
 # -------------------------------------------------------------------------------------------------------------- refused
