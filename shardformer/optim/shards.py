@@ -105,17 +105,23 @@ class Shard:
     def _new(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
 
+    def _stretch(self, number: int) -> slice:
+        """The numbers of a flat parameter that lie in this rank's part; none where the slice ends before it begins."""
+        place, begin = self.places[number], self.axis.rank * self.length
+        low, high = max(place.start, begin), min(place.stop, begin + self.length)
+        return slice(low - place.start, max(high, low) - place.start)
+
     def _take(self, number: int, gradient: Gradient) -> Piece | None:
         """Moves a parameter here. Returns this rank's piece; one all-reduce where several ranks hold slices of it."""
         flat = _flat(gradient, gradient.param.detach())
-        place, begin = self.places[number], self.axis.rank * self.length
+        place, stretch = self.places[number], self._stretch(number)
         if self.whole is not None:
             self.whole[place] = flat
             gradient.param.data = gradient.unpack(self.whole[place])
-        low, high = max(place.start, begin), min(place.stop, begin + self.length)
-        if low >= high:
+        if stretch.start >= stretch.stop:
             return None
-        stretch, at = slice(low - place.start, high - place.start), slice(low - begin, high - begin)
+        begin = place.start - self.axis.rank * self.length
+        at = slice(begin + stretch.start, begin + stretch.stop)
         if self.whole is None:
             self.own[at] = flat[stretch]
         value = self.own[at] if self.wide == self.dtype else flat[stretch].to(self.wide, copy=True)
@@ -124,10 +130,7 @@ class Shard:
 
     def cut(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
         """Of an optimizer's state of a parameter what goes with this rank's piece of it."""
-        gradient, begin = self.gradients[number], self.axis.rank * self.length
-        place = self.places[number]
-        low, high = max(place.start, begin), min(place.stop, begin + self.length)
-        stretch = slice(low - place.start, max(high, low) - place.start)
+        gradient, stretch = self.gradients[number], self._stretch(number)
         shape = gradient.param.shape
         return {
             name: self._cut(gradient, x, stretch) if isinstance(x, Tensor) and x.shape == shape and x.dim() else x

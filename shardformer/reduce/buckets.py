@@ -6,8 +6,7 @@ The ``Reduction`` of each parameter says what is agreed on: its gradient is the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -17,12 +16,13 @@ from torch.autograd import Variable
 
 from shardformer.errors import ConfigError
 from shardformer.reduce.bucket import Bucket, End, Gradient, HandOver, WriteBack
+from shardformer.reduce.pause import Pausable
 
 BUCKET_BYTES = 25 * 1024 * 1024
 FIRST_BUCKET_BYTES = 1024 * 1024
 
 
-class GradientReducer:
+class GradientReducer(Pausable):
     """Agrees on the gradients during each backward.
 
     Buckets of about 25 MB (the first of 1 MB) are filled in reverse order of the parameters and sent, in the same order
@@ -35,7 +35,7 @@ class GradientReducer:
         self.gradients = gradients
         self._bucket_bytes = bucket_bytes
         self._end = end or WriteBack()
-        self._paused = self.was_paused = self._is_laid_out = False
+        self._is_laid_out = False
         self._queued = False
         self._dirty = False
         self._hooked: dict[int, Any] = {}
@@ -83,20 +83,6 @@ class GradientReducer:
             for handle in handles:
                 handle.remove()
         self._hooked = {}
-
-    @property
-    def is_paused(self) -> bool:
-        return self._paused
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Backward in here accumulates this rank's own gradients; the first one after it agrees on all of them."""
-        before, self._paused = self._paused, True
-        self.was_paused = True  # until all is agreed on; ranks know it alike, whether a gradient arrives or not
-        try:
-            yield
-        finally:
-            self._paused = before
 
     def start(self) -> None:
         """After backwards that were all paused: starts to agree on what they left. ``finish`` waits for it.

@@ -10,6 +10,26 @@ from torch import nn
 from shardformer.layout.state import state_of
 
 
+class Pausable:
+    """A reducer whose backwards may accumulate this rank's own gradients."""
+
+    _paused = was_paused = False
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backward in here accumulates this rank's own gradients; the first one after it agrees on all of them."""
+        before, self._paused = self._paused, True
+        self.was_paused = True  # until all is agreed on; ranks know it alike, whether a gradient arrives or not
+        try:
+            yield
+        finally:
+            self._paused = before
+
+
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Backward in here accumulates gradients without agreeing on them with other ranks; the first one after it does.

@@ -83,8 +83,8 @@ def _worst_weight(job: Job, plain: Trajectory, sharded: Trajectory, bounds: Boun
 
 def _is_rounding(plain: Trajectory, name: str) -> bool:
     """Whether a gradient is 0 but for rounding, as that of a bias of keys: an adaptive step makes it as long as any."""
-    largest = [float(g[name].abs().max()) for g in plain.grads if g.get(name) is not None and g[name].numel()]  # type: ignore[union-attr]
-    return plain.noise.get(name, 0.0) > 1e-3 * max(largest, default=0.0)
+    grads = [grad for step in plain.grads if (grad := step.get(name)) is not None and grad.numel()]
+    return plain.noise.get(name, 0.0) > 1e-3 * max((float(grad.abs().max()) for grad in grads), default=0.0)
 
 
 def _worse(worst: Difference, a: Tensor, b: Tensor, size: Tensor, bound: float, noise: float, where: str) -> Difference:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,9 +12,10 @@ from shardformer.errors import ConfigError
 from shardformer.layout.state import Entry
 from shardformer.optim.stage3.units import Unit
 from shardformer.reduce.bucket import Bucket, Gradient, HandOver
+from shardformer.reduce.pause import Pausable
 
 
-class UnitReducer:
+class UnitReducer(Pausable):
     """Sends the gradients of one unit after the other, each when it is told to.
 
     Args:
@@ -34,27 +34,12 @@ class UnitReducer:
     ) -> None:
         self._units, self._buckets, self._end, self._arrived = units, buckets, end, arrived
         self._frozen = [entry for entry in entries if not entry.param.requires_grad]
-        self._paused = self.was_paused = False
         self._under_way: list[Bucket] = []
         self.sent: set[int] = set()
         self.is_sealed = False  # whether what was sent is complete, so that nothing may come behind it
         for index, found in buckets.items():
             for gradient in (g for bucket in found for g in bucket.gradients):
                 self._hook(gradient, index)
-
-    @property
-    def is_paused(self) -> bool:
-        return self._paused
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Backward in here keeps this rank's own gradients."""
-        before, self._paused = self._paused, True
-        self.was_paused = True
-        try:
-            yield
-        finally:
-            self._paused = before
 
     def _hook(self, gradient: Gradient, index: int) -> None:
         # by weak references alone: the collector does not see through the node of autograd that keeps hooks
