@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 from shardformer.errors import ConfigError
 from shardformer.layout.state import ROOT, ShardedState
 from shardformer.optim.probe import state_of_step
-from shardformer.optim.settings import Precision
+from shardformer.optim.settings import STAGES, Precision
 from shardformer.optim.stage3.units import group_params
-from shardformer.optim.zero import STAGES
 
 GB = 1e9
 

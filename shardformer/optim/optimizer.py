@@ -17,12 +17,14 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.layout.state import ShardedState
 from shardformer.mesh.axis import Axis
 from shardformer.optim.checks import check_untouched
+from shardformer.optim.offload.host import Host
 from shardformer.optim.owners import give_to_owners
 from shardformer.optim.probe import needs_whole
-from shardformer.optim.settings import Precision, Rules
+from shardformer.optim.settings import Settings
 from shardformer.optim.shards import Piece, Shard
-from shardformer.optim.stage3.layout import Layout, lay_out_units
+from shardformer.optim.stage3.layout import lay_out_units
 from shardformer.optim.stage3.walk import Walk
+from shardformer.optim.update import HandOut, Update
 from shardformer.reduce.bucket import Bucket, Gradient, HandAll, HandOver
 from shardformer.reduce.buckets import BUCKET_BYTES, GradientReducer
 
@@ -57,40 +59,39 @@ class ZeroOptimizer(Optimizer):
         optimizers: Sequence[Optimizer],
         model: nn.Module,
         table: ShardedState,
-        stage: int,
-        precision: Precision,
-        rules: Rules,
-        layout: Layout,
+        settings: Settings,
     ) -> None:
-        self._inner, self._model, self._table, self._stage = list(optimizers), model, table, stage
-        self._precision, self._rules = precision, rules
+        self._inner, self._model, self._table, self._settings = list(optimizers), model, table, settings
+        self._stage, self._precision = settings.stage, settings.precision
+        device, asked = table.context.device, settings.offload
+        self._host = Host(asked, device) if asked.to is not None else None
         self.grad_norm: Tensor | None = None
         self.skipped = 0
         self._walk: Walk | None = None
         self._is_scaled = False
-        kind = HandAll if stage == 0 else HandOver
+        kind = HandAll if self._stage == 0 else HandOver
         self._end = kind(self._receive, self._check_scaled)
         whole = {id(p) for o in optimizers if needs_whole(o) for group in o.param_groups for p in group["params"]}
-        self._shards = self._lay_out(whole, layout)
-        self._convert(precision.dtype)
+        self._shards = self._lay_out(whole)
+        self._convert(self._precision.dtype)
         self._by_bucket = {id(shard.gradients): shard for shard in self._shards}
         self._replace_parameters()
+        self._update = Update(self._inner, self._shards, self._host)
         super().__init__([group for optimizer in self._inner for group in optimizer.param_groups], {})
         self._is_laid_out = True
         table.gradients = self
         model.__dict__["zero_grad"] = _ZeroGrad(model, self)
 
-    def _lay_out(self, whole: Collection[int], layout: Layout) -> list[Shard]:
+    def _lay_out(self, whole: Collection[int]) -> list[Shard]:
         """The shards of all buckets. Parameters that no ranks agree on get buckets of their own, of one rank."""
         table = self._table
         held = {id(gradient.param) for reducer in self._reducers() for gradient in reducer.gradients}
         if alone := [Gradient(e, Axis("none"), table.coords) for e in table.entries if id(e.param) not in held]:
-            size: Any = table.request.extra.get("bucket_bytes", BUCKET_BYTES)
-            table.reducers.append(GradientReducer(alone, size))
+            table.reducers.append(GradientReducer(alone))
         give_to_owners([g for reducer in self._reducers() for g in reducer.gradients], whole, table.context)
         shards: list[Shard] = []
         if self._stage == 3:
-            self._walk, shards = lay_out_units(self._model, table, self._precision, self._end, layout)
+            self._walk, shards = lay_out_units(self._model, table, self._settings, self._end, self._host)
         return shards + self._cut(self._reducers())
 
     def _reducers(self) -> list[GradientReducer]:
@@ -98,10 +99,10 @@ class ZeroOptimizer(Optimizer):
 
     def _cut(self, reducers: Sequence[GradientReducer]) -> list[Shard]:
         axis = Axis("none") if self._stage == 0 else None
-        for reducer in reducers:
-            reducer.close()  # buckets are filled anew
-        found = [bucket for r in reducers for bucket in r.hand_over(self._end, self._precision.reduce_dtype)]
-        return [Shard(bucket, self._precision.dtype, axis=axis) for bucket in found]
+        dtype, sending = self._precision.reduce_dtype, self._settings.sending
+        size: Any = sending.bucket_bytes or self._table.request.extra.get("bucket_bytes", BUCKET_BYTES)
+        found = [bucket for r in reducers for bucket in r.hand_over(self._end, dtype, size, sending.overlap)]
+        return [Shard(bucket, self._precision.dtype, axis=axis, host=self._host) for bucket in found]
 
     def _convert(self, dtype: torch.dtype | None) -> None:
         """Only when the masters are made, of what the parameters were."""
@@ -150,18 +151,16 @@ class ZeroOptimizer(Optimizer):
         if not self._prepare():
             self.zero_grad()
             return loss
-        for shard in self._shards:
-            shard.give_gradients()
-        for optimizer in self._inner:
-            optimizer.step()
-        self._hand_out([shard for shard in self._shards if any(shard.had)])
+        if self._walk is not None:
+            self._walk.put_away()
+        self._update.run()
         for shard in self._shards:
             shard.forget()
         return loss
 
     def _prepare(self) -> bool:
         """Looks whether all gradients are finite, and clips them. Returns whether the step is to be made."""
-        rules, scale = self._rules, self._precision.loss_scale
+        rules, scale = self._settings.rules, self._precision.loss_scale
         is_scaled = self._precision.parameters == "fp16"
         if rules.max_grad_norm is None and rules.on_nonfinite == "ignore" and not is_scaled:
             return True
@@ -193,16 +192,6 @@ class ZeroOptimizer(Optimizer):
             rule="A step with such gradients would make the weights NaN; nothing was changed",
             remedy="Look at the loss and the batch, call optimizer.zero_grad(), or write on_nonfinite='skip'",
         )
-
-    def _hand_out(self, shards: Sequence[Shard]) -> None:
-        """The model's parameters get what the optimizers made of the pieces; under stage 3 in the next forward."""
-        if self._walk is not None:
-            self._walk.put_away()
-        for shard in shards:
-            shard.store()
-        under_way = [(shard, shard.start_gather()) for shard in shards if not shard.keeps]
-        for shard, values in under_way:
-            shard.write(values.wait())
 
     def _agree_on_the_rest(self) -> None:
         """On what backwards left that were all in ``no_sync``."""
@@ -236,11 +225,14 @@ class ZeroOptimizer(Optimizer):
                 shard.sum.mul_(scale.to(shard.sum))
 
     def _norm(self) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=self._table.context.device)
+        device = self._table.context.device
+        here, there = (torch.zeros((), dtype=torch.float64, device=place) for place in (device, "cpu"))
         for shard in self._shards:
+            total, found = here if shard.host is None else there, shard.sum
             for piece in shard.pieces:
-                if shard.sum is not None and shard.had[piece.number] and self._counts(piece.gradient):
-                    total += torch.linalg.vector_norm(shard.sum[piece.at]).to(total) ** 2
+                if found is not None and shard.had[piece.number] and self._counts(piece.gradient):
+                    total += torch.linalg.vector_norm(found[piece.at]).to(total) ** 2
+        total = here + there.to(device)
         for axis in self._table.context.axes.values():
             total = all_reduce(total, axis, purpose="norm")
         is_wide = any(entry.param.dtype == torch.float64 for entry in self._table.entries)
@@ -343,9 +335,15 @@ class ZeroOptimizer(Optimizer):
         for name, value in state_dict["loss_scale"].items():
             setattr(self._precision.loss_scale, name, value)
         with torch.no_grad():
+            for shard in self._shards:
+                shard.settle()
             for piece, master in zip(pieces, state_dict["masters"], strict=True):
                 piece.value.copy_(master)
-            self._hand_out(self._shards)
+            if self._walk is not None:
+                self._walk.put_away()
+            hand_out = HandOut()
+            hand_out.add(self._shards)
+            hand_out.finish()
         for optimizer, state in zip(self._inner, state_dict["optimizers"], strict=True):
             optimizer.load_state_dict(state)
 

@@ -41,6 +41,33 @@ def _needs_whole(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     return _difference([torch.cat(parts)], [alone[0].flatten()]) >= BOUND
 
 
+def can_step_apart(optimizer: Optimizer) -> bool:
+    """Whether it gives the same numbers where each parameter gets a step of its own, one after the other.
+
+    One that counts its steps by itself, or in a group, does not; one with hooks would run them several times.
+    """
+    hooks: Any = optimizer
+    if hooks._optimizer_step_pre_hooks or hooks._optimizer_step_post_hooks:
+        return False
+    return all(_can_step_apart(optimizer, group) for group in optimizer.param_groups)
+
+
+def _can_step_apart(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    values = [torch.randn(s, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for s in SHAPES]
+    ends = []
+    for is_apart in (False, True):
+        params = [nn.Parameter(value.clone()) for value in values]
+        tried = _twin(optimizer, group, params)
+        for step in range(STEPS):
+            for param, value in zip(params, values, strict=True):
+                param.grad = value.roll(step + 1, 0) / (step + 2)
+            for turn in [[param] for param in params] if is_apart else [params]:
+                tried.param_groups[0]["params"] = turn
+                tried.step()
+        ends.append([param.detach() for param in params])
+    return _difference(*ends) == 0
+
+
 def _difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     found = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
     return found if found == found else float("inf")

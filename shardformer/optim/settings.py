@@ -1,4 +1,4 @@
-"""What is asked of ``zero``: in how many bits what is kept, how the loss is scaled, what a step does with gradients."""
+"""What is asked of ``zero``: in how many bits what is kept, and where; how gradients are sent, and what a step does."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from shardformer.errors import ConfigError
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 ON_NONFINITE = ("raise", "skip", "ignore")
+STAGES = (0, 1, 2, 3)
+FREE, HOST, DISK = "free", "cpu", "nvme:"
 
 
 @dataclass
@@ -106,3 +108,90 @@ class Rules:
                 rule=f"It is one of {', '.join(map(repr, ON_NONFINITE))}",
                 remedy="Leave it out, which raises an error",
             )
+
+
+@dataclass(frozen=True)
+class Sending:
+    """How gradients travel: in buckets of how many bytes, and whether while the backward still runs."""
+
+    bucket_bytes: int | None = None
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        size = self.bucket_bytes
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ConfigError(
+                f"bucket_bytes={size!r}", rule="It is a whole number of bytes", remedy="Leave it out, which takes 25 MB"
+            )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What of stage 3 may be chosen: see ``zero``."""
+
+    keep_frozen: bool = True
+    reshard_after_forward: bool | None = None
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What ``zero`` keeps elsewhere than on the device.
+
+    Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021); for files, Rajbhandari et al.,
+    "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning" (2021).
+
+    Args:
+        to: where masters, states and gradients are, and are updated: "cpu", the host's memory; "nvme:DIR", files in a
+            folder, from which they are read for the update, and the gradients on the host. None: on the device.
+        on_device: the share of the numbers whose masters and states stay on the device all the same, from 0 to 1; or
+            "free", as many as fit into what the first step left free of a GPU.
+        buffers: of files, how many buckets are in memory at a time: being read, updated and written.
+        threads: with which the host updates; by default as many as it has cores for each process, beside a GPU.
+        bandwidth: where the device is the CPU, bytes a second that the link carries at the most: see ``Link``.
+    """
+
+    to: str | None = None
+    on_device: float | str = 0.0
+    buffers: int = 3
+    threads: int | None = None
+    bandwidth: float | None = None
+
+    def __post_init__(self) -> None:
+        share = self.on_device
+        is_share = isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1
+        if not (self.to in (None, HOST) or (isinstance(self.to, str) and self.to.startswith(DISK) and self.folder)):
+            rule, remedy = "It is 'cpu', or 'nvme:' and a folder", "Write offload='cpu'"
+            raise ConfigError(f"offload={self.to!r}", rule=rule, remedy=remedy)
+        if share != FREE and not is_share:
+            rule, remedy = "It is a share, from 0 to 1, or 'free'", "Write on_device=0.5"
+            raise ConfigError(f"on_device={share!r}", rule=rule, remedy=remedy)
+        if self.buffers < 2:
+            rule, remedy = "One bucket is read while another one is updated", "Write buffers=3"
+            raise ConfigError(f"buffers={self.buffers!r}", rule=rule, remedy=remedy)
+
+    @classmethod
+    def of(cls, given: Any) -> Offload:
+        """From what ``zero`` was given. Raises ConfigError for what is none."""
+        return given if isinstance(given, cls) else cls(given)
+
+    @property
+    def folder(self) -> str | None:
+        """Of the files; None without any."""
+        return None if self.to in (None, HOST) else self.to[len(DISK) :]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that is asked of ``zero``."""
+
+    stage: int
+    precision: Precision
+    rules: Rules
+    sending: Sending
+    layout: Layout
+    offload: Offload
+
+    def __post_init__(self) -> None:
+        if self.stage not in STAGES:
+            rule = f"The stages are {', '.join(map(str, STAGES))}"
+            raise ConfigError(f"stage={self.stage!r}", rule=rule, remedy="Write stage=1, 2 or 3")

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import Pending, all_reduce, start_all_gather, start_all_gather_into
+from shardformer.comm.link import Copy
 from shardformer.comm.values import has_values, numbers_in
 from shardformer.layout.state import Entry
 from shardformer.mesh.axis import Axis
+from shardformer.optim.offload.host import Host, HostPart
 from shardformer.reduce.bucket import Bucket, Gradient
 
 
@@ -29,7 +31,8 @@ class Piece:
         number: the place of the parameter in its bucket.
         stretch: the numbers of the flat parameter; of the full one where ranks hold slices of it.
         at: where they lie in this rank's part of the bucket.
-        value: the optimizer's parameter: a view of this rank's part, or a master where that has 16 bits.
+        value: the optimizer's parameter: a view of this rank's part, or a master where that has 16 bits, or is on the
+            device while the optimizer is not.
     """
 
     gradient: Gradient
@@ -53,10 +56,17 @@ class Shard:
         dtype: the one that the parameters are about to get; None: they keep theirs.
         keeps: whether only this rank's part lasts, since the model's parameters come when they are read (stage 3).
         axis: of the ranks that each have a part; by default those that agree on the gradients.
+        host: where the optimizer has its pieces and their gradients; None: on the device.
     """
 
     def __init__(
-        self, bucket: Bucket, dtype: torch.dtype | None = None, *, keeps: bool = False, axis: Axis | None = None
+        self,
+        bucket: Bucket,
+        dtype: torch.dtype | None = None,
+        *,
+        keeps: bool = False,
+        axis: Axis | None = None,
+        host: Host | None = None,
     ) -> None:
         self.gradients, self.axis = bucket.gradients, axis or bucket.axis
         first = self.gradients[0].param
@@ -68,10 +78,27 @@ class Shard:
         self.whole: Tensor | None = self._new(self.length * self.axis.size) if lasts else None
         own = slice(self.axis.rank * self.length, (self.axis.rank + 1) * self.length)
         self.own = self._new(self.length) if self.whole is None else self.whole[own]
+        self.host = HostPart(host, self.length, self.wide) if host is not None else None
+        self.has_masters = self.host is not None or self.wide != self.dtype
         self.pieces = [piece for n, g in enumerate(self.gradients) if (piece := self._take(n, g)) is not None]
-        self.sum: Tensor | None = None
-        self.had = [False] * len(self.gradients)
+        self._sum: Tensor | None = None
+        self._counts: Tensor | None = None
+        self._had = [False] * len(self.gradients)
+        self._going_up: Copy | None = None
         self._versions = self._current_versions()
+
+    @property
+    def sum(self) -> Tensor | None:
+        """Of the gradients of this rank's part; None where none arrived."""
+        return self._sum if self.host is None else self.host.sum
+
+    @property
+    def had(self) -> list[bool]:
+        """For each parameter, whether any rank had a gradient of it. On a GPU the first look waits for it."""
+        if self._counts is not None:
+            counts: list[float] = numbers_in(self._counts)
+            self._had, self._counts = [a or b > 0 for a, b in zip(self._had, counts, strict=True)], None
+        return self._had
 
     def _current_versions(self) -> list[int]:
         return [gradient.param._version for gradient in self.gradients]
@@ -98,8 +125,9 @@ class Shard:
             for piece in (piece for piece in self.pieces if piece.number == number):
                 if flat is not None:
                     self.own[piece.at] = flat[piece.stretch]
-                if self.wide != self.dtype:  # what was written as it was, as when weights are loaded, keeps its master
-                    value, written = piece.value.detach(), self.own[piece.at].view_as(piece.value)
+                if self.has_masters:  # what was written as it was, as when weights are loaded, keeps its master
+                    value = piece.value.detach()
+                    written = self.own[piece.at].view_as(value).to(value.device)
                     value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide)))
 
     def _new(self, numel: int) -> Tensor:
@@ -124,7 +152,10 @@ class Shard:
         at = slice(begin + stretch.start, begin + stretch.stop)
         if self.whole is None:
             self.own[at] = flat[stretch]
-        value = self.own[at] if self.wide == self.dtype else flat[stretch].to(self.wide, copy=True)
+        if self.host is not None:
+            value = self.host.values[at].copy_(flat[stretch])
+        else:
+            value = flat[stretch].to(self.wide, copy=True) if self.has_masters else self.own[at]
         value = value.view(gradient.shape) if gradient.is_whole else value
         return Piece(gradient, number, stretch, at, nn.Parameter(value, gradient.param.requires_grad))
 
@@ -137,9 +168,8 @@ class Shard:
             for name, x in state.items()
         }
 
-    @staticmethod
-    def _cut(gradient: Gradient, x: Tensor, stretch: slice) -> Tensor:
-        flat = _flat(gradient, x)
+    def _cut(self, gradient: Gradient, x: Tensor, stretch: slice) -> Tensor:
+        flat = _flat(gradient, x) if self.host is None else _flat(gradient, x).to("cpu")
         return flat.view(gradient.shape).clone() if gradient.is_whole else flat[stretch].clone()
 
     def receive(self, part: Tensor, had: Tensor, scale: float = 1.0) -> None:
@@ -147,37 +177,56 @@ class Shard:
 
         ``had`` says for each parameter how many ranks had one.
         """
-        self.had = [before or count > 0 for before, count in zip(self.had, numbers_in(had), strict=True)]
+        self._counts = had if self._counts is None else self._counts + had
+        if self.host is not None:
+            self.host.receive(part, scale)
+            return
         part = part.to(self.wide) if scale == 1 else part.to(self.wide) / scale
-        self.sum = part if self.sum is None else self.sum.add_(part)
+        self._sum = part if self._sum is None else self._sum.add_(part)
 
     def give_gradients(self) -> None:
         """The optimizer's parameters get their gradients; those whose parameter had none on any rank get none."""
+        total = self.sum
         for piece in self.pieces:
-            is_new = self.sum is not None and self.had[piece.number]
-            piece.value.grad = self.sum[piece.at].view_as(piece.value) if is_new and self.sum is not None else None
+            has_one = total is not None and self.had[piece.number]
+            piece.value.grad = total[piece.at].view_as(piece.value) if has_one and total is not None else None
 
     def forget(self) -> None:
         """The gradients are used, or thrown away."""
-        self.sum, self.had = None, [False] * len(self.gradients)
+        self._sum, self._counts, self._had = None, None, [False] * len(self.gradients)
+        if self.host is not None:
+            self.host.forget()
         for piece in self.pieces:
             piece.value.grad = None
 
     def store(self) -> None:
-        """Rounds what the optimizer made of its pieces, where these are wider than the parameters."""
-        if self.wide != self.dtype:
+        """Rounds what the optimizer made of its pieces, where these are masters, and starts to bring it to the device.
+
+        ``start_gather`` waits for that.
+        """
+        if self.host is not None:
+            self._going_up = self.host.bring_up(self.own)
+        elif self.has_masters:
             for piece in self.pieces:
                 self.own[piece.at] = piece.value.detach().reshape(-1)
 
+    def settle(self) -> None:
+        """Returns when the pieces may be written to."""
+        if self.host is not None:
+            self.host.settle()
+
     def start_gather(self) -> Pending:
         """Starts bringing together what all ranks have, in the model's precision."""
+        if self._going_up is not None:
+            self._going_up.wait()
+            self._going_up = None
         whole = self.whole if self.whole is not None else self.own.new_empty(self.length * self.axis.size)
         return start_all_gather_into(whole, self.own, self.axis, "parameters")
 
     def gather_gradient(self, number: int) -> Tensor | None:
         """The gradient of a parameter, from all ranks. Communicates one all-gather of the bucket."""
-        mine = self.sum if self.sum is not None else torch.zeros(self.length, dtype=self.wide, device=self.device)
-        whole = start_all_gather(mine, self.axis, 0, purpose="gradients").wait()
+        mine = self.sum if self.sum is not None else torch.zeros(self.length, dtype=self.wide)
+        whole = start_all_gather(mine.to(self.device), self.axis, 0, purpose="gradients").wait()
         return self.gradients[number].unpack(whole[self.places[number]]) if self.had[number] else None
 
     def write(self, values: Tensor) -> None:

@@ -7,15 +7,11 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from shardformer.errors import ConfigError
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.checks import check_memory, check_optimizers
 from shardformer.optim.optimizer import ZeroOptimizer
-from shardformer.optim.settings import Precision, Rules
-from shardformer.optim.stage3.layout import Layout
+from shardformer.optim.settings import Layout, Offload, Precision, Rules, Sending, Settings
 from shardformer.optim.table import table_of
-
-STAGES = (0, 1, 2, 3)
 
 
 def zero(
@@ -24,10 +20,13 @@ def zero(
     *,
     stage: int = 1,
     precision: str | Precision = "fp32",
+    offload: str | Offload | None = None,
     max_grad_norm: float | None = None,
     on_nonfinite: str = "raise",
     keep_frozen: bool = True,
     reshard_after_forward: bool | None = None,
+    bucket_bytes: int | None = None,
+    overlap: bool = True,
     context: ParallelContext | None = None,
 ) -> ZeroOptimizer:
     """Cuts what optimizers keep over the ranks that agree on the gradients, mostly those of the data axis.
@@ -45,26 +44,32 @@ def zero(
         precision: "fp32" leaves the parameters as they are; "bf16" and "fp16" keep them in 16 bits, and a master of
             each rank's pieces in fp32; a ``Precision`` says more. In fp16 call ``optimizer.backward(loss)``, which
             scales the loss.
+        offload: "cpu" keeps masters, the optimizer's state and gradients in the host's memory, and updates there, while
+            gradients come down under the backward; "nvme:DIR" keeps masters and state in files. An ``Offload`` says
+            more.
         max_grad_norm: to which ``step`` clips the norm of all gradients; None leaves them as they are.
         on_nonfinite: what ``step`` does when a gradient is NaN or infinite: "raise" InputError on all ranks, before
             anything is changed; "skip" the step; "ignore". In fp16 the step is skipped and the scale made smaller.
         keep_frozen: whether stage 3 leaves parameters whole that do not train.
         reshard_after_forward: whether stage 3 drops a layer behind its use and gathers it again for the backward; False
             gathers once a step. None: True, but not in a pipeline, of which each micro-batch would gather.
+        bucket_bytes: of gradients that are sent together; None: 25 MB, or what the sharded model was told.
+        overlap: whether gradients are sent while the backward still runs.
         context: the grid of a model that was not sharded; None: all processes are data ranks.
 
     Returns an optimizer to be used in the place of those given. Raises ConfigError for what does not fit. Communicates
     the weights of the first data rank to the others, where the model was not sharded.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    if stage not in STAGES:
-        raise ConfigError(
-            f"stage={stage!r}", rule=f"The stages are {', '.join(map(str, STAGES))}", remedy="Write stage=1, 2 or 3"
-        )
-    rules = Rules(max_grad_norm, on_nonfinite)
-    kept = Precision.of(precision)
+    settings = Settings(
+        stage,
+        Precision.of(precision),
+        Rules(max_grad_norm, on_nonfinite),
+        Sending(bucket_bytes, overlap),
+        Layout(keep_frozen, reshard_after_forward),
+        Offload.of(offload),
+    )
     table = table_of(model, context)
     check_optimizers(optimizers, table)
     check_memory(table)
-    layout = Layout(keep_frozen, reshard_after_forward)
-    return ZeroOptimizer(optimizers, model, table, stage, kept, rules, layout)
+    return ZeroOptimizer(optimizers, model, table, settings)

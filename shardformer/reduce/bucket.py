@@ -119,6 +119,12 @@ class Bucket:
     pending: int = 0
     work: Any = None
     flat: Tensor | None = None
+    is_sent: bool = False  # in this backward
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether the sum is there already."""
+        return self.work is None or self.work.is_completed()
 
     @property
     def had(self) -> list[float]:
@@ -149,6 +155,7 @@ class Bucket:
 
     def reset(self) -> None:
         self.flat = self.work = None
+        self.is_sent = False
         self.pending = len(self.gradients)
         for gradient in self.gradients:
             gradient.arrived = False

@@ -20,6 +20,8 @@ from shardformer.reduce.pause import Pausable
 
 BUCKET_BYTES = 25 * 1024 * 1024
 FIRST_BUCKET_BYTES = 1024 * 1024
+UNDER_WAY = 4
+"""Buckets whose sums are under way at a time: each takes its memory a second time."""
 
 
 class GradientReducer(Pausable):
@@ -33,21 +35,21 @@ class GradientReducer(Pausable):
 
     def __init__(self, gradients: list[Gradient], bucket_bytes: int = BUCKET_BYTES, end: End | None = None) -> None:
         self.gradients = gradients
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._overlaps = bucket_bytes, True
         self._end = end or WriteBack()
         self._is_laid_out = False
         self._queued = False
         self._dirty = False
         self._hooked: dict[int, Any] = {}
         self._buckets: list[Bucket] = []
-        self._next = 0
+        self._next = self._landed = 0  # buckets before these are under way, or done
         self.refresh()
 
     def refresh(self) -> None:
         """Before a forward: takes up parameters that were frozen before, forgets a backward that was broken off."""
         if self._queued:
             self._queued = self._dirty = False
-            self._next = 0
+            self._next = self._landed = 0
             for bucket in self._buckets:
                 bucket.reset()
         trainable = [g for g in self.gradients if g.param.requires_grad]
@@ -66,11 +68,17 @@ class GradientReducer(Pausable):
         self._hooked = {id(g.param): self._hook(g) for g in trainable}
         self._buckets = _fill_buckets(trainable, self._bucket_bytes)
 
-    def hand_over(self, end: HandOver, dtype: torch.dtype | None = None) -> Sequence[Bucket]:
+    def hand_over(self, end: HandOver, dtype: torch.dtype | None, size: int, overlaps: bool) -> Sequence[Bucket]:
         """From now on each rank gets its shard of every bucket, summed in ``dtype``: see ``HandOver``.
+
+        Args:
+            size: of a bucket in bytes.
+            overlaps: whether a bucket is sent as soon as it is full; else all are when the backward ends.
 
         Returns the buckets, which stay as they are: a parameter that is unfrozen from now on is refused.
         """
+        self.close()  # buckets are filled anew
+        self._bucket_bytes, self._overlaps = size, overlaps
         self.refresh()
         self._end, self._is_laid_out = end, True
         for bucket in self._buckets:
@@ -94,17 +102,30 @@ class GradientReducer(Pausable):
 
     def finish(self) -> None:
         """Waits for all buckets, and hands on what they give."""
+        while self._landed < self._next:
+            self._land_next()
         for bucket in self._buckets:
-            self._end.finish(bucket)
-            for gradient in bucket.gradients:
-                gradient.changed = False
             bucket.reset()
-        self._next = 0
+        self._next = self._landed = 0
         self._dirty = self.was_paused = False
 
     def _start_next(self) -> None:
-        self._end.start(self._buckets[self._next])
+        bucket = self._buckets[self._next]
+        bucket.is_sent = True
+        self._end.start(bucket)
         self._next += 1
+        while self._next - self._landed > UNDER_WAY or self._buckets[self._landed].is_summed:
+            self._land_next()
+            if self._landed == self._next:
+                return
+
+    def _land_next(self) -> None:
+        bucket = self._buckets[self._landed]
+        self._end.finish(bucket)
+        for gradient in bucket.gradients:
+            gradient.changed = False
+        bucket.flat = bucket.work = None
+        self._landed += 1
 
     def _hook(self, gradient: Gradient) -> tuple[Any, ...]:
         # The parameter is reached from its hooks by weak references alone: the collector does not see through the node
@@ -124,7 +145,7 @@ class GradientReducer(Pausable):
         return param.register_hook(arriving), param.register_post_accumulate_grad_hook(accumulated)
 
     def _arriving(self, gradient: Gradient, grad: Tensor) -> Tensor | None:
-        if gradient.bucket is not None and gradient.bucket.flat is not None:
+        if gradient.bucket is not None and gradient.bucket.is_sent:
             self._flush()  # a second gradient in one backward: what is on its way must land first
         scale = self._end.scale(gradient)
         if isinstance(scale, Tensor):
@@ -143,7 +164,7 @@ class GradientReducer(Pausable):
             gradient.arrived = True
             assert gradient.bucket is not None
             gradient.bucket.pending -= 1
-        while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
+        while self._overlaps and self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
             self._start_next()
 
     def _end_backward(self) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from shardformer.errors import ConfigError, nearest
 from shardformer.optim.layerwise import LAMB, LARS
-from shardformer.optim.zero import STAGES
+from shardformer.optim.settings import STAGES
 
 LEARNING_RATE = 0.05
 ADAPTIVE_BOUND = 1e-4

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardformer.comm.collectives import Pending
 from shardformer.comm.recorder import Recorder
 from shardformer.engine import Pipeline
 from shardformer.errors import ConfigError, InputError, WorkerError
@@ -513,7 +514,7 @@ def own_gradients(original: Any) -> Any:
         original(self, bucket)
         size = bucket.flat.numel() // bucket.axis.size
         part, waited = bucket.flat[bucket.axis.rank * size :][:size].clone(), bucket.work
-        bucket.work = type("Own", (), {"wait": lambda _: (waited.wait(), part)[1]})()
+        bucket.work = Pending([waited], lambda: part)
 
     return start
 

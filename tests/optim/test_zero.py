@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardformer.comm.collectives import Pending
 from shardformer.engine import Pipeline
 from shardformer.errors import ConfigError
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.grad_norm import clip_grad_norm_, grad_norm
 from shardformer.optim.optimizer import ZeroOptimizer
+from shardformer.optim.settings import Offload
 from shardformer.optim.zero import zero
 from shardformer.reduce.bucket import HandOver
 from shardformer.sharder import shard_model
@@ -44,6 +46,7 @@ class Job:
     stage: int = 1
     optimizer: str = "AdamW"
     micro: int = 1
+    offload: str | Offload | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def build(self) -> nn.Module:
@@ -92,7 +95,7 @@ def with_zero(job: Job) -> list[tuple[Weights, list[float], float]]:
         options = {"extra_kwargs": {"bucket_bytes": 4096}, **job.options}
         model = shard_model(models[context.rank], context=context, **options)
         own = optimizer_of(job.optimizer, model)
-        optimizer, norms = zero(own, model, stage=job.stage, max_grad_norm=CLIP), []
+        optimizer, norms = zero(own, model, stage=job.stage, max_grad_norm=CLIP, offload=job.offload), []
         for step in range(STEPS):
             for micro in range(job.micro):
                 with optimizer.no_sync() if micro + 1 < job.micro else nullcontext():
@@ -125,6 +128,10 @@ SEQUENCE = {"enable_sequence_parallelism": True}
         (Job(tensor=4, optimizer="SGD", options=SEQUENCE, micro=2), 1e-8),  # two ranks hold each KV head
         (Job(data=1, tensor=2, optimizer="SGD"), 1e-8),
         (Job("vit", tensor=2, stage=2), 1e-4),
+        (Job(stage=0, offload="cpu"), 1e-12),
+        (Job(stage=1, micro=2, offload="cpu"), 1e-12),
+        (Job(stage=2, micro=2, offload="cpu"), 1e-12),
+        (Job("t5", tensor=4, stage=2, optimizer="SGD", offload="cpu"), 1e-10),
     ],
     ids=lambda x: f"{x.family}-{x.data}x{x.tensor}-stage{x.stage}-{x.optimizer}" if isinstance(x, Job) else "",
 )
@@ -543,12 +550,12 @@ def own_part(original: Any) -> Any:
     """Every rank takes its part of what it has itself."""
 
     def start(self: HandOver, bucket: Any) -> None:
-        axis, bucket.axis = bucket.axis, bucket.axis
+        axis = bucket.axis
         original(self, bucket)
         size = bucket.flat.numel() // axis.size
         part = bucket.flat[axis.rank * size : (axis.rank + 1) * size].clone()
         waited = bucket.work
-        bucket.work = type("Own", (), {"wait": lambda _: (waited.wait(), part)[1]})()
+        bucket.work = Pending([waited], lambda: part)
 
     return start
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardformer.layout.state import ShardedState
-from shardformer.optim.settings import Precision
+from shardformer.optim.offload.host import Host
+from shardformer.optim.settings import Settings
 from shardformer.optim.shards import Shard
 from shardformer.optim.stage3.gradients import UnitReducer
 from shardformer.optim.stage3.units import Unit, group_params
@@ -19,26 +19,20 @@ from shardformer.reduce.bucket import Bucket, Gradient, HandOver
 from shardformer.reduce.buckets import GradientReducer
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What of stage 3 may be chosen: see ``zero``."""
-
-    keep_frozen: bool = True
-    reshard_after_forward: bool | None = None
-
-
 def lay_out_units(
     model: nn.Module,
     table: ShardedState,
-    precision: Precision,
+    settings: Settings,
     end: HandOver,
-    layout: Layout,
+    host: Host | None,
 ) -> tuple[Walk, list[Shard]]:
     """The walk, and the shards of what trains. What several stages hold together is left to its own reducer.
 
     Args:
         end: what becomes of the gradients.
+        host: where what trains has its masters; None: on the device.
     """
+    precision, layout = settings.precision, settings.layout
     own = [r for r in table.reducers if isinstance(r, GradientReducer) and not _is_of_stages(r)]
     rest = [r for r in table.reducers if r not in own]
     gradients = {id(g.param): g for reducer in own for g in reducer.gradients}
@@ -57,9 +51,10 @@ def lay_out_units(
             unit = Unit(len(units), name, params)
             buckets[unit.index] = []
             for bucket in _buckets(members, precision.reduce_dtype):
-                shard = Shard(bucket, precision.dtype, keeps=True)
+                trains = bucket.gradients[0].param.requires_grad
+                shard = Shard(bucket, precision.dtype, keeps=True, host=host if trains else None)
                 unit.shards.append(shard)
-                if bucket.gradients[0].param.requires_grad:
+                if trains:
                     buckets[unit.index].append(bucket)
                     shards.append(shard)
             unit.hide()

@@ -1,0 +1,124 @@
+"""Masters, states and gradients in the memory of the host: ZeRO-Offload.
+
+Gradients come down as the buckets land, under the backward; the host updates its masters, and what they are rounded to
+goes up again, one shard while the next one is updated. An optimizer keeps its state beside its parameters, so that it
+needs no word of this.
+
+Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021), sections 4 and 5.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardformer.comm.link import Copy, Link
+from shardformer.optim.settings import Offload
+
+UNDER_WAY = 4
+"""Gradients of so many buckets are on their way to the host at a time: they take memory of the device until then."""
+
+
+class Host:
+    """The memory of the host beside one device, and the way there."""
+
+    def __init__(self, asked: Offload, device: torch.device) -> None:
+        self.link = Link(device, bandwidth=asked.bandwidth)
+        self._under_way: deque[Copy] = deque()
+        self._threads = asked.threads
+        if asked.threads is None and device.type != "cpu":
+            self._threads = max(1, len(os.sched_getaffinity(0)) // _processes_here())
+
+    def bring_down(self, out: Tensor, x: Tensor) -> Copy:
+        """Starts to copy to the host; waits for an earlier copy where there are too many."""
+        if len(self._under_way) == UNDER_WAY:
+            self._under_way.popleft().finish()
+        self._under_way.append(self.link.down(out, x))
+        return self._under_way[-1]
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """The host computes in here, with its threads: launchers leave each process one."""
+        before = torch.get_num_threads()
+        try:
+            if self._threads is not None:
+                torch.set_num_threads(self._threads)
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+def _processes_here() -> int:
+    """Processes that share this machine's cores."""
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
+
+
+class HostPart:
+    """What of one shard is on the host: its masters, and the sum of its gradients.
+
+    Args:
+        length: numbers.
+        dtype: of the masters and of the sum.
+    """
+
+    def __init__(self, host: Host, length: int, dtype: torch.dtype) -> None:
+        self.host, self.dtype = host, dtype
+        self.values = host.link.new_host(length, dtype).zero_()
+        self._sum: Tensor | None = None
+        self._has_sum = False
+        self._staging: Tensor | None = None
+        self._arriving: tuple[Copy, float] | None = None
+        self._leaving: Copy | None = None
+
+    def receive(self, part: Tensor, scale: float) -> None:
+        """Starts to bring gradients down, which are added over ``scale``."""
+        self._land()
+        self._arriving = self.host.bring_down(self._stage(part.dtype), part), scale
+
+    def _stage(self, dtype: torch.dtype) -> Tensor:
+        if self._staging is None or self._staging.dtype != dtype:
+            self._staging = self.host.link.new_host(self.values.numel(), dtype)
+        return self._staging
+
+    def _land(self) -> None:
+        if self._arriving is None:
+            return
+        (copy, scale), self._arriving = self._arriving, None
+        part = copy.finish()
+        if self._sum is None:
+            self._sum = self.host.link.new_host(part.numel(), self.dtype)
+        if scale != 1:
+            part = part.to(self.dtype) / scale
+        self._sum = self._sum.add_(part) if self._has_sum else self._sum.copy_(part)
+        self._has_sum = True
+
+    @property
+    def sum(self) -> Tensor | None:
+        """Waits for what is on its way."""
+        self._land()
+        return self._sum if self._has_sum else None
+
+    def forget(self) -> None:
+        """The gradients are used, or thrown away."""
+        self._land()
+        self._has_sum = False
+
+    def bring_up(self, own: Tensor) -> Copy:
+        """Starts to copy the masters to the device, in the dtype there. Until it is done they stay as they are."""
+        self.settle()
+        values = self.values if own.dtype == self.dtype else self._stage(own.dtype).copy_(self.values)
+        self._leaving = self.host.link.up(own, values)
+        return self._leaving
+
+    def settle(self) -> None:
+        """Returns when the masters may be written to."""
+        if self._leaving is not None:
+            self._leaving.finish()
+            self._leaving = None

@@ -1,0 +1,102 @@
+"""The update of a step: the optimizers change their pieces, and all ranks get the new parameters.
+
+What is on the device is updated first, all at once; on a GPU that runs while the host goes on. What is on the host
+follows one shard after the other, so that what is new of one goes up, and to the other ranks, while the next one is
+updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardformer.comm.collectives import Pending
+from shardformer.optim.offload.host import Host
+from shardformer.optim.probe import can_step_apart
+from shardformer.optim.shards import Shard
+
+
+class Update:
+    """Steps of several optimizers on the pieces of shards.
+
+    Args:
+        host: where some of the shards' pieces are; None: nowhere.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], shards: Sequence[Shard], host: Host | None) -> None:
+        self._optimizers, self._shards, self._host = optimizers, shards, host
+        self._is_apart = host is not None and all(can_step_apart(optimizer) for optimizer in optimizers)
+
+    def run(self) -> None:
+        """Communicates one all-gather of the parameters of each shard that got a gradient.
+
+        All ranks gather in one order, that of the shards; those of the device first.
+        """
+        hand_out = HandOut()
+        for shard in self._shards:
+            shard.give_gradients()
+        here = [shard for shard in self._shards if shard.host is None]
+        there = [shard for shard in self._shards if shard.host is not None]
+        with self._host.updating() if self._host is not None else nullcontext():
+            for turn in [here, *([shard] for shard in there)] if self._is_apart else [[*here, *there]]:
+                changed = [shard for shard in turn if any(shard.had)]
+                self._step(turn if self._is_apart else None)
+                hand_out.add(changed)
+        hand_out.finish()
+
+    def _step(self, turn: Sequence[Shard] | None) -> None:
+        """One step of the optimizers; of a turn alone where one is given."""
+        if turn is None:
+            for optimizer in self._optimizers:
+                optimizer.step()
+            return
+        pieces = {id(piece.value) for shard in turn for piece in shard.pieces if piece.value.grad is not None}
+        for optimizer in self._optimizers:
+            with only(optimizer, pieces):
+                if optimizer.param_groups:
+                    optimizer.step()
+
+
+class HandOut:
+    """Brings new parameters together on all ranks: of some shards while the next ones are stored."""
+
+    def __init__(self) -> None:
+        self._stored: list[Shard] = []
+        self._under_way: list[tuple[Shard, Pending]] = []
+
+    def add(self, shards: Sequence[Shard]) -> None:
+        """Their pieces have new values. Starts to gather those that were added before."""
+        for shard in shards:
+            shard.store()
+        self._gather()
+        self._stored = list(shards)
+
+    def _gather(self) -> None:
+        """Of stage 3 the next forward gathers."""
+        self._under_way += [(shard, shard.start_gather()) for shard in self._stored if not shard.keeps]
+        self._stored = []
+
+    def finish(self) -> None:
+        """The model's parameters have the new values when this returns."""
+        self._gather()
+        for shard, values in self._under_way:
+            shard.write(values.wait())
+
+
+@contextmanager
+def only(optimizer: Optimizer, params: Collection[int]) -> Iterator[None]:
+    """In here the optimizer holds no other parameters than these, by identity."""
+    groups = optimizer.param_groups
+    held: list[list[Tensor]] = [group["params"] for group in groups]
+    try:
+        for group, all_of_it in zip(groups, held, strict=True):
+            group["params"] = [p for p in all_of_it if id(p) in params]
+        optimizer.param_groups = [group for group in groups if group["params"]]
+        yield
+    finally:
+        for group, all_of_it in zip(groups, held, strict=True):
+            group["params"] = all_of_it
+        optimizer.param_groups = groups
