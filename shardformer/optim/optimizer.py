@@ -18,6 +18,7 @@ from shardformer.layout.state import ShardedState
 from shardformer.mesh.axis import Axis
 from shardformer.optim.checks import check_untouched
 from shardformer.optim.offload.host import Host
+from shardformer.optim.offload.share import Share
 from shardformer.optim.owners import give_to_owners
 from shardformer.optim.probe import needs_whole
 from shardformer.optim.settings import Settings
@@ -64,7 +65,7 @@ class ZeroOptimizer(Optimizer):
         self._inner, self._model, self._table, self._settings = list(optimizers), model, table, settings
         self._stage, self._precision = settings.stage, settings.precision
         device, asked = table.context.device, settings.offload
-        self._host = Host(asked, device) if asked.to is not None else None
+        self._host = Host(asked, device, overlaps=settings.sending.overlap) if asked.to is not None else None
         self.grad_norm: Tensor | None = None
         self.skipped = 0
         self._walk: Walk | None = None
@@ -76,6 +77,7 @@ class ZeroOptimizer(Optimizer):
         self._convert(self._precision.dtype)
         self._by_bucket = {id(shard.gradients): shard for shard in self._shards}
         self._replace_parameters()
+        self._share = self._bring_share() if self._host is not None else None
         self._update = Update(self._inner, self._shards, self._host)
         super().__init__([group for optimizer in self._inner for group in optimizer.param_groups], {})
         self._is_laid_out = True
@@ -103,6 +105,11 @@ class ZeroOptimizer(Optimizer):
         size: Any = sending.bucket_bytes or self._table.request.extra.get("bucket_bytes", BUCKET_BYTES)
         found = [bucket for r in reducers for bucket in r.hand_over(self._end, dtype, size, sending.overlap)]
         return [Shard(bucket, self._precision.dtype, axis=axis, host=self._host) for bucket in found]
+
+    def _bring_share(self) -> Share:
+        last_first = self._shards if self._walk is not None else self._shards[::-1]
+        there = [shard for shard in last_first if shard.host is not None]
+        return Share(self._settings.offload.on_device, there, self._inner, self._table.context)
 
     def _convert(self, dtype: torch.dtype | None) -> None:
         """Only when the masters are made, of what the parameters were."""
@@ -156,6 +163,8 @@ class ZeroOptimizer(Optimizer):
         self._update.run()
         for shard in self._shards:
             shard.forget()
+        if self._share is not None:
+            self._share.after_step()
         return loss
 
     def _prepare(self) -> bool:

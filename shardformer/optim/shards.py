@@ -210,6 +210,15 @@ class Shard:
             for piece in self.pieces:
                 self.own[piece.at] = piece.value.detach().reshape(-1)
 
+    def leave_host(self) -> None:
+        """From now on the pieces are on the device. Between two steps."""
+        assert self.host is not None
+        self.host.settle()
+        self.host, self.has_masters = None, self.wide != self.dtype
+        for piece in self.pieces:
+            here = piece.value.detach().to(self.device) if self.has_masters else self.own[piece.at].view_as(piece.value)
+            piece.value.data = here
+
     def settle(self) -> None:
         """Returns when the pieces may be written to."""
         if self.host is not None:

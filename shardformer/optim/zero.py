@@ -54,7 +54,7 @@ def zero(
         reshard_after_forward: whether stage 3 drops a layer behind its use and gathers it again for the backward; False
             gathers once a step. None: True, but not in a pipeline, of which each micro-batch would gather.
         bucket_bytes: of gradients that are sent together; None: 25 MB, or what the sharded model was told.
-        overlap: whether gradients are sent while the backward still runs.
+        overlap: whether gradients, and the layers of stage 3, travel while others are computed.
         context: the grid of a model that was not sharded; None: all processes are data ranks.
 
     Returns an optimizer to be used in the place of those given. Raises ConfigError for what does not fit. Communicates

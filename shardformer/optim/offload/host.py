@@ -28,8 +28,9 @@ UNDER_WAY = 4
 class Host:
     """The memory of the host beside one device, and the way there."""
 
-    def __init__(self, asked: Offload, device: torch.device) -> None:
+    def __init__(self, asked: Offload, device: torch.device, *, overlaps: bool = True) -> None:
         self.link = Link(device, bandwidth=asked.bandwidth)
+        self._most = UNDER_WAY if overlaps else 0
         self._under_way: deque[Copy] = deque()
         self._threads = asked.threads
         if asked.threads is None and device.type != "cpu":
@@ -37,10 +38,11 @@ class Host:
 
     def bring_down(self, out: Tensor, x: Tensor) -> Copy:
         """Starts to copy to the host; waits for an earlier copy where there are too many."""
-        if len(self._under_way) == UNDER_WAY:
+        copy = self.link.down(out, x)
+        self._under_way.append(copy)
+        while len(self._under_way) > self._most:
             self._under_way.popleft().finish()
-        self._under_way.append(self.link.down(out, x))
-        return self._under_way[-1]
+        return copy
 
     @contextmanager
     def updating(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ class UnitReducer(Pausable):
         buckets: by the unit's index.
         arrived: called when a parameter of a unit got its gradient.
         entries: all parameters of the model; those that do not train now may not do so later.
+        overlaps: whether what is sent travels while others are computed.
     """
 
     def __init__(
@@ -31,8 +32,11 @@ class UnitReducer(Pausable):
         end: HandOver,
         arrived: Callable[[Unit], None],
         entries: Sequence[Entry],
+        *,
+        overlaps: bool = True,
     ) -> None:
         self._units, self._buckets, self._end, self._arrived = units, buckets, end, arrived
+        self._overlaps = overlaps
         self._frozen = [entry for entry in entries if not entry.param.requires_grad]
         self._under_way: list[Bucket] = []
         self.sent: set[int] = set()
@@ -85,6 +89,8 @@ class UnitReducer(Pausable):
             self._end.start(bucket)
             for gradient in bucket.gradients:
                 gradient.changed = False
+        if not self._overlaps:
+            self.wait()
 
     def wait(self) -> None:
         """Waits for what was sent last, and hands it on."""

@@ -69,10 +69,11 @@ def lay_out_units(
         run = stage_forward.now if stage_forward is not None else None
         return None if run is None else run.span.start
 
-    walk = Walk(model, units, axis, frees=frees, part=part)
+    overlaps = settings.sending.overlap
+    walk = Walk(model, units, axis, frees=frees, gathers_ahead=overlaps, part=part)
     if stage_forward is not None:
         stage_forward.when_left.append(walk.leave_early)
-    walk.reducer = UnitReducer(units, buckets, end, walk.arrived, table.entries)
+    walk.reducer = UnitReducer(units, buckets, end, walk.arrived, table.entries, overlaps=overlaps)
     table.reducers = [walk.reducer, *rest]
     table.parameters = walk
     return walk, shards

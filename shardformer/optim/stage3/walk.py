@@ -53,6 +53,7 @@ class Walk:
     Args:
         axis: all ranks that run the model together.
         frees: whether a unit is dropped behind its use; else it stays to the end of the step.
+        gathers_ahead: whether the next unit travels while one is used.
         part: says which part of the model a forward runs, of a model in stages.
     """
 
@@ -63,9 +64,11 @@ class Walk:
         axis: Axis,
         *,
         frees: bool,
+        gathers_ahead: bool = True,
         part: Callable[[], Any] = lambda: None,
     ) -> None:
         self.units, self._axis, self._frees, self._part = units, axis, frees, part
+        self._gathers_ahead = gathers_ahead
         self.reducer: UnitReducer
         self._plans: dict[Kind, Plan] = {}
         self._kind: Kind | None = None  # of the forward or backward that is under way
@@ -224,7 +227,7 @@ class Walk:
         if self._plan is not None and self._is_backward and not self.reducer.is_paused:
             for unit in self._plan.complete.get(self._at - 1, ()):
                 self.reducer.send(self.units[unit])
-        if ahead != END:
+        if ahead != END and self._gathers_ahead:
             self.units[ahead].start()
 
     def _drop(self, unit: Unit) -> None:

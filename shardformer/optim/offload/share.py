@@ -1,0 +1,92 @@
+"""Which shards' masters and states stay on the device under offload, so that both sides update at the same time.
+
+The gradients that arrive last stay: those of the others have had time to come down. How much stays is set, or what the
+first step left free of a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardformer.comm.collectives import gather_objects
+from shardformer.errors import ConfigError
+from shardformer.mesh.context import ParallelContext
+from shardformer.optim.settings import FREE
+from shardformer.optim.shards import Shard
+
+MARGIN = 0.9
+"""The part of what is free that is taken: memory of a GPU is handed out in blocks."""
+
+
+class Share:
+    """Brings shards back to the device: a share of the numbers at once, or as many as fit after the first step.
+
+    Args:
+        shards: those whose gradients arrive last come first.
+    """
+
+    def __init__(
+        self, asked: float | str, shards: Sequence[Shard], optimizers: Sequence[Optimizer], context: ParallelContext
+    ) -> None:
+        self._shards, self._optimizers, self._context = shards, optimizers, context
+        self.is_open = asked == FREE
+        if self.is_open and context.device.type != "cuda":
+            raise ConfigError(
+                f"on_device='free' on {context.device}",
+                rule="What is free is known of a GPU; of the CPU, host and device are the same memory",
+                remedy="Write a share, such as on_device=0.5",
+            )
+        if self.is_open:
+            torch.cuda.reset_peak_memory_stats(context.device)
+        elif not isinstance(asked, str):
+            self._bring(asked * sum(shard.length for shard in shards), [shard.length for shard in shards])
+
+    def after_step(self) -> None:
+        """Takes up what the first step left free. Communicates one number over each axis, once."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        room: float = free_bytes(self._context.device) * MARGIN
+        for axis in self._context.axes.values():
+            room = min(gather_objects(room, axis))
+        self._bring(room, [self._bytes(shard) for shard in self._shards])
+
+    def _bring(self, room: float, sizes: Sequence[float]) -> None:
+        for shard, size in zip(self._shards, sizes, strict=True):
+            if size <= room:
+                room -= size
+                bring_back(shard, self._optimizers)
+
+    def _bytes(self, shard: Shard) -> float:
+        """What a shard takes on the device: masters, the sum of the gradients, states."""
+        found = shard.length * shard.wide.itemsize * (1 + (shard.wide != shard.dtype))
+        for piece in shard.pieces:
+            states = (optimizer.state.get(piece.value, {}) for optimizer in self._optimizers)
+            found += sum(x.nbytes for state in states for x in state.values() if isinstance(x, Tensor))
+        most: float = max(gather_objects(found, shard.axis))
+        return most
+
+
+def free_bytes(device: torch.device) -> float:
+    """Of a GPU, what nothing took when most was taken."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+
+
+def bring_back(shard: Shard, optimizers: Sequence[Optimizer]) -> None:
+    """Moves a shard's masters, and the optimizers' states of them, to the device, between two steps."""
+    shard.leave_host()
+    values = {id(piece.value): piece.value for piece in shard.pieces}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            counts_there: Any = group.get("fused") or group.get("capturable")
+            for value in (values[id(p)] for p in group["params"] if id(p) in values):
+                state = optimizer.state.get(value, {})
+                for name, x in state.items():
+                    if isinstance(x, Tensor) and (x.dim() or counts_there):
+                        state[name] = x.to(shard.device)
