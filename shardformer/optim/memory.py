@@ -10,15 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from shardformer.errors import ConfigError
 from shardformer.layout.state import ROOT, ShardedState
-from shardformer.optim.probe import state_of_step
+from shardformer.optim.probe import state_bytes
 from shardformer.optim.settings import STAGES, Precision
 from shardformer.optim.stage3.units import group_params
 
@@ -97,7 +95,7 @@ def memory(
         total(size, None) if stage < 2 else total(wide, cut),
         total(wide, cut) if kept.dtype is not None else 0,
         sum(
-            _state_bytes(each, group, p, wide[id(p)]) / cut[id(p)]
+            state_bytes(each, group, p, wide[id(p)]) / cut[id(p)]
             for each in optimizers
             for group in each.param_groups
             for p in group["params"]
@@ -117,17 +115,6 @@ def _parts(model: nn.Module, data: int | None) -> dict[int, int]:
         * max(len(e.reduction.stages), 1)
         for e in state.entries
     }
-
-
-def _state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Tensor, itemsize: int) -> float:
-    """What an optimizer keeps of one parameter: measured on a small one with as many dims."""
-    small = [min(n, 4) for n in param.shape]
-    state = state_of_step(optimizer, group, torch.zeros(small))
-    found = 0.0
-    for x in (x for x in state.values() if isinstance(x, Tensor) and x.dim()):
-        full = [n if have == part else have for n, part, have in zip(param.shape, small, x.shape, strict=False)]
-        found += prod(full) * (itemsize if x.is_floating_point() else x.element_size())
-    return found
 
 
 def _said(value: float) -> str:

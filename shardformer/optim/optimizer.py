@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -12,16 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.comm.collectives import all_reduce, gather_objects
-from shardformer.errors import ConfigError, InputError
+from shardformer.errors import ConfigError
 from shardformer.layout.state import ShardedState
 from shardformer.mesh.axis import Axis
 from shardformer.optim.checks import check_untouched
 from shardformer.optim.offload.host import Host
+from shardformer.optim.offload.paged import Files, PagedPart
 from shardformer.optim.offload.share import Share
 from shardformer.optim.owners import give_to_owners
-from shardformer.optim.probe import needs_whole
+from shardformer.optim.probe import needs_whole, state_bytes
 from shardformer.optim.settings import Settings
+from shardformer.optim.shard_norm import nonfinite, norm_of_shards
 from shardformer.optim.shards import Piece, Shard
 from shardformer.optim.stage3.layout import lay_out_units
 from shardformer.optim.stage3.walk import Walk
@@ -65,7 +66,8 @@ class ZeroOptimizer(Optimizer):
         self._inner, self._model, self._table, self._settings = list(optimizers), model, table, settings
         self._stage, self._precision = settings.stage, settings.precision
         device, asked = table.context.device, settings.offload
-        self._host = Host(asked, device, overlaps=settings.sending.overlap) if asked.to is not None else None
+        where = Files if asked.folder is not None else Host
+        self._host = where(asked, device, overlaps=settings.sending.overlap) if asked.to is not None else None
         self.grad_norm: Tensor | None = None
         self.skipped = 0
         self._walk: Walk | None = None
@@ -78,7 +80,9 @@ class ZeroOptimizer(Optimizer):
         self._by_bucket = {id(shard.gradients): shard for shard in self._shards}
         self._replace_parameters()
         self._share = self._bring_share() if self._host is not None else None
-        self._update = Update(self._inner, self._shards, self._host)
+        self._update = Update(self._inner, self._shards, self._host, table.context)
+        if isinstance(self._host, Files):
+            self._put_into_files(self._host)
         super().__init__([group for optimizer in self._inner for group in optimizer.param_groups], {})
         self._is_laid_out = True
         table.gradients = self
@@ -110,6 +114,24 @@ class ZeroOptimizer(Optimizer):
         last_first = self._shards if self._walk is not None else self._shards[::-1]
         there = [shard for shard in last_first if shard.host is not None]
         return Share(self._settings.offload.on_device, there, self._inner, self._table.context)
+
+    def _put_into_files(self, files: Files) -> None:
+        """Raises ConfigError, on all ranks, where there is no room, or no such folder."""
+        held = {id(p): (o, group) for o in self._inner for group in o.param_groups for p in group["params"]}
+
+        def states(value: Tensor) -> dict[str, Any]:
+            return held[id(value)][0].state[value] if id(value) in held else {}
+
+        parts = [(shard, shard.host) for shard in self._shards if isinstance(shard.host, PagedPart)]
+        for shard, part in parts:
+            expected = sum(state_bytes(*held[id(p.value)], p.value) for p in shard.pieces if id(p.value) in held)
+            part.hold([(p.value, p.at) for p in shard.pieces], states, round(expected))
+        if said := files.end_step([part for _, part in parts], self._table.context):
+            raise ConfigError(
+                f"offload='nvme:{files.disk.folder}' cannot be used: {said}",
+                rule="Masters and states are written to a file there, twice, so that a step that fails leaves one",
+                remedy="Name a folder that is there, on a disk with room; shardformer.memory says how much it takes",
+            )
 
     def _convert(self, dtype: torch.dtype | None) -> None:
         """Only when the masters are made, of what the parameters were."""
@@ -160,9 +182,11 @@ class ZeroOptimizer(Optimizer):
             return loss
         if self._walk is not None:
             self._walk.put_away()
-        self._update.run()
-        for shard in self._shards:
-            shard.forget()
+        try:
+            self._update.run()
+        finally:
+            for shard in self._shards:
+                shard.forget()
         if self._share is not None:
             self._share.after_step()
         return loss
@@ -173,34 +197,16 @@ class ZeroOptimizer(Optimizer):
         is_scaled = self._precision.parameters == "fp16"
         if rules.max_grad_norm is None and rules.on_nonfinite == "ignore" and not is_scaled:
             return True
-        self.grad_norm = self._norm()
+        self.grad_norm = norm_of_shards(self._shards, self._table, self._stage)
         is_finite = (rules.on_nonfinite == "ignore" and not is_scaled) or bool(torch.isfinite(self.grad_norm))
         if is_scaled:
             scale.update(is_finite)
         elif not is_finite and rules.on_nonfinite == "raise":
-            raise self._nonfinite()
+            raise nonfinite(self._shards, self._table, self.grad_norm)
         self.skipped += not is_finite
         if is_finite and rules.max_grad_norm is not None:
             self._clip(rules.max_grad_norm)
         return is_finite
-
-    def _nonfinite(self) -> InputError:
-        """Names the first parameter whose gradient is not finite, and the first rank that saw it."""
-        order = {id(entry): number for number, entry in enumerate(self._table.entries)}
-        found = [
-            (order[id(piece.entry)], self._table.context.rank, piece.entry.name)
-            for shard in self._shards
-            for piece in shard.pieces
-            if shard.sum is not None and not bool(torch.isfinite(shard.sum[piece.at]).all())
-        ]
-        for axis in self._table.context.axes.values():
-            found = [item for theirs in gather_objects(found, axis) for item in theirs]
-        _, rank, name = min(found, default=(0, 0, "some parameter"))
-        return InputError(
-            f"The gradient of {name} is not finite, on rank {rank}, and so is the norm of all: {self.grad_norm}",
-            rule="A step with such gradients would make the weights NaN; nothing was changed",
-            remedy="Look at the loss and the batch, call optimizer.zero_grad(), or write on_nonfinite='skip'",
-        )
 
     def _agree_on_the_rest(self) -> None:
         """On what backwards left that were all in ``no_sync``."""
@@ -222,7 +228,7 @@ class ZeroOptimizer(Optimizer):
                 remedy="Leave norm_type out",
             )
         self._agree_on_the_rest()
-        self.grad_norm = self._norm()
+        self.grad_norm = norm_of_shards(self._shards, self._table, self._stage)
         self._clip(max_norm)
         return self.grad_norm
 
@@ -232,32 +238,6 @@ class ZeroOptimizer(Optimizer):
         for shard in self._shards:
             if shard.sum is not None:
                 shard.sum.mul_(scale.to(shard.sum))
-
-    def _norm(self) -> Tensor:
-        device = self._table.context.device
-        here, there = (torch.zeros((), dtype=torch.float64, device=place) for place in (device, "cpu"))
-        for shard in self._shards:
-            total, found = here if shard.host is None else there, shard.sum
-            for piece in shard.pieces:
-                if found is not None and shard.had[piece.number] and self._counts(piece.gradient):
-                    total += torch.linalg.vector_norm(found[piece.at]).to(total) ** 2
-        total = here + there.to(device)
-        for axis in self._table.context.axes.values():
-            total = all_reduce(total, axis, purpose="norm")
-        is_wide = any(entry.param.dtype == torch.float64 for entry in self._table.entries)
-        return total.sqrt() if is_wide else total.sqrt().float()
-
-    def _counts(self, gradient: Gradient) -> bool:
-        """Whether this rank counts what it has of a parameter: of what ranks hold alike, the first one does."""
-        reduction, coords = gradient.entry.reduction, self._table.context.coords
-        if self._stage > 0:
-            own = {*reduction.sum_over, *reduction.norm_over, *(["pipe"] if reduction.stages else [])}
-        elif reduction.stages and coords["pipe"] != reduction.stages[0]:
-            return False
-        else:
-            cut = gradient.entry.spec.axes if gradient.is_shared else ()
-            own = {*reduction.norm_over} - {*reduction.sum_over, *cut}
-        return all(rank == 0 for name, rank in coords.items() if name not in own)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throws away all gradients, those of backwards in ``no_sync`` too."""
@@ -322,12 +302,17 @@ class ZeroOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """What this rank keeps: the optimizers' states of its pieces, and their masters. Each rank saves its own."""
         context = self._table.context
-        return {
+        for shard in self._shards:
+            shard.take()
+        kept = {
             "place": {"sizes": context.sizes, "coords": context.coords},
-            "optimizers": [optimizer.state_dict() for optimizer in self._inner],
+            "optimizers": [_own(optimizer.state_dict()) for optimizer in self._inner],
             "loss_scale": asdict(self._precision.loss_scale),
             "masters": [piece.value.detach().clone() for shard in self._shards for piece in shard.pieces],
         }
+        for shard in self._shards:
+            shard.drop(keeps_memory=True)
+        return kept
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up what ``state_dict`` of the same rank of an equal grid gave. Raises ConfigError for another one's."""
@@ -343,18 +328,22 @@ class ZeroOptimizer(Optimizer):
             )
         for name, value in state_dict["loss_scale"].items():
             setattr(self._precision.loss_scale, name, value)
-        with torch.no_grad():
+        with torch.no_grad(), ExitStack() as stack:
             for shard in self._shards:
-                shard.settle()
+                stack.enter_context(shard.changing())
+            for optimizer, state in zip(self._inner, state_dict["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
             for piece, master in zip(pieces, state_dict["masters"], strict=True):
                 piece.value.copy_(master)
             if self._walk is not None:
                 self._walk.put_away()
             hand_out = HandOut()
+            for shard in self._shards:
+                shard.store()
             hand_out.add(self._shards)
             hand_out.finish()
-        for optimizer, state in zip(self._inner, state_dict["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
+        if isinstance(self._host, Files):
+            self._host.end_writing(context)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the pieces of the parameters are laid out once."""
@@ -365,3 +354,8 @@ class ZeroOptimizer(Optimizer):
                 remedy="Add the group to your own optimizer, then call zero",
             )
         super().add_param_group(param_group)
+
+
+def _own(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """With dictionaries of its own: torch hands out those that the optimizer goes on using."""
+    return {**state_dict, "state": {key: dict(state) for key, state in state_dict["state"].items()}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -107,6 +108,21 @@ def state_of_step(optimizer: Optimizer, group: dict[str, Any], value: Tensor) ->
     tried = _twin(optimizer, group, [param])
     tried.step()
     return dict(tried.state[param])
+
+
+def state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Tensor, itemsize: int = 0) -> float:
+    """What an optimizer keeps of one parameter: measured on a small one with as many dims.
+
+    Args:
+        itemsize: of the numbers that it updates; by default those of ``param``.
+    """
+    small = [min(n, 4) for n in param.shape]
+    state = state_of_step(optimizer, group, torch.zeros(small))
+    found = 0.0
+    for x in (x for x in state.values() if isinstance(x, Tensor) and x.dim()):
+        full = [n if have == part else have for n, part, have in zip(param.shape, small, x.shape, strict=False)]
+        found += prod(full) * ((itemsize or param.element_size()) if x.is_floating_point() else x.element_size())
+    return found
 
 
 def _refused(optimizer: Optimizer, why: str) -> ConfigError:

@@ -8,6 +8,8 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ from shardformer.comm.link import Copy
 from shardformer.comm.values import has_values, numbers_in
 from shardformer.layout.state import Entry
 from shardformer.mesh.axis import Axis
-from shardformer.optim.offload.host import Host, HostPart
+from shardformer.optim.offload.host import Host
 from shardformer.reduce.bucket import Bucket, Gradient
 
 
@@ -78,7 +80,7 @@ class Shard:
         self.whole: Tensor | None = self._new(self.length * self.axis.size) if lasts else None
         own = slice(self.axis.rank * self.length, (self.axis.rank + 1) * self.length)
         self.own = self._new(self.length) if self.whole is None else self.whole[own]
-        self.host = HostPart(host, self.length, self.wide) if host is not None else None
+        self.host = host.part(self.length, self.wide) if host is not None else None
         self.has_masters = self.host is not None or self.wide != self.dtype
         self.pieces = [piece for n, g in enumerate(self.gradients) if (piece := self._take(n, g)) is not None]
         self._sum: Tensor | None = None
@@ -118,17 +120,23 @@ class Shard:
 
         All ranks write alike. What lies in this rank's part is there already, where the parameters are views of it.
         """
-        for number, (gradient, before) in enumerate(zip(self.gradients, self._versions, strict=True)):
-            if gradient.param._version == before or self.keeps:
-                continue
-            flat = _flat(gradient, gradient.param.detach()) if self.whole is None else None
-            for piece in (piece for piece in self.pieces if piece.number == number):
-                if flat is not None:
-                    self.own[piece.at] = flat[piece.stretch]
-                if self.has_masters:  # what was written as it was, as when weights are loaded, keeps its master
-                    value = piece.value.detach()
-                    written = self.own[piece.at].view_as(value).to(value.device)
-                    value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide)))
+        if self.keeps or self._versions == self._current_versions():
+            return
+        with self.changing():
+            for number, (gradient, before) in enumerate(zip(self.gradients, self._versions, strict=True)):
+                if gradient.param._version != before:
+                    self._take_up(number, gradient)
+        self._versions = self._current_versions()
+
+    def _take_up(self, number: int, gradient: Gradient) -> None:
+        flat = _flat(gradient, gradient.param.detach()) if self.whole is None else None
+        for piece in (piece for piece in self.pieces if piece.number == number):
+            if flat is not None:
+                self.own[piece.at] = flat[piece.stretch]
+            if self.has_masters:  # what was written as it was, as when weights are loaded, keeps its master
+                value = piece.value.detach()
+                written = self.own[piece.at].view_as(value).to(value.device)
+                value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide)))
 
     def _new(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
@@ -213,16 +221,42 @@ class Shard:
     def leave_host(self) -> None:
         """From now on the pieces are on the device. Between two steps."""
         assert self.host is not None
+        self.host.take()
         self.host.settle()
         self.host, self.has_masters = None, self.wide != self.dtype
         for piece in self.pieces:
             here = piece.value.detach().to(self.device) if self.has_masters else self.own[piece.at].view_as(piece.value)
             piece.value.data = here
 
-    def settle(self) -> None:
-        """Returns when the pieces may be written to."""
+    def fetch(self) -> None:
+        """Before ``take``, where that would have to wait."""
         if self.host is not None:
-            self.host.settle()
+            self.host.fetch()
+
+    def take(self) -> bool:
+        """Returns whether the pieces have their values now."""
+        return self.host is None or self.host.take()
+
+    def put_away(self) -> None:
+        """The values of the pieces may go."""
+        if self.host is not None:
+            self.host.put_away()
+
+    def drop(self, *, keeps_memory: bool = False) -> None:
+        """The values of the pieces may go, which nobody changed."""
+        if self.host is not None:
+            self.host.drop(keeps_memory=keeps_memory)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """The pieces may be written to in here. Between two steps."""
+        if self.host is None:
+            yield
+            return
+        self.host.take()
+        self.host.settle()
+        yield
+        self.host.save()
 
     def start_gather(self) -> Pending:
         """Starts bringing together what all ranks have, in the model's precision."""

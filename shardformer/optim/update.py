@@ -14,7 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardformer.comm.collectives import Pending
+from shardformer.errors import ConfigError, InputError
+from shardformer.mesh.context import ParallelContext
 from shardformer.optim.offload.host import Host
+from shardformer.optim.offload.paged import Files
 from shardformer.optim.probe import can_step_apart
 from shardformer.optim.shards import Shard
 
@@ -26,26 +29,69 @@ class Update:
         host: where some of the shards' pieces are; None: nowhere.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], shards: Sequence[Shard], host: Host | None) -> None:
-        self._optimizers, self._shards, self._host = optimizers, shards, host
+    def __init__(
+        self, optimizers: Sequence[Optimizer], shards: Sequence[Shard], host: Host | None, context: ParallelContext
+    ) -> None:
+        self._optimizers, self._shards, self._host, self._context = optimizers, shards, host, context
         self._is_apart = host is not None and all(can_step_apart(optimizer) for optimizer in optimizers)
+        if isinstance(host, Files) and not self._is_apart:
+            raise ConfigError(
+                f"offload='nvme:{host.disk.folder}' of {', '.join(type(o).__name__ for o in optimizers)}",
+                rule="From files, a bucket is updated after the other; this optimizer gives other numbers then",
+                remedy="Write offload='cpu', or take one that counts its steps for each parameter (torch.optim.AdamW)",
+            )
 
     def run(self) -> None:
         """Communicates one all-gather of the parameters of each shard that got a gradient.
 
-        All ranks gather in one order, that of the shards; those of the device first.
+        All ranks gather in one order, that of the shards; those of the device first. With files those come last, when
+        all ranks have said that the others are written: one number over each axis. Raises InputError, on all ranks,
+        where a file could not be read or written; then all is as before.
         """
-        hand_out = HandOut()
         for shard in self._shards:
             shard.give_gradients()
-        here = [shard for shard in self._shards if shard.host is None]
-        there = [shard for shard in self._shards if shard.host is not None]
+        changed = [shard for shard in self._shards if any(shard.had)]
+        here = [shard for shard in changed if shard.host is None]
+        there = [[shard] for shard in changed if shard.host is not None]
+        if isinstance(self._host, Files):
+            self._run(there)
+            self._end_files(self._host, [shard for turn in there for shard in turn])
+            self._run([here])
+        else:
+            self._run([here, *there] if self._is_apart else [changed])
+
+    def _run(self, turns: Sequence[Sequence[Shard]]) -> None:
+        """Updates the shards of one turn after those of the other."""
+        hand_out = HandOut()
         with self._host.updating() if self._host is not None else nullcontext():
-            for turn in [here, *([shard] for shard in there)] if self._is_apart else [[*here, *there]]:
-                changed = [shard for shard in turn if any(shard.had)]
-                self._step(turn if self._is_apart else None)
-                hand_out.add(changed)
+            for number, turn in enumerate(turns):
+                for shard in (shard for coming in turns[number : number + 2] for shard in coming):
+                    shard.fetch()
+                if all([shard.take() for shard in turn]):
+                    self._step(turn if self._is_apart else None)
+                    for shard in turn:
+                        shard.store()
+                hand_out.add(turn)
+                for shard in turn:
+                    shard.put_away()
         hand_out.finish()
+
+    def _end_files(self, files: Files, shards: Sequence[Shard]) -> None:
+        said = files.end_step([shard.host for shard in shards if shard.host is not None], self._context)
+        if said is None:
+            return
+        hand_out = HandOut()
+        for shard in shards:
+            if shard.take():
+                shard.store()
+            hand_out.add([shard])
+            shard.drop()
+        hand_out.finish()
+        raise InputError(
+            f"The optimizer's files in {files.disk.folder} failed: {said}",
+            rule="A step counts when all ranks have written theirs: weights and states are those of the step before",
+            remedy="Make room, then go on with the next batch; or save the model now",
+        )
 
     def _step(self, turn: Sequence[Shard] | None) -> None:
         """One step of the optimizers; of a turn alone where one is given."""
@@ -68,9 +114,7 @@ class HandOut:
         self._under_way: list[tuple[Shard, Pending]] = []
 
     def add(self, shards: Sequence[Shard]) -> None:
-        """Their pieces have new values. Starts to gather those that were added before."""
-        for shard in shards:
-            shard.store()
+        """Their new values are stored. Starts to gather those that were added before."""
         self._gather()
         self._stored = list(shards)
 

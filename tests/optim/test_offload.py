@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, InputError
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.optimizer import ZeroOptimizer
 from shardformer.optim.settings import Offload, Precision
@@ -44,6 +47,19 @@ OPTIMIZERS: dict[str, Any] = {
     "Muon": muon,
     "Counting": lambda params: Counting(params, lr=0.1, momentum=0.9),
 }
+
+
+def state_of(optimizer: ZeroOptimizer) -> list[Any]:
+    """Masters and states."""
+    kept = optimizer.state_dict()
+    states = [sorted(each["state"].items()) for each in kept["optimizers"]]
+    leaves = torch.utils._pytree.tree_leaves([kept["masters"], states])
+    return [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+
+
+def alike(first: list[Any], second: list[Any]) -> bool:
+    pairs = zip(first, second, strict=True)
+    return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
 
 def trained(
@@ -125,10 +141,12 @@ def test_gradients_come_down_while_the_backward_runs(overlap: bool, monkeypatch:
     assert order.index("end") > 0.6 * len(ours._shards) if overlap else order[0] == "end"
 
 
-def test_an_optimizer_of_the_host_is_saved_and_taken_up_again() -> None:
+@pytest.mark.parametrize("files", [False, True])
+def test_an_optimizer_of_the_host_is_saved_and_taken_up_again(files: bool, tmp_path: Path) -> None:
+    offload = f"nvme:{tmp_path}" if files else "cpu"
     torch.manual_seed(0)
     model = nn.Linear(7, 5)
-    ours = zero(torch.optim.AdamW(model.parameters(), lr=0.1), model, offload="cpu", precision="bf16")
+    ours = zero(torch.optim.AdamW(model.parameters(), lr=0.1), model, offload=offload, precision="bf16")
 
     def step(value: float) -> None:
         model(torch.full((2, 7), value, dtype=torch.bfloat16)).float().square().sum().backward()
@@ -147,14 +165,132 @@ def test_an_optimizer_of_the_host_is_saved_and_taken_up_again() -> None:
     assert torch.equal(model.weight, after)
 
 
-def test_values_written_between_steps_reach_the_masters_of_the_host() -> None:
+@pytest.mark.parametrize("files", [False, True])
+def test_values_written_between_steps_reach_the_masters_of_the_host(files: bool, tmp_path: Path) -> None:
+    offload = f"nvme:{tmp_path}" if files else "cpu"
     model = nn.Linear(3, 2)
-    ours = zero(torch.optim.SGD(model.parameters(), lr=0.1), model, offload="cpu")
+    ours = zero(torch.optim.SGD(model.parameters(), lr=0.1), model, offload=offload)
     with torch.no_grad():
         model.weight.fill_(4.0)
     model(torch.ones(1, 3)).sum().backward()
     ours.step()
     assert torch.allclose(model.weight, torch.full((2, 3), 3.9))
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "how"),
+    [
+        ("AdamW", {"stage": 1, "micro": 2, "max_grad_norm": 0.5}),
+        ("AdamW", {"stage": 2, "precision": "bf16"}),
+        ("SGD", {"stage": 3, "precision": "bf16", "data": 3}),
+        ("SGD", {"stage": 0, "family": "bert"}),
+        ("Muon", {"stage": 2, "precision": "bf16"}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "-".join(f"{k}={v}"[:24] for k, v in x.items()),
+)
+@pytest.mark.parametrize("buffers", [2, 4])
+def test_from_files_the_weights_and_states_are_to_the_bit_those_without(
+    optimizer: str, how: dict[str, Any], buffers: int, tmp_path: Path
+) -> None:
+    want = trained(None, optimizer=optimizer, **how)
+    share = 0.3 if buffers == 4 else 0.0
+    ours = trained(Offload(f"nvme:{tmp_path}", share, buffers=buffers), optimizer=optimizer, **how)
+    for (plain, seen, theirs), (weights, same, files) in zip(want, ours, strict=True):
+        assert all(torch.equal(weights[name], value) for name, value in plain.items())
+        assert seen == same
+        assert alike(state_of(theirs), state_of(files))
+
+
+def test_masters_and_states_are_in_files_between_steps(tmp_path: Path) -> None:
+    *_, ours = trained(Offload(f"nvme:{tmp_path}", buffers=3), stage=2, precision="bf16", data=1)[0]
+    for piece in (piece for shard in ours._shards for piece in shard.pieces):
+        assert piece.value.untyped_storage().nbytes() == 4
+        assert all(x.numel() < 2 for state in ours.state.values() for x in state.values())
+    host: Any = ours._host
+    assert host.disk._num_made <= 3
+    assert host.disk.bandwidth("read") > 0 and host.disk.bandwidth("written") > 0
+
+
+class Full:
+    """The call of the system that fails, from the one with this number on, as a full disk does."""
+
+    def __init__(self, call: Any, after: int) -> None:
+        self.call, self.left = call, after
+
+    def __call__(self, *args: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.call(*args)
+
+
+@pytest.mark.parametrize("after", [0, 1, 7, 12])
+@pytest.mark.parametrize("at_step", [0, 2])
+def test_a_full_disk_leaves_the_step_before(
+    after: int, at_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On rank 1 alone. Weights, masters and states are those of the step before on both ranks, and training goes on."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 7), nn.Linear(7, 3)) for _ in range(2)]
+
+    def train(context: ParallelContext) -> None:
+        model = models[context.rank]
+        made = torch.optim.AdamW(model.parameters(), lr=0.1)
+        ours = zero(made, model, offload=f"nvme:{tmp_path}", bucket_bytes=64, precision="bf16", context=context)
+
+        def step(number: int) -> None:
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(2 * number + context.rank))
+            model(x.bfloat16()).float().square().sum().backward()
+            ours.step()
+            ours.zero_grad()
+
+        for number in range(at_step):
+            step(number)
+        weights, states = [p.detach().clone() for p in model.parameters()], state_of(ours)
+        disk: Any = ours._host
+        disk = disk.disk
+        if context.rank == 1:
+            disk.write_call = Full(disk.write_call, after)
+        with pytest.raises(InputError, match=r"No space left on device \(rank 1\)"):
+            step(7)
+        assert alike(weights, list(model.parameters())) and alike(states, state_of(ours))
+        if context.rank == 1:
+            disk.write_call = disk.write_call.call
+        step(7)
+        assert not alike(weights, list(model.parameters()))
+
+    run_as_threads(train, data=2)
+
+
+@pytest.mark.parametrize("folder", ["missing", "a file", "no room"])
+def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "there"
+    if folder == "a file":
+        path.write_text("")
+    elif folder == "no room":
+        path.mkdir()
+        monkeypatch.setattr(os, "posix_fallocate", Full(os.posix_fallocate, 3))
+    models = [nn.Linear(5, 3) for _ in range(2)]
+
+    def refused(context: ParallelContext) -> str:
+        optimizer = torch.optim.AdamW(models[context.rank].parameters())
+        with pytest.raises(ConfigError) as error:
+            zero(optimizer, models[context.rank], offload=f"nvme:{path}", context=context)
+        return str(error.value)
+
+    for said in run_as_threads(refused, data=2):
+        assert "cannot be used" in said and "Name a folder that is there" in said
+
+
+def test_an_optimizer_that_counts_its_steps_is_not_updated_from_files(tmp_path: Path) -> None:
+    model = nn.Linear(5, 3)
+    with pytest.raises(ConfigError, match="Counting"):
+        zero(Counting(model.parameters(), lr=0.1), model, offload=f"nvme:{tmp_path}")
 
 
 @pytest.mark.parametrize(

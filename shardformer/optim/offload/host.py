@@ -44,6 +44,10 @@ class Host:
             self._under_way.popleft().finish()
         return copy
 
+    def part(self, length: int, dtype: torch.dtype) -> HostPart:
+        """Of a new shard."""
+        return HostPart(self, length, dtype)
+
     @contextmanager
     def updating(self) -> Iterator[None]:
         """The host computes in here, with its threads: launchers leave each process one."""
@@ -71,13 +75,33 @@ class HostPart:
     """
 
     def __init__(self, host: Host, length: int, dtype: torch.dtype) -> None:
-        self.host, self.dtype = host, dtype
+        self.host, self.length, self.dtype = host, length, dtype
         self.values = host.link.new_host(length, dtype).zero_()
         self._sum: Tensor | None = None
         self._has_sum = False
         self._staging: Tensor | None = None
         self._arriving: tuple[Copy, float] | None = None
         self._leaving: Copy | None = None
+
+    def fetch(self) -> None:
+        """Before ``take``, where that would have to wait."""
+
+    def take(self) -> bool:
+        """Returns whether the masters may be read and written to."""
+        return True
+
+    def put_away(self) -> None:
+        """The masters are not needed before the next step."""
+
+    def drop(self, *, keeps_memory: bool = False) -> None:
+        """As ``put_away``, where nothing was changed.
+
+        Args:
+            keeps_memory: somebody still looks at the tensors that are here.
+        """
+
+    def save(self) -> None:
+        """Between two steps, something was changed."""
 
     def receive(self, part: Tensor, scale: float) -> None:
         """Starts to bring gradients down, which are added over ``scale``."""
@@ -86,7 +110,7 @@ class HostPart:
 
     def _stage(self, dtype: torch.dtype) -> Tensor:
         if self._staging is None or self._staging.dtype != dtype:
-            self._staging = self.host.link.new_host(self.values.numel(), dtype)
+            self._staging = self.host.link.new_host(self.length, dtype)
         return self._staging
 
     def _land(self) -> None:
