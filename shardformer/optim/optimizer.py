@@ -18,9 +18,9 @@ from shardformer.mesh.axis import Axis
 from shardformer.optim.checks import check_untouched
 from shardformer.optim.offload.host import Host
 from shardformer.optim.offload.paged import Files, PagedPart
-from shardformer.optim.offload.share import Share
 from shardformer.optim.owners import give_to_owners
 from shardformer.optim.probe import needs_whole, state_bytes
+from shardformer.optim.room import Room
 from shardformer.optim.settings import Settings
 from shardformer.optim.shard_norm import nonfinite, norm_of_shards
 from shardformer.optim.shards import Piece, Shard
@@ -79,7 +79,7 @@ class ZeroOptimizer(Optimizer):
         self._convert(self._precision.dtype)
         self._by_bucket = {id(shard.gradients): shard for shard in self._shards}
         self._replace_parameters()
-        self._share = self._bring_share() if self._host is not None else None
+        self._room = self._make_room()
         self._update = Update(self._inner, self._shards, self._host, table.context)
         if isinstance(self._host, Files):
             self._put_into_files(self._host)
@@ -110,10 +110,11 @@ class ZeroOptimizer(Optimizer):
         found = [bucket for r in reducers for bucket in r.hand_over(self._end, dtype, size, sending.overlap)]
         return [Shard(bucket, self._precision.dtype, axis=axis, host=self._host) for bucket in found]
 
-    def _bring_share(self) -> Share:
+    def _make_room(self) -> Room:
         last_first = self._shards if self._walk is not None else self._shards[::-1]
         there = [shard for shard in last_first if shard.host is not None]
-        return Share(self._settings.offload.on_device, there, self._inner, self._table.context)
+        residents = self._walk.residents if self._walk is not None else None
+        return Room(self._settings, there, residents, self._inner, self._table.context)
 
     def _put_into_files(self, files: Files) -> None:
         """Raises ConfigError, on all ranks, where there is no room, or no such folder."""
@@ -187,8 +188,7 @@ class ZeroOptimizer(Optimizer):
         finally:
             for shard in self._shards:
                 shard.forget()
-        if self._share is not None:
-            self._share.after_step()
+        self._room.after_step()
         return loss
 
     def _prepare(self) -> bool:

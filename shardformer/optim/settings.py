@@ -130,7 +130,16 @@ class Layout:
     """What of stage 3 may be chosen: see ``zero``."""
 
     keep_frozen: bool = True
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | str | None = None
+
+    def __post_init__(self) -> None:
+        asked = self.reshard_after_forward
+        if not (asked is None or asked == FREE or (isinstance(asked, int) and asked >= 0)):
+            raise ConfigError(
+                f"reshard_after_forward={asked!r}",
+                rule="It is True, False, bytes of layers that may stay for the backward, or 'free'",
+                remedy="Leave it out, which drops each layer behind its use",
+            )
 
 
 @dataclass(frozen=True)
@@ -145,6 +154,8 @@ class Offload:
             folder, from which they are read for the update, and the gradients on the host. None: on the device.
         on_device: the share of the numbers whose masters and states stay on the device all the same, from 0 to 1; or
             "free", as many as fit into what the first step left free of a GPU.
+        parameters: whether this rank's part of the parameters rests on the host too, under stage 3; then the device
+            holds no more of them than the layers that are gathered.
         buffers: of files, how many buckets are in memory at a time: being read, updated and written.
         threads: with which the host updates; by default as many as it has cores for each process, beside a GPU.
         bandwidth: where the device is the CPU, bytes a second that the link carries at the most: see ``Link``.
@@ -152,6 +163,7 @@ class Offload:
 
     to: str | None = None
     on_device: float | str = 0.0
+    parameters: bool = False
     buffers: int = 3
     threads: int | None = None
     bandwidth: float | None = None
@@ -195,3 +207,9 @@ class Settings:
         if self.stage not in STAGES:
             rule = f"The stages are {', '.join(map(str, STAGES))}"
             raise ConfigError(f"stage={self.stage!r}", rule=rule, remedy="Write stage=1, 2 or 3")
+        if self.offload.parameters and (self.stage < 3 or self.offload.to is None):
+            raise ConfigError(
+                f"Offload({self.offload.to!r}, parameters=True) under stage={self.stage}",
+                rule="Parameters are gathered from the host where they are read, which is what stage 3 does",
+                remedy="Write stage=3, offload=Offload('cpu', parameters=True)",
+            )

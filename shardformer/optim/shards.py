@@ -8,7 +8,7 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import Pending, all_reduce, start_all_gather, start_all_gather_into
-from shardformer.comm.link import Copy
+from shardformer.comm.link import Copy, Link
 from shardformer.comm.values import has_values, numbers_in
 from shardformer.layout.state import Entry
 from shardformer.mesh.axis import Axis
@@ -48,6 +48,19 @@ class Piece:
         return self.gradient.entry
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """How parameters come that are gathered when they are read.
+
+    Args:
+        memory: gives memory for (numbers, dtype, device).
+        link: to the host, where this rank's part rests; None: on the device.
+    """
+
+    memory: Callable[[int, torch.dtype, torch.device], Tensor]
+    link: Link | None = None
+
+
 class Shard:
     """This rank's part of a bucket. Communicates one all-gather of the parameters for each ``start_gather``.
 
@@ -56,7 +69,7 @@ class Shard:
 
     Args:
         dtype: the one that the parameters are about to get; None: they keep theirs.
-        keeps: whether only this rank's part lasts, since the model's parameters come when they are read (stage 3).
+        gathered: of parameters that come when they are read (stage 3), so that only this rank's part lasts.
         axis: of the ranks that each have a part; by default those that agree on the gradients.
         host: where the optimizer has its pieces and their gradients; None: on the device.
     """
@@ -66,7 +79,7 @@ class Shard:
         bucket: Bucket,
         dtype: torch.dtype | None = None,
         *,
-        keeps: bool = False,
+        gathered: Gathered | None = None,
         axis: Axis | None = None,
         host: Host | None = None,
     ) -> None:
@@ -75,11 +88,14 @@ class Shard:
         self.dtype, self.device = dtype or first.dtype, first.device
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self.length, self.places = bucket.places(self.axis.size)
-        self.keeps = keeps
-        lasts = not keeps and not any(gradient.is_shared for gradient in self.gradients)
+        self.gathered, self.keeps = gathered, gathered is not None
+        self._link = gathered.link if gathered is not None else None
+        lasts = not self.keeps and not any(gradient.is_shared for gradient in self.gradients)
         self.whole: Tensor | None = self._new(self.length * self.axis.size) if lasts else None
-        own = slice(self.axis.rank * self.length, (self.axis.rank + 1) * self.length)
-        self.own = self._new(self.length) if self.whole is None else self.whole[own]
+        if self._link is not None:
+            self.own = self._link.new_host(self.length, self.dtype).zero_()
+        else:
+            self.own = self._new(self.length) if self.whole is None else self._own_of(self.whole)
         self.host = host.part(self.length, self.wide) if host is not None else None
         self.has_masters = self.host is not None or self.wide != self.dtype
         self.pieces = [piece for n, g in enumerate(self.gradients) if (piece := self._take(n, g)) is not None]
@@ -87,6 +103,7 @@ class Shard:
         self._counts: Tensor | None = None
         self._had = [False] * len(self.gradients)
         self._going_up: Copy | None = None
+        self._fetched: tuple[Tensor, Copy] | None = None
         self._versions = self._current_versions()
 
     @property
@@ -212,7 +229,9 @@ class Shard:
 
         ``start_gather`` waits for that.
         """
-        if self.host is not None:
+        if self.host is not None and self._link is not None:
+            self.own.copy_(self.host.values)
+        elif self.host is not None:
             self._going_up = self.host.bring_up(self.own)
         elif self.has_masters:
             for piece in self.pieces:
@@ -263,8 +282,35 @@ class Shard:
         if self._going_up is not None:
             self._going_up.wait()
             self._going_up = None
-        whole = self.whole if self.whole is not None else self.own.new_empty(self.length * self.axis.size)
+        if self._link is not None:
+            self.fetch_parameters()
+            assert self._fetched is not None
+            (whole, copy), self._fetched = self._fetched, None
+            copy.wait()
+            return start_all_gather_into(whole, self._own_of(whole), self.axis, "parameters")
+        whole = self._new_whole() if self.whole is None else self.whole
         return start_all_gather_into(whole, self.own, self.axis, "parameters")
+
+    def fetch_parameters(self) -> None:
+        """Starts to bring this rank's part to the device, where it rests on the host."""
+        if self._link is not None and self._fetched is None:
+            whole = self._new_whole()
+            self._fetched = whole, self._link.up(self._own_of(whole), self.own)
+
+    def forget_fetched(self) -> None:
+        """What was brought to the device will not be used."""
+        if self._fetched is not None:
+            self._fetched[1].finish()
+            self._fetched = None
+
+    def _new_whole(self) -> Tensor:
+        numel = self.length * self.axis.size
+        if self.gathered is not None:
+            return self.gathered.memory(numel, self.dtype, self.device)
+        return self.own.new_empty(numel)
+
+    def _own_of(self, whole: Tensor) -> Tensor:
+        return whole[self.axis.rank * self.length : (self.axis.rank + 1) * self.length]
 
     def gather_gradient(self, number: int) -> Tensor | None:
         """The gradient of a parameter, from all ranks. Communicates one all-gather of the bucket."""

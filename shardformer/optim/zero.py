@@ -24,7 +24,7 @@ def zero(
     max_grad_norm: float | None = None,
     on_nonfinite: str = "raise",
     keep_frozen: bool = True,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | str | None = None,
     bucket_bytes: int | None = None,
     overlap: bool = True,
     context: ParallelContext | None = None,
@@ -44,15 +44,15 @@ def zero(
         precision: "fp32" leaves the parameters as they are; "bf16" and "fp16" keep them in 16 bits, and a master of
             each rank's pieces in fp32; a ``Precision`` says more. In fp16 call ``optimizer.backward(loss)``, which
             scales the loss.
-        offload: "cpu" keeps masters, the optimizer's state and gradients in the host's memory, and updates there, while
-            gradients come down under the backward; "nvme:DIR" keeps masters and state in files. An ``Offload`` says
-            more.
+        offload: "cpu" keeps masters, the optimizer's state and gradients on the host, and updates there; gradients come
+            down under the backward. "nvme:DIR" keeps masters and state in files. An ``Offload`` says more.
         max_grad_norm: to which ``step`` clips the norm of all gradients; None leaves them as they are.
         on_nonfinite: what ``step`` does when a gradient is NaN or infinite: "raise" InputError on all ranks, before
             anything is changed; "skip" the step; "ignore". In fp16 the step is skipped and the scale made smaller.
         keep_frozen: whether stage 3 leaves parameters whole that do not train.
         reshard_after_forward: whether stage 3 drops a layer behind its use and gathers it again for the backward; False
-            gathers once a step. None: True, but not in a pipeline, of which each micro-batch would gather.
+            gathers once a step. None: True, but not in a pipeline, of which each micro-batch would gather. A number of
+            bytes: that much of the last layers stays for the backward; "free": what the first step left free of a GPU.
         bucket_bytes: of gradients that are sent together; None: 25 MB, or what the sharded model was told.
         overlap: whether gradients, and the layers of stage 3, travel while others are computed.
         context: the grid of a model that was not sharded; None: all processes are data ranks.

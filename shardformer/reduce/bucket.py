@@ -120,6 +120,7 @@ class Bucket:
     work: Any = None
     flat: Tensor | None = None
     is_sent: bool = False  # in this backward
+    memory: Callable[[int, torch.dtype, torch.device], Tensor] | None = None  # what gives it; None: new memory
 
     @property
     def is_summed(self) -> bool:
@@ -151,7 +152,10 @@ class Bucket:
 
     def new_flat(self, numel: int) -> Tensor:
         first = self.gradients[0].param
-        return torch.empty(numel, dtype=self.dtype or first.dtype, device=first.device)
+        dtype = self.dtype or first.dtype
+        if self.memory is not None:
+            return self.memory(numel, dtype, first.device)
+        return torch.empty(numel, dtype=dtype, device=first.device)
 
     def reset(self) -> None:
         self.flat = self.work = None

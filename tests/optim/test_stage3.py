@@ -21,6 +21,7 @@ from shardformer.errors import ConfigError, InputError, WorkerError
 from shardformer.layout.state import live_states
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.optimizer import ZeroOptimizer
+from shardformer.optim.settings import Offload
 from shardformer.optim.stage3 import units
 from shardformer.optim.stage3.units import Unit, group_params
 from shardformer.optim.stage3.walk import Walk
@@ -116,7 +117,8 @@ class Case:
     left_out: Callable[[int, int], Collection[int]] = lambda step, rank: ()
     forwards: int = 1
     backwards: int = 1
-    reshard: bool | None = None
+    reshard: bool | int | None = None
+    offload: Offload | None = None
 
     def backward(self, model: nn.Module, step: int, rank: int, weight: float) -> None:
         losses = [
@@ -141,7 +143,7 @@ def plain_weights(case: Case, ranks: int, steps: int = 4) -> Weights:
 
 def weights_over(case: Case, context: ParallelContext, model: nn.Module, steps: int = 4) -> Weights:
     own = torch.optim.AdamW(model.parameters(), lr=0.02)
-    how: dict[str, Any] = {"reshard_after_forward": case.reshard}
+    how: dict[str, Any] = {"reshard_after_forward": case.reshard, "offload": case.offload}
     optimizer = zero(own, model, stage=3, max_grad_norm=CLIP, context=context, **how)
     for step in range(steps):
         case.backward(model, step, context.data.rank, 1.0)
@@ -169,6 +171,8 @@ def drops_on_all(step: int, rank: int) -> Collection[int]:
     return [(2,), (), (0, 3), (1,)][step]
 
 
+ROOM = 1000  # bytes: two layers
+RESTS = Offload("cpu", parameters=True)
 CASES = {
     "plain": Case(),
     "layers left out, others on each rank": Case(left_out=drops),
@@ -184,6 +188,16 @@ CASES = {
     "two backwards through one graph": Case(backwards=2),
     "gathered once a step": Case(reshard=False, left_out=drops),
     "gathered once a step, checkpoints": Case("two", reshard=False),
+    "some layers stay": Case(reshard=ROOM),
+    "some layers stay, layers left out": Case(reshard=ROOM, left_out=drops),
+    "some layers stay, left out on all": Case(reshard=ROOM, left_out=drops_on_all),
+    "some layers stay, checkpoints": Case("two", reshard=ROOM),
+    "some layers stay, two forwards": Case(reshard=ROOM, forwards=2),
+    "all layers stay": Case(reshard=2**30, left_out=drops),
+    "on the host": Case(offload=RESTS),
+    "on the host, layers left out": Case(offload=RESTS, left_out=drops),
+    "on the host, some layers stay, checkpoints": Case("reentrant", reshard=ROOM, offload=RESTS, left_out=drops_on_all),
+    "on the host, two forwards": Case(offload=RESTS, forwards=2, backwards=2),
 }
 
 
@@ -373,9 +387,9 @@ def test_a_forward_that_was_broken_off_is_forgotten() -> None:
 # ----------------------------------------------------------------------------------------------------- bytes and memory
 
 
-@pytest.mark.parametrize(("reshard", "twice"), [(True, True), (False, False)])
+@pytest.mark.parametrize(("reshard", "twice"), [(True, True), (False, False), (1, True), (ROOM, True)])
 def test_what_is_sent_and_how_much_is_here_at_a_time(
-    reshard: bool, twice: bool, monkeypatch: pytest.MonkeyPatch
+    reshard: bool | int, twice: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The table is not gathered for the backward, and the last unit stays; two units of the model are here at most."""
     here: Counter[int] = Counter()
@@ -409,7 +423,8 @@ def test_what_is_sent_and_how_much_is_here_at_a_time(
     for sent, held in over_ranks(use, reshard_after_forward=reshard):
         if twice:
             assert total * 8 < sent <= 1.02 * 8 * (total + again)
-            assert held <= table + 3 * layer  # the table comes again, and so does a layer
+            # the table comes again, and so does a layer
+            assert held <= table + 3 * layer + (reshard // 8 if reshard is not True else 0)
         else:
             assert sent <= 1.02 * 8 * (total + len(group_params(model)))
 
@@ -506,7 +521,7 @@ def test_layers_in_another_order_are_refused() -> None:
 def alone(self: Walk, index: int) -> None:
     """Each rank gathers what it reads."""
     if index != -1 and index != self._last:
-        self._step(index, -1)
+        self._step(index, ())
 
 
 def own_gradients(original: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardformer.errors import ConfigError
 from shardformer.layout.state import Entry
+from shardformer.optim.stage3.memory import Chunks
 from shardformer.optim.stage3.units import Unit
 from shardformer.reduce.bucket import Bucket, Gradient, HandOver
 from shardformer.reduce.pause import Pausable
@@ -23,6 +24,7 @@ class UnitReducer(Pausable):
         arrived: called when a parameter of a unit got its gradient.
         entries: all parameters of the model; those that do not train now may not do so later.
         overlaps: whether what is sent travels while others are computed.
+        memory: which the buckets take, and give back when they were sent.
     """
 
     def __init__(
@@ -34,9 +36,10 @@ class UnitReducer(Pausable):
         entries: Sequence[Entry],
         *,
         overlaps: bool = True,
+        memory: Chunks | None = None,
     ) -> None:
         self._units, self._buckets, self._end, self._arrived = units, buckets, end, arrived
-        self._overlaps = overlaps
+        self._overlaps, self._memory = overlaps, memory
         self._frozen = [entry for entry in entries if not entry.param.requires_grad]
         self._under_way: list[Bucket] = []
         self.sent: set[int] = set()
@@ -96,7 +99,11 @@ class UnitReducer(Pausable):
         """Waits for what was sent last, and hands it on."""
         for bucket in self._under_way:
             self._end.finish(bucket)
-            bucket.flat = bucket.work = None
+            flat, bucket.flat, bucket.work = bucket.flat, None, None
+            if self._memory is not None and flat is not None:
+                address = flat.untyped_storage().data_ptr()
+                del flat
+                self._memory.give_back(address)
         self._under_way = []
 
     def end_pass(self) -> None:

@@ -42,6 +42,7 @@ class Unit:
     Attributes:
         on_read: called before a parameter is read that is not here, with the units of all parameters of that call.
         where: address of gathered memory -> the unit, and the number of the base.
+        give_back: called with the address of memory that nobody wants any more.
     """
 
     on_read: Read
@@ -53,8 +54,17 @@ class Unit:
         self.bases: list[Tensor] = []  # what the parameters are views of, while they are here
         self.where: dict[int, tuple[Unit, int]] = {}
         self.is_here = False
+        self.size = 0  # in bytes, alike on all ranks
+        self.give_back: Callable[[int], None] = lambda address: None
         self._pending: list[Pending] = []
         self._versions: list[int] = []
+
+    @_lasting
+    def fetch(self) -> None:
+        """Starts to bring what of it rests on the host to the device, for ``start``."""
+        if not self.is_here and not self._pending:
+            for shard in self.shards:
+                shard.fetch_parameters()
 
     @_lasting
     def start(self) -> None:
@@ -99,12 +109,17 @@ class Unit:
         for pending in self._pending:
             pending.wait()  # it was begun on all ranks, and nobody came to read it
         self._pending = []
+        for shard in self.shards:
+            shard.forget_fetched()
         if self.is_here:
             self._check_unwritten()
-            for values in self.bases:
-                del self.where[values.untyped_storage().data_ptr()]
+            addresses = [values.untyped_storage().data_ptr() for values in self.bases]
+            for address in addresses:
+                del self.where[address]
             self.bases, self.is_here = [], False
             self.hide()
+            for address in addresses:
+                self.give_back(address)
 
     @_lasting
     def hide(self) -> None:

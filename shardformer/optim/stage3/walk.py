@@ -14,7 +14,6 @@ embedding) is not gathered for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,23 +27,13 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.mesh.axis import Axis
 from shardformer.optim.stage3.absent import UNIT
 from shardformer.optim.stage3.gradients import UnitReducer
+from shardformer.optim.stage3.memory import Residents
 from shardformer.optim.stage3.plan import END, Plan, found_plan
+from shardformer.optim.stage3.saved import Saved, check_version
 from shardformer.optim.stage3.units import Unit
 
 Kind = tuple[Any, ...]
 """Of a forward: the module that was called, the part of it, whether it trains, and whether there are gradients."""
-
-
-@dataclass
-class Saved:
-    """What autograd saved of a unit's values: the parameter, or where a view of it lies in what is gathered."""
-
-    run: int
-    unit: Unit
-    param: nn.Parameter | None
-    base: int
-    layout: tuple[Any, ...]
-    version: int
 
 
 class Walk:
@@ -68,7 +57,7 @@ class Walk:
         part: Callable[[], Any] = lambda: None,
     ) -> None:
         self.units, self._axis, self._frees, self._part = units, axis, frees, part
-        self._gathers_ahead = gathers_ahead
+        self._gathers_ahead, self.residents = gathers_ahead, Residents()
         self.reducer: UnitReducer
         self._plans: dict[Kind, Plan] = {}
         self._kind: Kind | None = None  # of the forward or backward that is under way
@@ -117,6 +106,7 @@ class Walk:
         self._run += 1
         kind = (path, self._part(), module.training, torch.is_grad_enabled())
         self._kinds = {run: kind for run, kind in self._kinds.items() if run > self._run - 64} | {self._run: kind}
+        self.residents.clear()
         for unit in self.units:
             self._drop(unit)
         self._begin(kind)
@@ -132,7 +122,7 @@ class Walk:
         self._finish()
         last = [*dict.fromkeys(reversed(self._record.units))][:2] if torch.is_grad_enabled() else []
         for unit in self.units:
-            if unit.index not in last:  # a head may be two units: a tied table, and a bias
+            if unit.index not in last and unit not in self.residents:  # a head may be two units: a tied table, a bias
                 self._drop(unit)
         if torch.is_grad_enabled():
             for x in tree_leaves(output):
@@ -212,23 +202,33 @@ class Walk:
         if leaves and not plan.is_open:
             self._refuse_order(index)
         while self._at < (len(plan.units) - 1 if leaves else end):
-            self._step(plan.units[self._at + 1], plan.units[self._at + 2] if self._at + 2 < len(plan.units) else END)
+            self._step(plan.units[self._at + 1], plan.units[self._at + 2 : self._at + 4])
         if plan.is_open and (leaves or index == END) and any(gather_objects(leaves, self._axis)):
             self._plan = None
 
-    def _step(self, index: int, ahead: int) -> None:
+    def _step(self, index: int, coming: Sequence[int]) -> None:
         """One step of the walk: a unit comes, the one before goes, its gradients are sent, the next one is begun."""
         before, self._at = self._last, self._at + 1
         self.units[index].wait()
         self._record.units.append(index)
         comes_again = self._plan is not None and self._plan.comes_again(before, self._at)
-        if before not in (index, END) and before not in self._keep and not comes_again:
-            self._drop(self.units[before])
+        if before not in (index, END) and not comes_again:
+            self._pass(self.units[before])
         if self._plan is not None and self._is_backward and not self.reducer.is_paused:
             for unit in self._plan.complete.get(self._at - 1, ()):
                 self.reducer.send(self.units[unit])
-        if ahead != END and self._gathers_ahead:
-            self.units[ahead].start()
+        if self._gathers_ahead:
+            for unit in coming[:1]:
+                self.units[unit].start()
+            for unit in coming[1:]:
+                self.units[unit].fetch()
+
+    def _pass(self, unit: Unit) -> None:
+        """A unit's turn is over."""
+        reads_again = torch.is_grad_enabled() and not self._is_backward
+        for gone in self.residents.leave(unit) if reads_again else [unit]:
+            if gone.index not in self._keep:
+                self._drop(gone)
 
     def _drop(self, unit: Unit) -> None:
         if self._frees:
@@ -274,7 +274,7 @@ class Walk:
             if not wanted:
                 return
             chosen = max(wanted) if self._is_backward else min(wanted)
-            self._step(chosen, END)
+            self._step(chosen, ())
             if chosen == want:
                 return
 
@@ -322,7 +322,7 @@ class Walk:
     def _unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, Saved):
             value, version = packed
-            _check_version(value, version)
+            check_version(value, version)
             kept: Tensor = value
             return kept
         self._begin_backward(packed.run)
@@ -335,7 +335,7 @@ class Walk:
                 remedy="Train with stage=2 where gradients of gradients are needed",
             )
         if packed.param is not None:
-            _check_version(packed.param, packed.version)
+            check_version(packed.param, packed.version)
             return packed.param
         return packed.unit.bases[packed.base].as_strided(*packed.layout)
 
@@ -377,12 +377,3 @@ class Walk:
         self._is_backward = self._is_ending = False
         for unit in self.units:
             self._drop(unit)
-
-
-def _check_version(x: Tensor, version: int) -> None:
-    """As autograd does of what it saves by itself. Raises RuntimeError."""
-    if x._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"a tensor of shape {tuple(x.shape)} is at version {x._version}; expected version {version} instead"
-        )

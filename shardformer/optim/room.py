@@ -1,7 +1,7 @@
-"""Which shards' masters and states stay on the device under offload, so that both sides update at the same time.
+"""What stays on the device as far as there is room: masters and states under offload, gathered layers under stage 3.
 
-The gradients that arrive last stay: those of the others have had time to come down. How much stays is set, or what the
-first step left free of a GPU.
+How much that is, is set, or it is what the first step left free of a GPU. Of masters and states those stay whose
+gradients arrive last: those of the others have had time to come down. Both sides update at the same time.
 """
 
 from __future__ import annotations
@@ -16,51 +16,67 @@ from torch.optim import Optimizer
 from shardformer.comm.collectives import gather_objects
 from shardformer.errors import ConfigError
 from shardformer.mesh.context import ParallelContext
-from shardformer.optim.settings import FREE
+from shardformer.optim.settings import FREE, Settings
 from shardformer.optim.shards import Shard
+from shardformer.optim.stage3.memory import Residents
 
 MARGIN = 0.9
 """The part of what is free that is taken: memory of a GPU is handed out in blocks."""
 
 
-class Share:
-    """Brings shards back to the device: a share of the numbers at once, or as many as fit after the first step.
+class Room:
+    """Brings shards back to the device, and lets layers stay there: what was set now, the rest after the first step.
 
     Args:
-        shards: those whose gradients arrive last come first.
+        shards: what is on the host; those whose gradients arrive last come first.
+        residents: what stays of stage 3; None: another stage.
     """
 
     def __init__(
-        self, asked: float | str, shards: Sequence[Shard], optimizers: Sequence[Optimizer], context: ParallelContext
+        self,
+        settings: Settings,
+        shards: Sequence[Shard],
+        residents: Residents | None,
+        optimizers: Sequence[Optimizer],
+        context: ParallelContext,
     ) -> None:
+        asked = settings.offload.on_device
         self._shards, self._optimizers, self._context = shards, optimizers, context
-        self.is_open = asked == FREE
-        if self.is_open and context.device.type != "cuda":
+        self._brings = asked == FREE and bool(shards)
+        self._residents = residents if settings.layout.reshard_after_forward == FREE else None
+        self._is_open = self._brings or self._residents is not None
+        if self._is_open and context.device.type != "cuda":
+            name = "on_device" if self._brings else "reshard_after_forward"
             raise ConfigError(
-                f"on_device='free' on {context.device}",
+                f"{name}='free' on {context.device}",
                 rule="What is free is known of a GPU; of the CPU, host and device are the same memory",
-                remedy="Write a share, such as on_device=0.5",
+                remedy="Write on_device=0.5, which is a share, or reshard_after_forward=2**30, which is bytes",
             )
-        if self.is_open:
+        if self._is_open:
             torch.cuda.reset_peak_memory_stats(context.device)
-        elif not isinstance(asked, str):
+        if not isinstance(asked, str):
             self._bring(asked * sum(shard.length for shard in shards), [shard.length for shard in shards])
 
     def after_step(self) -> None:
         """Takes up what the first step left free. Communicates one number over each axis, once."""
-        if not self.is_open:
+        if not self._is_open:
             return
-        self.is_open = False
+        self._is_open = False
         room: float = free_bytes(self._context.device) * MARGIN
         for axis in self._context.axes.values():
             room = min(gather_objects(room, axis))
-        self._bring(room, [self._bytes(shard) for shard in self._shards])
+        if self._brings:
+            room = self._bring(room, [self._bytes(shard) for shard in self._shards])
+        if self._residents is not None:
+            self._residents.room = room
 
-    def _bring(self, room: float, sizes: Sequence[float]) -> None:
+    def _bring(self, room: float, sizes: Sequence[float]) -> float:
+        """Returns the room that is left."""
         for shard, size in zip(self._shards, sizes, strict=True):
             if size <= room:
                 room -= size
                 bring_back(shard, self._optimizers)
+        return room
 
     def _bytes(self, shard: Shard) -> float:
         """What a shard takes on the device: masters, the sum of the gradients, states."""

@@ -1,0 +1,103 @@
+"""Memory of the units of stage 3: chunks are used again, never while somebody looks at them; some layers stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardformer.comm.recorder import Recorder
+from shardformer.mesh.context import ParallelContext
+from shardformer.optim.optimizer import ZeroOptimizer
+from shardformer.optim.settings import Offload
+from shardformer.optim.stage3 import units
+from shardformer.optim.stage3.memory import Chunks
+from tests.optim.test_stage3 import Stack, loss_of, over_ranks
+
+CPU = torch.device("cpu")
+
+
+def chunks(size: int = 4000) -> Chunks:
+    made = Chunks()
+    made.fit([size, size, 100, size // 2])
+    return made
+
+
+def test_a_chunk_is_used_again() -> None:
+    memory = chunks()
+    x = memory.take(1000, torch.float32, CPU)
+    address = x.data_ptr()
+    del x
+    memory.give_back(address)
+    assert memory.take(900, torch.float16, CPU).data_ptr() != address  # it would fill less than half
+    assert memory.take(900, torch.float32, CPU).data_ptr() == address
+
+
+def test_a_chunk_that_somebody_looks_at_is_left_to_them() -> None:
+    memory = chunks()
+    x = memory.take(1000, torch.float32, CPU).fill_(7)
+    view, address = x[5:9], x.data_ptr()
+    del x
+    memory.give_back(address)
+    y = memory.take(1000, torch.float32, CPU).zero_()
+    assert y.data_ptr() != address and view.tolist() == [7] * 4
+
+
+def test_what_has_another_size_gets_memory_of_its_own() -> None:
+    memory = chunks()
+    large = memory.take(2000, torch.float32, CPU)
+    address = large.data_ptr()
+    del large
+    memory.give_back(address)
+    assert not memory._free
+
+
+@pytest.mark.parametrize("offload", [None, Offload("cpu", parameters=True)])
+def test_layers_and_their_gradients_lie_in_few_chunks(offload: Offload | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank allocates no more chunks than lie about at a time, over all steps."""
+    monkeypatch.setattr(units, "SMALL", 0)
+    made: list[int] = []
+    take = Chunks.take
+
+    def counting(self: Chunks, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        before = len(self._free)
+        out = take(self, numel, dtype, device)
+        made.append(out.data_ptr() in self._lent and before == len(self._free))
+        return out
+
+    monkeypatch.setattr(Chunks, "take", counting)
+
+    def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
+        for step in range(4):
+            loss_of(model, step, context.rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    over_ranks(use, offload=offload)
+    assert len(made) > 100 and sum(made) <= 2 * 6
+
+
+def test_on_the_host_a_rank_keeps_no_parameters_on_the_device() -> None:
+    def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> list[tuple[bool, bool]]:
+        loss_of(model, 0, context.rank).backward()
+        optimizer.step()
+        return [(shard.whole is None, shard._link is not None) for shard in optimizer._shards]
+
+    for found in over_ranks(use, offload=Offload("cpu", parameters=True)):
+        assert len(found) > 1 and all(left and rests for left, rests in found)
+
+
+def test_what_may_stay_is_not_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "SMALL", 0)
+    sent = []
+    for room in (True, 1000, 2**30):
+
+        def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> int:
+            for step in range(3):
+                with Recorder(context) as recorder:
+                    loss_of(model, step, context.rank).backward()
+            return recorder.wire_bytes(purpose="parameters")
+
+        sent.append(over_ranks(use, reshard_after_forward=room)[0])
+    layer = 8 * 54
+    assert sent[1] <= sent[0] - layer and sent[2] <= sent[1] - layer
