@@ -80,6 +80,9 @@ class ZeroOptimizer(Optimizer):
         self._by_bucket = {id(shard.gradients): shard for shard in self._shards}
         self._replace_parameters()
         self._room = self._make_room()
+        keys = {id(entry): number for number, entry in enumerate(table.entries)}
+        for shard in self._shards:
+            shard.hold(keys)
         self._update = Update(self._inner, self._shards, self._host, table.context)
         if isinstance(self._host, Files):
             self._put_into_files(self._host)
@@ -108,7 +111,8 @@ class ZeroOptimizer(Optimizer):
         dtype, sending = self._precision.reduce_dtype, self._settings.sending
         size: Any = sending.bucket_bytes or self._table.request.extra.get("bucket_bytes", BUCKET_BYTES)
         found = [bucket for r in reducers for bucket in r.hand_over(self._end, dtype, size, sending.overlap)]
-        return [Shard(bucket, self._precision.dtype, axis=axis, host=self._host) for bucket in found]
+        narrow, rounding = self._precision.dtype, self._precision.rounding
+        return [Shard(bucket, narrow, axis=axis, host=self._host, rounding=rounding) for bucket in found]
 
     def _make_room(self) -> Room:
         last_first = self._shards if self._walk is not None else self._shards[::-1]
@@ -308,6 +312,7 @@ class ZeroOptimizer(Optimizer):
             "place": {"sizes": context.sizes, "coords": context.coords},
             "optimizers": [_own(optimizer.state_dict()) for optimizer in self._inner],
             "loss_scale": asdict(self._precision.loss_scale),
+            "rounds": [shard.rounded.step for shard in self._shards if shard.rounded is not None],
             "masters": [piece.value.detach().clone() for shard in self._shards for piece in shard.pieces],
         }
         for shard in self._shards:
@@ -342,6 +347,8 @@ class ZeroOptimizer(Optimizer):
                 shard.store()
             hand_out.add(self._shards)
             hand_out.finish()
+        for rounded, step in zip([s.rounded for s in self._shards if s.rounded], state_dict["rounds"], strict=True):
+            rounded.step = step
         if isinstance(self._host, Files):
             self._host.end_writing(context)
 

@@ -11,6 +11,7 @@ from shardformer.errors import ConfigError
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 ON_NONFINITE = ("raise", "skip", "ignore")
+MASTERS = ("fp32", "kahan", "stochastic")
 STAGES = (0, 1, 2, 3)
 FREE, HOST, DISK = "free", "cpu", "nvme:"
 
@@ -56,11 +57,14 @@ class Precision:
         parameters: "fp32" leaves them as they are; "bf16" or "fp16" keeps them in 16 bits, and masters in fp32 of each
             rank's pieces.
         gradients: "fp32" sums them in fp32, which sends twice the bytes of 16 bits; None: as the parameters.
+        masters: of bf16. "fp32"; or none, to save memory: "kahan" keeps what rounding took away, in 16 bits;
+            "stochastic" rounds up or down by chance.
         loss_scale: for fp16.
     """
 
     parameters: str = "fp32"
     gradients: str | None = None
+    masters: str = "fp32"
     loss_scale: LossScale = field(default_factory=LossScale)
 
     def __post_init__(self) -> None:
@@ -73,6 +77,13 @@ class Precision:
                     remedy="Write precision='bf16', or leave it out",
                 )
 
+        if self.masters not in MASTERS or (self.masters != "fp32" and self.parameters != "bf16"):
+            raise ConfigError(
+                f"Precision({self.parameters!r}, masters={self.masters!r})",
+                rule=f"Of bf16 the masters are one of {', '.join(map(repr, MASTERS))}, of others there is no choice",
+                remedy="Leave masters out",
+            )
+
     @classmethod
     def of(cls, given: Any) -> Precision:
         """From what ``zero`` was given. Raises ConfigError for what is none."""
@@ -82,6 +93,11 @@ class Precision:
     def dtype(self) -> torch.dtype | None:
         """Of the parameters; None: as they are."""
         return DTYPES[self.parameters]
+
+    @property
+    def rounding(self) -> str | None:
+        """How parameters are rounded that have no masters; None: they have some, or need none."""
+        return self.masters if self.masters != "fp32" else None
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
@@ -207,6 +223,12 @@ class Settings:
         if self.stage not in STAGES:
             rule = f"The stages are {', '.join(map(str, STAGES))}"
             raise ConfigError(f"stage={self.stage!r}", rule=rule, remedy="Write stage=1, 2 or 3")
+        if self.offload.to is not None and self.precision.rounding is not None:
+            raise ConfigError(
+                f"Precision(masters={self.precision.masters!r}) beside offload={self.offload.to!r}",
+                rule="Under offload the masters are on the host, where they take no memory of the device",
+                remedy="Leave one of the two out",
+            )
         if self.offload.parameters and (self.stage < 3 or self.offload.to is None):
             raise ConfigError(
                 f"Offload({self.offload.to!r}, parameters=True) under stage={self.stage}",

@@ -8,7 +8,7 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,8 @@ from shardformer.comm.link import Copy, Link
 from shardformer.comm.values import has_values, numbers_in
 from shardformer.layout.state import Entry
 from shardformer.mesh.axis import Axis
-from shardformer.optim.offload.host import Host
+from shardformer.optim.offload.host import Host, HostPart
+from shardformer.optim.rounding import KAHAN, Held, Rounded
 from shardformer.reduce.bucket import Bucket, Gradient
 
 
@@ -72,6 +73,7 @@ class Shard:
         gathered: of parameters that come when they are read (stage 3), so that only this rank's part lasts.
         axis: of the ranks that each have a part; by default those that agree on the gradients.
         host: where the optimizer has its pieces and their gradients; None: on the device.
+        rounding: "kahan" or "stochastic", of bf16 without masters.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Shard:
         gathered: Gathered | None = None,
         axis: Axis | None = None,
         host: Host | None = None,
+        rounding: str | None = None,
     ) -> None:
         self.gradients, self.axis = bucket.gradients, axis or bucket.axis
         first = self.gradients[0].param
@@ -97,6 +100,8 @@ class Shard:
         else:
             self.own = self._new(self.length) if self.whole is None else self._own_of(self.whole)
         self.host = host.part(self.length, self.wide) if host is not None else None
+        rounds = rounding is not None and self.wide != self.dtype and host is None
+        self.rounded = Rounded(self.own, rests=rounding == KAHAN) if rounds else None
         self.has_masters = self.host is not None or self.wide != self.dtype
         self.pieces = [piece for n, g in enumerate(self.gradients) if (piece := self._take(n, g)) is not None]
         self._sum: Tensor | None = None
@@ -105,6 +110,20 @@ class Shard:
         self._going_up: Copy | None = None
         self._fetched: tuple[Tensor, Copy] | None = None
         self._versions = self._current_versions()
+
+    def hold(self, keys: Mapping[int, int]) -> None:
+        """Without masters: what is wide now is rounded.
+
+        Args:
+            keys: a number for each entry, by its identity.
+        """
+        if self.rounded is not None:
+            self.rounded.hold([Held(p.value, p.at, p.stretch.start, keys[id(p.entry)]) for p in self.pieces])
+
+    @property
+    def _masters(self) -> HostPart | Rounded | None:
+        """What says whether the pieces have their values now."""
+        return self.host if self.host is not None else self.rounded
 
     @property
     def sum(self) -> Tensor | None:
@@ -233,6 +252,8 @@ class Shard:
             self.own.copy_(self.host.values)
         elif self.host is not None:
             self._going_up = self.host.bring_up(self.own)
+        elif self.rounded is not None:
+            self.rounded.store()
         elif self.has_masters:
             for piece in self.pieces:
                 self.own[piece.at] = piece.value.detach().reshape(-1)
@@ -249,33 +270,34 @@ class Shard:
 
     def fetch(self) -> None:
         """Before ``take``, where that would have to wait."""
-        if self.host is not None:
-            self.host.fetch()
+        if self._masters is not None:
+            self._masters.fetch()
 
     def take(self) -> bool:
         """Returns whether the pieces have their values now."""
-        return self.host is None or self.host.take()
+        return self._masters is None or self._masters.take()
 
     def put_away(self) -> None:
         """The values of the pieces may go."""
-        if self.host is not None:
-            self.host.put_away()
+        if self._masters is not None:
+            self._masters.put_away()
 
     def drop(self, *, keeps_memory: bool = False) -> None:
         """The values of the pieces may go, which nobody changed."""
-        if self.host is not None:
-            self.host.drop(keeps_memory=keeps_memory)
+        if self._masters is not None:
+            self._masters.drop(keeps_memory=keeps_memory)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
         """The pieces may be written to in here. Between two steps."""
-        if self.host is None:
+        masters = self._masters
+        if masters is None:
             yield
             return
-        self.host.take()
-        self.host.settle()
+        masters.take()
+        masters.settle()
         yield
-        self.host.save()
+        masters.save()
 
     def start_gather(self) -> Pending:
         """Starts bringing together what all ranks have, in the model's precision."""

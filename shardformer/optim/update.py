@@ -33,7 +33,8 @@ class Update:
         self, optimizers: Sequence[Optimizer], shards: Sequence[Shard], host: Host | None, context: ParallelContext
     ) -> None:
         self._optimizers, self._shards, self._host, self._context = optimizers, shards, host, context
-        self._is_apart = host is not None and all(can_step_apart(optimizer) for optimizer in optimizers)
+        comes = host is not None or any(shard.rounded is not None for shard in shards)
+        self._is_apart = comes and all(can_step_apart(optimizer) for optimizer in optimizers)
         if isinstance(host, Files) and not self._is_apart:
             raise ConfigError(
                 f"offload='nvme:{host.disk.folder}' of {', '.join(type(o).__name__ for o in optimizers)}",
@@ -51,14 +52,15 @@ class Update:
         for shard in self._shards:
             shard.give_gradients()
         changed = [shard for shard in self._shards if any(shard.had)]
-        here = [shard for shard in changed if shard.host is None]
+        lasting = [shard for shard in changed if shard.host is None and shard.rounded is None]
+        rounded = [[shard] for shard in changed if shard.rounded is not None]
         there = [[shard] for shard in changed if shard.host is not None]
         if isinstance(self._host, Files):
             self._run(there)
             self._end_files(self._host, [shard for turn in there for shard in turn])
-            self._run([here])
+            self._run([lasting])
         else:
-            self._run([here, *there] if self._is_apart else [changed])
+            self._run([lasting, *rounded, *there] if self._is_apart else [changed])
 
     def _run(self, turns: Sequence[Sequence[Shard]]) -> None:
         """Updates the shards of one turn after those of the other."""

@@ -70,7 +70,8 @@ def _make_units(
         for bucket in made:
             trains = bucket.gradients[0].param.requires_grad
             bucket.memory = chunks.take
-            unit.shards.append(Shard(bucket, precision.dtype, gathered=gathered, host=host if trains else None))
+            there, rounding = (host, precision.rounding) if trains else (None, None)
+            unit.shards.append(Shard(bucket, precision.dtype, gathered=gathered, host=there, rounding=rounding))
         buckets[unit.index] = [bucket for bucket in made if bucket.gradients[0].param.requires_grad]
         parts = [_bytes_of(shard) for shard in unit.shards]
         unit.size = sum(parts)

@@ -1,0 +1,127 @@
+"""bf16 without masters: small updates are not lost, and ranks that hold a parameter alike round it alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardformer.errors import ConfigError
+from shardformer.mesh.context import ParallelContext
+from shardformer.optim.rounding import noise, round_by_chance
+from shardformer.optim.settings import Offload, Precision
+from shardformer.optim.zero import zero
+from shardformer.sharder import shard_model
+from shardformer.sharding.save import full_state_dict
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
+
+
+def test_a_number_is_rounded_up_as_often_as_its_rest_is_large() -> None:
+    value = 1 + 2**-7 * 0.3  # three tenths of the way to the next number
+    wide = torch.full((20_000,), value)
+    rounded = round_by_chance(wide, noise(wide, 0, 1, 1)).float()
+    assert set(rounded.tolist()) == {1.0, 1 + 2**-7}
+    assert float((rounded > 1).float().mean()) == pytest.approx(0.3, abs=0.02)
+    odd = torch.tensor([torch.inf, -torch.inf, 0.0, -1.5, 3e38])
+    assert torch.equal(round_by_chance(odd, noise(odd, 0, 1, 1))[:4].float(), odd[:4])
+    assert bool(round_by_chance(torch.tensor([torch.nan]), torch.tensor([9], dtype=torch.int32)).isnan())
+
+
+def test_the_noise_is_that_of_the_number_of_the_parameter_wherever_it_lies() -> None:
+    whole = noise(torch.zeros(100), 0, 3, 7)
+    assert torch.equal(whole[40:], noise(torch.zeros(60), 40, 3, 7))
+    for other in (noise(torch.zeros(100), 0, 4, 7), noise(torch.zeros(100), 0, 3, 8)):
+        assert int((whole == other).sum()) < 3
+
+
+def drift(masters: str, stage: int = 1) -> list[float]:
+    """How far 400 updates that are smaller than the last bit bring a number from 1.0; 0.1 would be right."""
+    models = [nn.Linear(64, 8, bias=False) for _ in range(2)]
+
+    def train(context: ParallelContext) -> float:
+        model = models[context.rank]
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        made = torch.optim.SGD(model.parameters(), lr=2.5e-4)
+        ours = zero(made, model, stage=stage, precision=Precision("bf16", masters=masters), context=context)
+        for _ in range(400):
+            model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+            ours.step()
+            ours.zero_grad()
+        weight = full_state_dict(model)["weight"] if stage == 3 else model.weight
+        return 1 - float(weight.detach().float().mean())
+
+    return run_as_threads(train, data=2)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("masters", "bound"), [("fp32", 2e-3), ("kahan", 2e-3), ("stochastic", 3e-3)])
+def test_small_updates_are_not_lost(masters: str, bound: float, stage: int) -> None:
+    assert drift(masters, stage) == pytest.approx([0.1, 0.1], abs=bound)
+
+
+def test_rounded_as_usual_they_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardformer.optim.rounding.round_by_chance", lambda wide, bits: wide.bfloat16())
+    assert drift("stochastic") == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("masters", ["kahan", "stochastic"])
+def test_tensor_ranks_round_alike_what_they_hold_alike(masters: str) -> None:
+    """Their parts of an odd vocabulary differ in length, so that in their buckets the norms lie at other places."""
+    torch.manual_seed(0)
+    models = [Sample("gpt2")() for _ in range(2)]
+
+    def train(context: ParallelContext) -> dict[str, Tensor]:
+        model = shard_model(models[context.rank], context=context)
+        how = Precision("bf16", masters=masters)
+        ours = zero(torch.optim.AdamW(model.parameters(), lr=1e-2), model, precision=how)
+        for step in range(3):
+            ours.backward(sample_loss(model, Batches(MAIN["gpt2"], batch=2)(step)))
+            ours.step()
+            ours.zero_grad()
+        ends = [place.stop for shard in ours._shards for place in shard.places]
+        return {"": torch.tensor(ends)} | {n: p.detach().clone() for n, p in model.named_parameters() if "ln_" in n}
+
+    first, second = run_as_threads(train, tensor=2)
+    assert not torch.equal(first.pop(""), second.pop(""))
+    assert first and all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_what_was_saved_goes_on_the_same() -> None:
+    for masters in ("kahan", "stochastic"):
+        torch.manual_seed(0)
+        model = nn.Linear(7, 5)
+        ours = zero(torch.optim.AdamW(model.parameters(), lr=0.1), model, precision=Precision("bf16", masters=masters))
+
+        def step(value: float, model: Any = model, ours: Any = ours) -> None:
+            model(torch.full((2, 7), value, dtype=torch.bfloat16)).float().square().sum().backward()
+            ours.step()
+            ours.zero_grad()
+
+        step(1.0)
+        kept = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, ours.state_dict())
+        before = model.weight.clone()
+        step(2.0)
+        after = model.weight.clone()
+        ours.load_state_dict(kept)
+        assert torch.equal(model.weight, before)
+        step(2.0)
+        assert torch.equal(model.weight, after)
+
+
+@pytest.mark.parametrize(
+    ("precision", "offload", "said"),
+    [
+        (lambda: Precision("bf16", masters="none"), None, "masters='none'"),
+        (lambda: Precision("fp16", masters="kahan"), None, "Precision('fp16', masters='kahan')"),
+        (lambda: Precision("bf16", masters="kahan"), "cpu", "beside offload='cpu'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(precision: Any, offload: Offload | None, said: str) -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(ConfigError) as error:
+        zero(torch.optim.SGD(model.parameters(), lr=0.1), model, precision=precision(), offload=offload)
+    assert said in str(error.value)
