@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from shardformer.mesh.launch import launch_from_torch as launch_from_torch
     from shardformer.optim.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from shardformer.optim.grad_norm import grad_norm as grad_norm
+    from shardformer.optim.hybrid import HybridAdam as HybridAdam
     from shardformer.optim.layerwise import LAMB as LAMB
     from shardformer.optim.layerwise import LARS as LARS
     from shardformer.optim.memory import Memory as Memory
     from shardformer.optim.memory import memory as memory
     from shardformer.optim.settings import LossScale as LossScale
+    from shardformer.optim.settings import Offload as Offload
     from shardformer.optim.settings import Precision as Precision
     from shardformer.optim.zero import zero as zero
     from shardformer.pipeline.stage_manager import PipelineStageManager as PipelineStageManager
@@ -75,9 +77,10 @@ _HOME = {
     "lazy.pretrained": ["from_pretrained"],
     "lazy.recorder": ["LazyInit"],
     "optim.grad_norm": ["clip_grad_norm_", "grad_norm"],
+    "optim.hybrid": ["HybridAdam"],
     "optim.layerwise": ["LAMB", "LARS"],
     "optim.memory": ["Memory", "memory"],
-    "optim.settings": ["LossScale", "Precision"],
+    "optim.settings": ["LossScale", "Offload", "Precision"],
     "optim.zero": ["zero"],
     "config": ["ShardConfig"],
     "sharding.save": ["full_state_dict"],

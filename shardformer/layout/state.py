@@ -80,6 +80,9 @@ class KeepsGradients(Protocol):
     def scaled(self) -> AbstractContextManager[float]:
         """What the loss is multiplied by, for the backwards in here."""
 
+    def describe(self) -> str:
+        """What it keeps on this rank, in lines."""
+
 
 class KeepsParameters(Protocol):
     """What an optimizer has that keeps the values of parameters itself."""

@@ -7,17 +7,16 @@ figure 1. The activations are not in it: they depend on the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 
 from torch import nn
 from torch.optim import Optimizer
 
-from shardformer.errors import ConfigError
 from shardformer.layout.state import ROOT, ShardedState
 from shardformer.optim.probe import state_bytes
-from shardformer.optim.settings import STAGES, Precision
+from shardformer.optim.settings import Layout, Offload, Precision, Rules, Sending, Settings
 from shardformer.optim.stage3.units import group_params
 
 GB = 1e9
@@ -33,6 +32,8 @@ class Memory:
             of this rank's part, in fp32 at the least.
         masters: of parameters in 16 bits.
         states: what the optimizer keeps.
+        host: masters, states, gradients and buffers in the memory of the host; the parameters, if they rest there.
+        disk: masters and states in files, twice.
     """
 
     parameters: float
@@ -40,14 +41,18 @@ class Memory:
     gradients: float
     masters: float
     states: float
+    host: float = 0
+    disk: float = 0
 
     @property
     def total(self) -> float:
+        """On the device."""
         return self.parameters + self.gathered + self.gradients + self.masters + self.states
 
     def __str__(self) -> str:
-        rows = {**self.__dict__, "total": self.total}
-        return "\n".join(f"{kind:12}{_said(value):>12}" for kind, value in rows.items() if value)
+        rows = {**self.__dict__, "host": 0, "disk": 0, "total": self.total, "on the host": self.host}
+        rows["in files"] = self.disk
+        return "\n".join(f"{kind:12}{said_bytes(value):>12}" for kind, value in rows.items() if value)
 
 
 def memory(
@@ -56,9 +61,10 @@ def memory(
     *,
     stage: int = 0,
     precision: str | Precision = "fp32",
+    offload: str | Offload | None = None,
     data: int | None = None,
 ) -> Memory:
-    """What ``zero(optimizer, model, stage=stage, precision=precision)`` makes each rank keep. Allocates nothing.
+    """What ``zero`` with the same arguments makes each rank keep. Allocates nothing.
 
     >>> model = nn.Linear(1000, 1000, bias=False, device="meta")
     >>> print(memory(model, torch.optim.AdamW(model.parameters()), stage=2, precision="bf16", data=4))
@@ -74,12 +80,11 @@ def memory(
 
     Raises ConfigError for a stage that there is not. Communicates nothing.
     """
-    if stage not in STAGES:
-        raise ConfigError(f"stage={stage!r}", rule="The stages are 0 to 3", remedy="Write stage=0, 1, 2 or 3")
-    kept = Precision.of(precision)
+    asked = Settings(stage, Precision.of(precision), Rules(), Sending(), Layout(), Offload.of(offload))
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     parts = _parts(model, data)
-    size = {id(p): (kept.dtype or p.dtype).itemsize for p in model.parameters() if p.is_floating_point()}
+    narrow = asked.precision.dtype
+    size = {id(p): (narrow or p.dtype).itemsize for p in model.parameters() if p.is_floating_point()}
     cut = {key: n if stage > 0 else 1 for key, n in parts.items()}
     trained = [p for p in model.parameters() if p.requires_grad]
     frozen = sum(p.numel() * size.get(id(p), p.element_size()) for p in model.parameters() if not p.requires_grad)
@@ -89,11 +94,11 @@ def memory(
         return sum(p.numel() * bytes_of[id(p)] / (over[id(p)] if over else 1) for p in trained)
 
     units = [sum(p.numel() * size[id(p)] for p in ps if p.requires_grad) for _, ps in group_params(model)]
-    return Memory(
-        frozen + total(size, cut if stage == 3 else None),
+    found = Memory(
+        total(size, cut if stage == 3 else None),
         max((a + b for a, b in pairwise([*units, 0])), default=0) if stage == 3 else 0,
         total(size, None) if stage < 2 else total(wide, cut),
-        total(wide, cut) if kept.dtype is not None else 0,
+        total(wide, cut) * _MASTERS[asked.precision.masters] if narrow is not None else 0,
         sum(
             state_bytes(each, group, p, wide[id(p)]) / cut[id(p)]
             for each in optimizers
@@ -101,6 +106,35 @@ def memory(
             for p in group["params"]
             if p.requires_grad
         ),
+    )
+    if asked.offload.to is not None:
+        found = _elsewhere(found, asked, total(wide, cut), total(size, cut))
+    return replace(found, parameters=found.parameters + frozen)
+
+
+_MASTERS = {"fp32": 1.0, "kahan": 0.5, "stochastic": 0.0}
+"""Of the memory of masters in fp32."""
+
+
+def _elsewhere(here: Memory, asked: Settings, masters: float, gradients: float) -> Memory:
+    """What goes to the host, or into files.
+
+    Args:
+        masters: bytes of all, which offload has in any precision; a sum of the gradients takes as much.
+        gradients: bytes of this rank's part as it comes down.
+    """
+    share = asked.offload.on_device
+    stays = share if isinstance(share, (int, float)) else 0.0
+    rests = here.parameters if asked.offload.parameters else 0.0
+    gone = masters + here.states
+    return Memory(
+        here.parameters - rests,
+        here.gathered,
+        here.gradients * stays if asked.stage >= 2 else here.gradients,
+        here.masters * stays,
+        here.states * stays,
+        host=rests + (masters + gradients + (0 if asked.offload.folder else gone)) * (1 - stays),
+        disk=2 * gone * (1 - stays) if asked.offload.folder else 0,
     )
 
 
@@ -117,7 +151,7 @@ def _parts(model: nn.Module, data: int | None) -> dict[int, int]:
     }
 
 
-def _said(value: float) -> str:
+def said_bytes(value: float) -> str:
     for unit, scale in (("GB", GB), ("MB", 1e6), ("KB", 1e3)):
         if value >= scale:
             return f"{value / scale:,.1f} {unit}"

@@ -16,10 +16,12 @@ from shardformer.errors import ConfigError
 from shardformer.layout.state import ShardedState
 from shardformer.mesh.axis import Axis
 from shardformer.optim.checks import check_untouched
+from shardformer.optim.memory import Memory
 from shardformer.optim.offload.host import Host
 from shardformer.optim.offload.paged import Files, PagedPart
 from shardformer.optim.owners import give_to_owners
 from shardformer.optim.probe import needs_whole, state_bytes
+from shardformer.optim.report import held, lines
 from shardformer.optim.room import Room
 from shardformer.optim.settings import Settings
 from shardformer.optim.shard_norm import nonfinite, norm_of_shards
@@ -351,6 +353,15 @@ class ZeroOptimizer(Optimizer):
             rounded.step = step
         if isinstance(self._host, Files):
             self._host.end_writing(context)
+
+    def memory(self) -> Memory:
+        """What this rank keeps now, in bytes, by kind."""
+        units = self._walk.units if self._walk is not None else ()
+        return held(self._table, self._shards, units, self._inner)
+
+    def describe(self) -> str:
+        """What was asked for, what this rank keeps now, and how fast it comes and goes."""
+        return lines(self._settings, self._inner, self.memory(), self._host)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the pieces of the parameters are laid out once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -198,9 +199,13 @@ class Offload:
             raise ConfigError(f"buffers={self.buffers!r}", rule=rule, remedy=remedy)
 
     @classmethod
-    def of(cls, given: Any) -> Offload:
-        """From what ``zero`` was given. Raises ConfigError for what is none."""
-        return given if isinstance(given, cls) else cls(given)
+    def of(cls, given: Any, optimizers: Sequence[Any] = ()) -> Offload:
+        """From what ``zero`` was given. Where that says no more, an optimizer may say what stays on the device.
+
+        Raises ConfigError for what is none.
+        """
+        shares = [optimizer.on_device for optimizer in optimizers if hasattr(optimizer, "on_device")]
+        return given if isinstance(given, cls) else cls(given, *shares[:1])
 
     @property
     def folder(self) -> str | None:

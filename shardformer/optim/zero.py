@@ -67,7 +67,7 @@ def zero(
         Rules(max_grad_norm, on_nonfinite),
         Sending(bucket_bytes, overlap),
         Layout(keep_frozen, reshard_after_forward),
-        Offload.of(offload),
+        Offload.of(offload, optimizers),
     )
     table = table_of(model, context)
     check_optimizers(optimizers, table)

@@ -98,7 +98,7 @@ def describe(model: nn.Module) -> Description:
         [(*row, n) for row, n in rows.items()],
         [(*change, n) for change, n in changes.items()],
         [(*of, n, size / total) for of, (n, size) in whole.items()],
-        list(state.notes),
+        [*state.notes, *([state.gradients.describe()] if state.gradients is not None else [])],
         layers,
         rows_of_stages,
         [] if stages is None else stage_lines(rows_of_stages, stages),

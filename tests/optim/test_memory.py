@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ import shardformer
 from shardformer.errors import ConfigError
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.layerwise import LAMB
-from shardformer.optim.memory import memory
+from shardformer.optim.memory import Memory, memory
 from shardformer.optim.optimizer import ZeroOptimizer
-from shardformer.optim.settings import Precision
+from shardformer.optim.settings import Offload, Precision
 from shardformer.optim.zero import zero
 from shardformer.sharder import shard_model
 from shardformer.testing.threads import run_as_threads
@@ -66,6 +67,58 @@ def test_a_rank_keeps_what_was_said(ranks: int, stage: int, precision: str) -> N
     for kept in run_as_threads(train, data=ranks):
         for kind, value in kept.items():
             assert value == pytest.approx(getattr(said, kind), rel=0.02), kind
+
+
+RESTS = Offload("cpu", parameters=True)
+
+
+@pytest.mark.parametrize(
+    ("stage", "how"),
+    [
+        (0, {"offload": "cpu"}),
+        (1, {"offload": "cpu", "precision": "bf16"}),
+        (2, {"offload": "cpu", "precision": "bf16"}),
+        (3, {"offload": "cpu", "precision": "bf16"}),
+        (3, {"offload": RESTS, "precision": "bf16"}),
+        (2, {"offload": "nvme:", "precision": "bf16"}),
+        (2, {"precision": Precision("bf16", masters="kahan")}),
+        (3, {"precision": Precision("bf16", masters="stochastic")}),
+        (2, {}),
+    ],
+    ids=str,
+)
+def test_what_is_elsewhere_is_what_was_said(stage: int, how: dict[str, Any], tmp_path: Path) -> None:
+    models = [Job().build().float() for _ in range(2)]
+    counted = Job().build().float()
+    how = {**how, "offload": f"nvme:{tmp_path}"} if how.get("offload") == "nvme:" else how
+    said = memory(counted, torch.optim.AdamW(counted.parameters()), stage=stage, data=2, **how)
+
+    def train(context: ParallelContext) -> tuple[Memory, Memory, str]:
+        model = shard_model(models[context.rank], context=context)
+        ours = zero(torch.optim.AdamW(model.parameters()), model, stage=stage, **how)
+        ids = torch.arange(12).view(2, 6)
+        ours.backward(model(input_ids=ids, labels=ids).loss)
+        before = ours.memory()
+        ours.step()
+        return before, ours.memory(), str(shardformer.describe(model))
+
+    for before, after, described in run_as_threads(train, data=2):
+        for kind in ("parameters", "masters", "states", "host", "disk"):
+            assert getattr(after, kind) == pytest.approx(getattr(said, kind), rel=0.05, abs=4096), kind
+        if stage > 1:
+            assert before.gradients == pytest.approx(said.gradients, rel=0.02)
+        assert f"ZeRO stage {stage}" in described and "on this rank now" in described
+        assert ("a second" in described) == ("offload" in how)
+
+
+def test_a_share_of_the_states_stays_on_the_device() -> None:
+    model = nn.Sequential(*[nn.Linear(50, 50) for _ in range(10)])
+    optimizer = shardformer.HybridAdam(model.parameters(), on_device=0.5)
+    ours = zero(optimizer, model, offload="cpu", precision="bf16", bucket_bytes=5100)
+    model(torch.ones(2, 50, dtype=torch.bfloat16)).float().square().sum().backward()
+    ours.step()
+    found, said = ours.memory(), memory(model, torch.optim.Adam(model.parameters()), precision="bf16")
+    assert 0.3 * said.states < found.states < 0.51 * said.states
 
 
 def _parameters(model: nn.Module, optimizer: ZeroOptimizer) -> list[Tensor]:

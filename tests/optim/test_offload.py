@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, InputError
 from shardformer.mesh.context import ParallelContext
+from shardformer.optim.hybrid import HybridAdam
 from shardformer.optim.optimizer import ZeroOptimizer
 from shardformer.optim.settings import Offload, Precision
 from shardformer.optim.zero import zero
@@ -113,6 +115,25 @@ def test_the_weights_are_to_the_bit_those_without(optimizer: str, how: dict[str,
     for (plain, seen, _), (weights, same, _) in zip(want, ours, strict=True):
         assert all(torch.equal(weights[name], value) for name, value in plain.items())
         assert seen == same
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_hybrid_adam_is_adam(decoupled: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 7))
+    ours = copy.deepcopy(plain)
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    theirs = kind(plain.parameters(), lr=0.1, weight_decay=0.05, fused=True)
+    made = HybridAdam(ours.parameters(), lr=0.1, weight_decay=0.05, decoupled_weight_decay=decoupled, on_device=0.6)
+    optimizer = zero(made, ours, offload="cpu", bucket_bytes=4)
+    assert len({shard.host is None for shard in optimizer._shards}) == 2
+    for step in range(3):
+        x = torch.randn(4, 9, generator=torch.Generator().manual_seed(step))
+        for model, stepping in ((plain, theirs), (ours, optimizer)):
+            model(x).square().sum().backward()
+            stepping.step()
+            stepping.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), ours.parameters(), strict=True))
 
 
 def test_masters_states_and_gradients_are_on_the_host_but_for_the_share() -> None:

@@ -83,6 +83,10 @@ class HostPart:
         self._arriving: tuple[Copy, float] | None = None
         self._leaving: Copy | None = None
 
+    def tensors(self) -> list[Tensor]:
+        """All memory of the host that it has now, but for buffers that others use too."""
+        return [x for x in (self.values, self._sum, self._staging) if x is not None]
+
     def fetch(self) -> None:
         """Before ``take``, where that would have to wait."""
 

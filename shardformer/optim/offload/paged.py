@@ -138,6 +138,10 @@ class PagedPart(HostPart):
             return
         self.save()
 
+    @property
+    def bytes_in_file(self) -> int:
+        return sum(place.capacity for place in (self._counts, self._other) if place is not None)
+
     def fetch(self) -> None:
         """Starts to read."""
         if self.is_here or self._reading is not None or self._disk.error is not None or self._counts is None:
