@@ -95,6 +95,16 @@ class VerifyOptions:
     optimizer: Annotated[str, typer.Option(metavar="NAME", help="With --zero: one of torch.optim, LAMB or LARS.")] = (
         "SGD"
     )
+    precision: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="With --zero: bf16 or fp16, of the parameters of both models, with masters in fp32."
+        ),
+    ] = "fp32"
+    offload: Annotated[
+        str | None,
+        typer.Option(metavar="WHERE", help="With --zero: cpu, or nvme:DIR, for masters and the optimizer's state."),
+    ] = None
     sequence_parallel: Annotated[bool, "Split the sequence as well."] = False
     overlap: Annotated[bool, "Communicate under computation; needs --sequence-parallel."] = False
     fused_norm: Annotated[bool, "Use torch's fused norms."] = False
@@ -128,7 +138,7 @@ class VerifyOptions:
     def training(self) -> Training:
         from shardformer.verify.training import Training
 
-        return Training(self.zero, self.optimizer, self.reference.value)
+        return Training(self.zero, self.optimizer, self.reference.value, self.precision, self.offload)
 
     def config(self) -> dict[str, Any]:
         """The options by their names in ShardConfig."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from shardformer.verify.report import Bounds, Difference, Report, bounds_for
+from shardformer.verify.report import Bounds, Difference, Report
 from shardformer.verify.run import MAX_NORM, Job, Trajectory
 from shardformer.verify.training import ADAPTIVE_BOUND, LEARNING_RATE
 
@@ -18,8 +18,8 @@ NOISE_FACTOR = 4.0
 
 
 def compare(job: Job, plain: Trajectory, sharded: Trajectory, name: str, layout: str) -> Report:
-    bounds = bounds_for(job.dtype)
-    if job.training.is_adaptive:
+    bounds = job.bounds
+    if job.training.is_adaptive and job.training.dtype is None:
         bounds = replace(bounds, loss=ADAPTIVE_BOUND, gradient=ADAPTIVE_BOUND)
     loss = _worst_scalar(plain.losses, sharded.losses, bounds.loss)
     norm = _worst_scalar(plain.norms, sharded.norms, bounds.gradient)
@@ -30,7 +30,7 @@ def compare(job: Job, plain: Trajectory, sharded: Trajectory, name: str, layout:
         name,
         ", ".join([layout, *options]),
         job.steps,
-        str(job.dtype).removeprefix("torch."),
+        str(job.computes_in).removeprefix("torch."),
         bounds,
         loss,
         gradient,

@@ -31,8 +31,8 @@ from shardformer.policies.policy import Policy
 from shardformer.sharder import shard_model
 from shardformer.sharding.save import full_state_dict
 from shardformer.verify.arithmetic import RandomRounding, WithoutCasts
-from shardformer.verify.report import bounds_for
-from shardformer.verify.training import Training, optimizers_of
+from shardformer.verify.report import Bounds, bounds_for, bounds_of_16_bits
+from shardformer.verify.training import Plain, Training, optimizers_of
 
 ModelFn = Callable[[], nn.Module]
 BatchFn = Callable[[int], Mapping[str, Any]]
@@ -92,6 +92,15 @@ class Job:
                 raise ConfigError(f"{name}={count}", rule=rule, remedy=f"Use {name}=1 or more")
 
     @property
+    def computes_in(self) -> torch.dtype:
+        """Of the parameters of both models, and of what flows through them."""
+        return self.training.dtype or self.dtype
+
+    @property
+    def bounds(self) -> Bounds:
+        return bounds_for(self.dtype) if self.training.dtype is None else bounds_of_16_bits(self.training.dtype)
+
+    @property
     def pipe(self) -> int:
         return 1 if self.pipeline is None else self.pipeline.pipe
 
@@ -136,10 +145,10 @@ def run_job(job: Job) -> tuple[Trajectory | None, Trajectory, str, str]:
 
 def build(job: Job) -> nn.Module:
     torch.manual_seed(0)
-    model = job.model_fn().to(job.dtype).train()
+    model = job.model_fn().to(torch.float32 if job.training.dtype is not None else job.dtype).train()
     silence_dropout(model)
     config: Any = getattr(model, "config", None)
-    if job.dtype == torch.float64 and getattr(config, "_experts_implementation", None):
+    if job.computes_in == torch.float64 and getattr(config, "_experts_implementation", None):
         config._experts_implementation = "eager"  # transformers' others do not compute in fp64
     return model
 
@@ -161,7 +170,7 @@ def _loss_of_step(job: Job, model: nn.Module, part: Mapping[str, Any], step: int
 
 
 def _arithmetic(job: Job) -> AbstractContextManager[Any]:
-    return WithoutCasts() if job.dtype == torch.float64 else nullcontext()
+    return WithoutCasts() if job.computes_in == torch.float64 else nullcontext()
 
 
 def _no_loss(model: nn.Module, output: Any) -> ConfigError:
@@ -178,14 +187,12 @@ def _no_loss(model: nn.Module, output: Any) -> ConfigError:
 
 def _run_plain(job: Job) -> Trajectory:
     model, trace = build(job), Trajectory()
+    optimizer = Plain(model, job.training)
     _check_repeats(job, model)
-    optimizers = optimizers_of(model, job.training)
     trace.before = {n: p.detach().clone() for n, p in model.named_parameters()}
     for step in range(job.steps):
         _backward(job, model, step, trace)
-        trace.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
-        for optimizer in optimizers:
-            optimizer.step()
+        trace.norms.append(optimizer.step(MAX_NORM))
         model.zero_grad()
     trace.after = {n: p.detach().clone() for n, p in model.named_parameters()}
     return trace
@@ -197,8 +204,9 @@ def _backward(job: Job, model: nn.Module, step: int, trace: Trajectory) -> None:
     def gradients(rounding: AbstractContextManager[Any]) -> dict[str, Tensor | None]:
         model.zero_grad()
         with rounding:
-            loss.backward(retain_graph=True)
-        return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+            (loss * job.training.scale).backward(retain_graph=True)
+        grads = {n: p.grad for n, p in model.named_parameters()}
+        return {n: None if grad is None else grad.clone() / job.training.scale for n, grad in grads.items()}
 
     with _arithmetic(job):
         loss = _plain_loss(job, model, step)
@@ -222,7 +230,7 @@ def _check_repeats(job: Job, model: nn.Module) -> None:
     draws_anew = job.pipeline is not None or job.num_parts < job.data
     with torch.no_grad(), _arithmetic(job):
         first, second = (float(_plain_loss(job, model, 0, seed)) for seed in (0, int(draws_anew)))
-    if abs(first - second) > bounds_for(job.dtype).loss * abs(first):
+    if abs(first - second) > job.bounds.loss * abs(first):
         raise ConfigError(
             f"The loss of the first batch is {first:.6g}, and {second:.6g} when it is computed again",
             rule="Each micro-batch of a pipeline, and each data rank's part of a whole batch, draws its own numbers"
@@ -239,9 +247,10 @@ def _run_sharded(job: Job, context: ParallelContext) -> tuple[Trajectory, str]:
     if job.pipeline is not None:
         options["pipeline_stage_manager"] = PipelineStageManager(context, **job.pipeline.stages)
     model = shard_model(model, job.policy, config=ShardConfig(context=context, **options))
-    step_of = partial(_plain_step, job, model) if job.pipeline is None else _pipelined_step(job, model, job.pipeline)
-    optimizer: Any = optimizers_of(model, job.training)
-    optimizer = optimizer[0] if job.training.zero is None else zero(optimizer, model, stage=job.training.zero)
+    optimizer: Any = optimizers_of(model.parameters(), job.training)
+    optimizer = optimizer[0] if job.training.zero is None else zero(optimizer, model, **job.training.of_zero())
+    asked = job.pipeline
+    step_of = _pipelined_step(job, model, asked) if asked is not None else partial(_plain_step, job, model, optimizer)
     for step in range(job.steps):
         part = _part(job, job.batch_fn(step), context.data.rank, job.data)
         with Recorder(context) as recorder, _arithmetic(job):
@@ -271,9 +280,11 @@ def _gradient(optimizer: Any, name: str, param: Tensor) -> Tensor | None:
     return param.grad
 
 
-def _plain_step(job: Job, model: nn.Module, part: Mapping[str, Any], step: int, data_rank: int) -> Tensor:
+def _plain_step(
+    job: Job, model: nn.Module, optimizer: Any, part: Mapping[str, Any], step: int, data_rank: int
+) -> Tensor:
     loss = _loss_of_step(job, model, part, step, data_rank).double()
-    loss.backward()
+    optimizer.backward(loss) if isinstance(optimizer, ZeroOptimizer) else loss.backward()
     return loss
 
 
@@ -356,7 +367,7 @@ def _part(job: Job, batch: Mapping[str, Any], rank: int, parts: int) -> dict[str
     out = {}
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            value = value.to(job.dtype)
+            value = value.to(job.computes_in)
         out[name] = value[rank * each : (rank + 1) * each] if _is_batched(value, size) else value
     return out
 

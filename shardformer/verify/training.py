@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,15 @@ from torch.optim import Optimizer
 
 from shardformer.errors import ConfigError, nearest
 from shardformer.optim.layerwise import LAMB, LARS
-from shardformer.optim.settings import STAGES
+from shardformer.optim.settings import STAGES, LossScale, Offload, Precision
 
 LEARNING_RATE = 0.05
 ADAPTIVE_BOUND = 1e-4
 """Optimizers that divide by the size of a gradient make its rounding as large as itself, where it is small."""
 
+
+SCALE = 2.0**14
+"""Of the loss in fp16: small enough that no gradient of a small model overflows, since no step may be skipped here."""
 
 REFERENCES = ("parts", "whole")
 
@@ -29,6 +33,9 @@ class Training:
         zero: the stage of ZeRO of the sharded one, 0 to 3; None: without.
         optimizer: with a stage, the name of one of torch.optim, or LAMB or LARS; Muon gets the matrices, and AdamW the
             rest. Those that divide by the size of a gradient are held to 1e-4.
+        precision: with a stage, "bf16" or "fp16": the parameters of both models have 16 bits then, and masters in fp32,
+            and differences are held against 16 bits.
+        offload: with a stage, "cpu" or "nvme:DIR": where the sharded one has masters and state.
         reference: what the plain loss is where there are data ranks. "parts": the mean of the losses of the ranks'
             parts of the batch, as data parallelism has it. "whole": the loss of the batch as a whole. The two differ
             where parts count different numbers of labels, and for a loss that is no mean over samples, such as one
@@ -38,6 +45,8 @@ class Training:
     zero: int | None = None
     optimizer: str = "SGD"
     reference: str = "parts"
+    precision: str = "fp32"
+    offload: str | None = None
 
     def __post_init__(self) -> None:
         if self.zero is not None and self.zero not in STAGES:
@@ -57,12 +66,43 @@ class Training:
             rule = f"The plain loss is that of the {' or the '.join(REFERENCES)}"
             raise ConfigError(f"reference={self.reference!r}", rule=rule, remedy=nearest(self.reference, REFERENCES))
 
+        self._check_kept()
+
+    def _check_kept(self) -> None:
+        Precision.of(self.precision), Offload.of(self.offload)
+        if self.zero is None and (self.precision != "fp32" or self.offload is not None):
+            asked = f"precision={self.precision!r}" if self.precision != "fp32" else f"offload={self.offload!r}"
+            raise ConfigError(
+                f"{asked} without a stage of ZeRO",
+                rule="zero keeps the masters, where it is told to",
+                remedy="Add zero=0, 1, 2 or 3 (--zero)",
+            )
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the parameters, where they have 16 bits."""
+        return Precision.of(self.precision).dtype
+
+    @property
+    def scale(self) -> float:
+        """Of the loss."""
+        return SCALE if self.precision == "fp16" else 1.0
+
+    def of_zero(self) -> dict[str, Any]:
+        """What ``zero`` is called with."""
+        kept = Precision(self.precision, loss_scale=LossScale(SCALE))
+        return {"stage": self.zero, "precision": kept, "offload": self.offload}
+
     @property
     def is_adaptive(self) -> bool:
         return self.optimizer not in ("SGD", "ASGD", "LARS")
 
     def __str__(self) -> str:
-        return "" if self.zero is None else f"ZeRO stage {self.zero}, {self.optimizer}"
+        if self.zero is None:
+            return ""
+        more = [self.precision] if self.precision != "fp32" else []
+        more += [f"offload to {self.offload.partition(':')[0]}"] if self.offload is not None else []
+        return ", ".join([f"ZeRO stage {self.zero}, {self.optimizer}", *more])
 
 
 def _known() -> dict[str, Any]:
@@ -70,10 +110,38 @@ def _known() -> dict[str, Any]:
     return {**found, "LAMB": LAMB, "LARS": LARS}
 
 
-def optimizers_of(model: nn.Module, asked: Training) -> list[Optimizer]:
+class Plain:
+    """The optimizers of the plain model. Where its parameters have 16 bits, they change masters in fp32."""
+
+    def __init__(self, model: nn.Module, asked: Training) -> None:
+        self._asked, self._model = asked, model
+        trained = [p for p in model.parameters() if p.requires_grad]
+        masters = trained if asked.dtype is None else [nn.Parameter(p.detach().clone()) for p in trained]
+        self._pairs = list(zip(trained, masters, strict=True))
+        self._optimizers = optimizers_of(masters, asked)
+        if asked.dtype is not None:
+            for p in (p for p in model.parameters() if p.is_floating_point()):
+                p.data = p.data.to(asked.dtype)
+
+    def step(self, max_norm: float) -> float:
+        """Clips, and updates. Returns the norm before."""
+        for p, master in self._pairs:
+            if master is not p:
+                master.grad = None if p.grad is None else p.grad.float() / self._asked.scale
+        norm = float(torch.nn.utils.clip_grad_norm_([master for _, master in self._pairs], max_norm))
+        for optimizer in self._optimizers:
+            optimizer.step()
+        for p, master in self._pairs:
+            if master is not p:
+                p.data.copy_(master.detach())
+                master.grad = None
+        return norm
+
+
+def optimizers_of(params: Iterable[nn.Parameter], asked: Training) -> list[Optimizer]:
     """SGD with momentum; under ZeRO what was asked for, with a group of its own for what has one dim."""
     # a stage may have nothing that trains, and an optimizer wants something
-    trainable = [p for p in model.parameters() if p.requires_grad] or [nn.Parameter(torch.zeros(()))]
+    trainable = [p for p in params if p.requires_grad] or [nn.Parameter(torch.zeros(()))]
     if asked.zero is None:
         return [torch.optim.SGD(trainable, lr=LEARNING_RATE, momentum=0.9)]
     kind, rate = _known()[asked.optimizer], LEARNING_RATE if not asked.is_adaptive else LEARNING_RATE / 50
