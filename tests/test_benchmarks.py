@@ -177,3 +177,13 @@ def test_zero_counts_what_each_stage_sends_beside_torchs(run: Run) -> None:
     if sent:  # where the system says what crosses its loopback device
         assert sent["ShardFormer stage 2"] < 0.9 * sent["DDP + ZeroRedundancyOptimizer"]
     assert len([name for name in table if name.startswith("ShardFormer")]) == 5
+
+
+def test_offload_is_timed_beside_the_device_and_drawn(run: Run, tmp_path: Path) -> None:
+    small = ["--layers", "2", "--hidden", "64", "--sequence", "8", "--vocabulary", "512", "--batch", "1"]
+    table = rows(run("offload", *small, "--repetitions", "1", "--folder", str(tmp_path)))
+    assert {"on the device", "on the host", "in files"} <= set(table)
+    run("offload", *small, "--timeline", str(tmp_path / "timeline.png"))
+    run("offload", "--memory", str(tmp_path / "memory.png"))
+    assert all((tmp_path / name).stat().st_size > 1000 for name in ("timeline.png", "memory.png"))
+    assert rows(run("offload", "--largest", "80"))["stage 0"][0] == "5.0"

@@ -58,15 +58,15 @@ class Precision:
         parameters: "fp32" leaves them as they are; "bf16" or "fp16" keeps them in 16 bits, and masters in fp32 of each
             rank's pieces.
         gradients: "fp32" sums them in fp32, which sends twice the bytes of 16 bits; None: as the parameters.
+        loss_scale: for fp16.
         masters: of bf16. "fp32"; or none, to save memory: "kahan" keeps what rounding took away, in 16 bits;
             "stochastic" rounds up or down by chance.
-        loss_scale: for fp16.
     """
 
     parameters: str = "fp32"
     gradients: str | None = None
-    masters: str = "fp32"
     loss_scale: LossScale = field(default_factory=LossScale)
+    masters: str = "fp32"
 
     def __post_init__(self) -> None:
         for name, given in (("parameters", self.parameters), ("gradients", self.gradients or "fp32")):

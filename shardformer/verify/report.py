@@ -99,7 +99,7 @@ def bounds_for(dtype: torch.dtype) -> Bounds:
 def bounds_of_16_bits(dtype: torch.dtype) -> Bounds:
     """Where parameters have 16 bits and masters have more: over data ranks alone nothing differs, over others rounding.
 
-    A part of a gradient that is left out, or counted twice, is told still.
+    A part of a gradient that is left out, or counted twice, is told still. So is a ReLU that rounding lets flip (T5's).
     """
     return Bounds(1e-2, 5e-2, torch.finfo(dtype).eps)
 

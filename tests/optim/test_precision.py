@@ -94,6 +94,12 @@ def test_16_bits_with_masters_are_those_of_one_process_to_the_bit(name: str, gra
     assert precision.loss_scale.value == 2.0**10
 
 
+def test_without_masters_it_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "promote_types", lambda dtype, wider: dtype)
+    with pytest.raises(AssertionError):
+        test_16_bits_with_masters_are_those_of_one_process_to_the_bit("bf16", None, 1)
+
+
 def over_ranks_with(use: Any, precision: Callable[[], Precision], stage: int) -> list[Any]:
     models = [net(torch.float32) for _ in range(2)]
 

@@ -23,7 +23,7 @@ from shardformer.verify.model_source import find_model
         ("bert", "BertForMaskedLM", Training(2, "AdamW")),
         ("llama", "LlamaForCausalLM", Training(0, "LAMB")),
         ("llama", "LlamaForCausalLM", Training(2, "AdamW", precision="bf16", offload="cpu")),
-        ("t5", "T5ForConditionalGeneration", Training(3, precision="fp16")),
+        ("bert", "BertForMaskedLM", Training(3, precision="fp16")),
     ],
 )
 def test_over_data_and_tensor_ranks(family: str, head: str, training: Training, pool4: WorkerPool) -> None:
