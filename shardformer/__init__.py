@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from shardformer.activations.attach import store_activations as store_activations
     from shardformer.comm.recorder import Recorder as Recorder
     from shardformer.config import ShardConfig as ShardConfig
     from shardformer.engine import Pipeline as Pipeline
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from shardformer.sharding.save import full_state_dict as full_state_dict
 
 _HOME = {
+    "activations.attach": ["store_activations"],
     "comm.recorder": ["Recorder"],
     "mesh.context": ["ParallelContext"],
     "mesh.launch": ["launch", "launch_from_slurm", "launch_from_torch"],

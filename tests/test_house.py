@@ -24,6 +24,7 @@ FLOORS = [
     "lazy",
     "testing",
     "layers",
+    "activations",
     "pipeline",
     "optim",
     "config",

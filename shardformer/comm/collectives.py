@@ -207,8 +207,11 @@ def checksum(t: Tensor) -> tuple[int, int]:
 
     Tensors without values are told apart by their number of elements alone.
     """
-    if not has_values(t):
-        return t.numel(), 0
+    return t.numel(), int(digest(t)) if has_values(t) else 0
+
+
+def digest(t: Tensor) -> Tensor:
+    """A number of all bits of ``t``, on its device: nothing waits for it."""
     flat = t.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 4:  # a part of bytes, which is read four at a time
         flat = flat.clone()
@@ -219,7 +222,7 @@ def checksum(t: Tensor) -> tuple[int, int]:
             (flat[whole:] * torch.arange(1, flat.numel() - whole + 1, device=t.device)).sum()[None],
         ]
     )
-    return t.numel(), int((sums * torch.arange(1, len(sums) + 1, device=t.device)).sum())
+    return (sums * torch.arange(1, len(sums) + 1, device=t.device)).sum()
 
 
 def _sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:

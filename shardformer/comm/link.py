@@ -37,8 +37,10 @@ class Copied:
 class Copy:
     """A copy under way. What is computed behind ``wait`` finds it done; ``finish`` returns when it is."""
 
-    def __init__(self, out: Tensor, wait: Callable[[], Any], finish: Callable[[], Any]) -> None:
-        self._out, self._wait, self._finish = out, wait, finish
+    def __init__(
+        self, out: Tensor, wait: Callable[[], Any], finish: Callable[[], Any], is_done: Callable[[], bool]
+    ) -> None:
+        self._out, self._wait, self._finish, self.is_done = out, wait, finish, is_done
 
     def wait(self) -> Tensor:
         self._wait()
@@ -97,7 +99,7 @@ class Link:
 
     def _start_on_thread(self, way: str, out: Tensor, x: Tensor) -> Copy:
         future: Future[None] = self._workers[way].submit(self._copy, way, out, x)
-        return Copy(out, future.result, future.result)
+        return Copy(out, future.result, future.result, future.done)
 
     def _copy(self, way: str, out: Tensor, x: Tensor) -> None:
         begin = time.perf_counter()
@@ -120,4 +122,4 @@ class Link:
         def wait(kept: Tensor = x) -> None:  # the tensor that is read lives until then
             torch.cuda.current_stream(self.device).wait_event(end)
 
-        return Copy(out, end.synchronize if way == DOWN else wait, end.synchronize)
+        return Copy(out, end.synchronize if way == DOWN else wait, end.synchronize, end.query)

@@ -20,12 +20,3 @@ class Saved:
     base: int
     layout: tuple[Any, ...]
     version: int
-
-
-def check_version(x: Tensor, version: int) -> None:
-    """As autograd does of what it saves by itself. Raises RuntimeError."""
-    if x._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"a tensor of shape {tuple(x.shape)} is at version {x._version}; expected version {version} instead"
-        )

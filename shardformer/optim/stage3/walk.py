@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from shardformer.activations.hooks import SavedTensorHooks, check_version
 from shardformer.comm.collectives import gather_objects
 from shardformer.errors import ConfigError, InputError
 from shardformer.mesh.axis import Axis
@@ -29,7 +29,7 @@ from shardformer.optim.stage3.absent import UNIT
 from shardformer.optim.stage3.gradients import UnitReducer
 from shardformer.optim.stage3.memory import Residents
 from shardformer.optim.stage3.plan import END, Plan, found_plan
-from shardformer.optim.stage3.saved import Saved, check_version
+from shardformer.optim.stage3.saved import Saved
 from shardformer.optim.stage3.units import Unit
 
 Kind = tuple[Any, ...]
@@ -113,8 +113,8 @@ class Walk:
         self._start_saving(module)
 
     def _start_saving(self, module: nn.Module) -> None:
-        self._caller, self._saving = module, saved_tensors_hooks(self._pack, self._unpack)
-        self._saving.__enter__()
+        self._caller, self._saving = module, SavedTensorHooks(self._pack, self._unpack, goes_first=True)
+        self._saving.enter()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is not self._caller or torch._C._current_graph_task_id() >= 0:
@@ -138,7 +138,7 @@ class Walk:
 
     def _stop_saving(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self._caller:
-            self._saving.__exit__(None, None, None)
+            self._saving.leave()
             self._saving = self._caller = None
 
     def _abandon(self) -> None:
@@ -308,23 +308,17 @@ class Walk:
 
     # --- what autograd saves
 
-    def _pack(self, x: Tensor) -> Any:
-        """Of a unit's values only where they lie is saved; of others, as by itself, the tensor and its version."""
+    def _pack(self, x: Tensor) -> Saved | None:
+        """Of a unit's values only where they lie is saved; others are left to others."""
         place = None if x.layout is not torch.strided else self._where.get(x.untyped_storage().data_ptr())
         if place is None:
-            # what a node saves of its own output must not hold the node
-            return x if x.grad_fn is None else x.detach(), x._version
+            return None
         unit, base = place
         param = x if isinstance(x, nn.Parameter) else None
         run = self._backward_of if self._is_backward else self._run
         return Saved(run, unit, param, base, (x.shape, x.stride(), x.storage_offset()), x._version)
 
-    def _unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, Saved):
-            value, version = packed
-            check_version(value, version)
-            kept: Tensor = value
-            return kept
+    def _unpack(self, packed: Saved) -> Tensor:
         self._begin_backward(packed.run)
         self._keep = ()
         self._go_to(packed.unit.index)
