@@ -6,7 +6,9 @@ knows; what none of them takes is saved as autograd does by itself, with its ver
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -30,13 +32,14 @@ class SavedTensorHooks:
     ) -> None:
         self._pack, self._unpack, self._goes_first = pack, unpack, goes_first
         self._asked: list[SavedTensorHooks] = []
+        self._untraced: Pair | None = None
         self.is_entered = False
 
     def enter(self) -> None:
         around = _ours(_top())
         self._asked = sorted([self, *(around._asked if around else [])], key=lambda hooks: not hooks._goes_first)
         self.is_entered = True
-        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+        torch._C._autograd._push_saved_tensors_default_hooks(*self._pair())
 
     def leave(self) -> None:
         """Takes this pair away, wherever it stands: what was to leave before it may have been broken off."""
@@ -49,6 +52,13 @@ class SavedTensorHooks:
             above.append(top)
         for pair in reversed(above):
             torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+
+    def _pair(self) -> Pair:
+        """What torch calls: in a part of a model that is compiled, without being compiled too."""
+        dynamo = sys.modules.get("torch._dynamo")
+        if dynamo is not None and self._untraced is None:
+            self._untraced = dynamo.disable(self.pack), dynamo.disable(self.unpack)
+        return self._untraced or (self.pack, self.unpack)
 
     def pack(self, x: Tensor) -> tuple[Callable[[Any], Tensor], Any]:
         for hooks in self._asked:
@@ -90,5 +100,5 @@ def _top() -> Pair | None:
 
 
 def _ours(pair: Pair | None) -> SavedTensorHooks | None:
-    hooks = None if pair is None else getattr(pair[0], "__self__", None)
+    hooks = None if pair is None else getattr(unwrap(pair[0]), "__self__", None)
     return hooks if isinstance(hooks, SavedTensorHooks) else None

@@ -1,0 +1,366 @@
+"""What a forward saves lies on the host until the backward needs it, and every gradient is the same to the bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from shardformer.activations.attach import _attach, store_activations
+from shardformer.activations.pieces import BROUGHT
+from shardformer.activations.store import AHEAD, ActivationStore
+from shardformer.comm.link import DOWN, UP, Link
+from shardformer.errors import ConfigError
+
+Gradients = list[Tensor | None]
+
+
+class Net(nn.Module):
+    """Views of one memory, an expanded one, results that are saved, and what can be changed behind its back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.register_buffer("scale", torch.linspace(1, 2, 16))
+
+    def forward(self, x: Tensor, changes: bool = False) -> Tensor:
+        q, k, v = self.a(x).chunk(3, -1)
+        h = torch.tanh(q) * k.transpose(-1, -2).reshape(q.shape) + v.sigmoid() * self.scale
+        e = h[:, :1].expand_as(h) * h
+        y = self.b(e)
+        if changes:
+            e.mul_(2)
+        out: Tensor = (y * h).sum()
+        return out
+
+
+X = torch.randn(8, 4, 16, generator=torch.Generator().manual_seed(1))
+
+
+def once(model: nn.Module) -> None:
+    model(X).backward()
+
+
+def twice_through_one_graph(model: nn.Module) -> None:
+    loss = model(X)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def two_forwards(model: nn.Module) -> None:
+    one, two = model(X), model(2 * X)
+    (one * two).backward()
+
+
+def gradients_of_gradients(model: nn.Module) -> None:
+    first = torch.autograd.grad(model(X), list(model.parameters()), create_graph=True)
+    torch.stack([g.square().sum() for g in first]).sum().backward()
+
+
+def a_forward_that_is_given_up(model: nn.Module) -> None:
+    model(3 * X)
+    once(model)
+
+
+def what_is_saved_is_changed(model: nn.Module) -> None:
+    model(X, changes=True).backward()
+
+
+def gradients(model: nn.Module, use: Callable[[nn.Module], None]) -> Gradients:
+    model.zero_grad()
+    use(model)
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def same(a: Gradients, b: Gradients) -> bool:
+    return all(x is y is None or (x is not None and y is not None and torch.equal(x, y)) for x, y in zip(a, b))
+
+
+def stored(model: nn.Module, link: Link | None = None, min_bytes: int = 0) -> ActivationStore:
+    store = ActivationStore(True, None, min_bytes, link)
+    _attach(model, store, {})
+    return store
+
+
+USES = [once, twice_through_one_graph, two_forwards, gradients_of_gradients, a_forward_that_is_given_up]
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("bandwidth", [None, 1e6], ids=["fast", "slow"])
+def test_gradients_are_the_same_and_all_memory_is_given_back(
+    use: Callable[[nn.Module], None], bandwidth: float | None
+) -> None:
+    model = Net()
+    expected = gradients(model, use)
+    store = stored(model, Link(torch.device("cpu"), bandwidth=bandwidth))
+    assert same(gradients(model, use), expected)
+    gc.collect()
+    while store._leaving:
+        store._let_go(store._leaving.popleft())
+    figures = store.figures()
+    assert (sum(figures.device.values()), figures.host) == (0, 0)
+    assert figures.most_host > 10_000 and figures.bandwidth[DOWN] is not None
+    assert "On the host: 0, at most" in str(figures)
+
+
+def test_what_is_changed_after_it_was_saved_raises_as_without_it() -> None:
+    for model in (Net(), Net()):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradients(model, what_is_saved_is_changed)
+        stored(model)
+        with pytest.raises(RuntimeError, match=r"shape \(32, 16\) is at version 1; expected version 0"):
+            gradients(model, what_is_saved_is_changed)
+        assert same(gradients(model, once), gradients(Net(), once))
+
+
+class Keep(Function):
+    """Saves tensors, and compares what comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *kept: Tensor) -> Tensor:
+        ctx.save_for_backward(*kept)
+        ctx.copies = [(t.clone(), t.stride(), t.dtype) for t in kept]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        for t, (value, stride, dtype) in zip(ctx.saved_tensors, ctx.copies, strict=True):
+            assert torch.equal(t, value) and (t.stride(), t.dtype) == (stride, dtype)
+        return (grad, *[None] * len(ctx.copies))
+
+
+class Keeper(nn.Module):
+    def __init__(self, make: Callable[[], list[Tensor]]) -> None:
+        super().__init__()
+        self.weight, self.make = nn.Parameter(torch.ones(3)), make
+
+    def forward(self) -> Tensor:
+        out: Tensor = Keep.apply(self.weight, *self.make())
+        return out
+
+
+def kinds() -> list[Tensor]:
+    x, big = torch.randn(6, 8, 10), torch.randn(64, 50)
+    bits = torch.arange(240, dtype=torch.uint8)
+    return [
+        *(x, x.transpose(0, 2), x[1:3], x[:, 2], x[:, :, 1:2].expand(6, 8, 5), x.as_strided((3, 4), (2, 1), 7)),
+        *(big[3], big[5:9], big.t()[2:4], torch.arange(200), torch.randn(70) > 0, bits[3:203], bits.view(torch.int16)),
+        *(torch.randn(9, dtype=torch.complex64), torch.randn(9, dtype=torch.complex64).conj(), torch.tensor(2.5)),
+        *(torch.empty(0, 4), torch.randn(5, 5).to(torch.bfloat16), torch.randn(4, 4).to_sparse().to_dense()),
+    ]
+
+
+def test_views_come_back_with_their_strides_and_dtypes() -> None:
+    model = Keeper(kinds)
+    store = stored(model)
+    model().sum().backward()
+    assert store.figures().most_host > 64 * 50 * 4
+
+
+def test_views_of_one_memory_are_kept_once_and_a_small_part_of_a_large_one_by_itself() -> None:
+    x, big = torch.randn(30, 40), torch.randn(1000, 10)
+    store = stored(model := Keeper(lambda: [*x.chunk(3, 1), x, x.t(), big[10:14], big[10:14].t()]))
+    loss = model().sum()
+    assert store.figures().host == 30 * 40 * 4 + 4 * 10 * 4
+    loss.backward()
+
+
+def test_parameters_views_of_them_casts_of_them_and_buffers_stay() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    store = stored(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.randn(2, 64)).float().sum()
+    assert store.figures().host == 2 * 2 * 64 * 2  # the inputs of the two, in 16 bits
+    loss.backward()
+    assert store.figures().host == 0
+
+
+class Deep(nn.Module):
+    """Layers that are checkpointed, each with an input of as many bytes. ``at`` is called before each layer."""
+
+    def __init__(self, layers: int = 12, width: int = 32, *, reentrant: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
+        self.reentrant, self.at = reentrant, lambda x: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        for layer in self.layers:
+            self.at(x)  # type: ignore[func-returns-value]
+            x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)) + x, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_of_the_inputs_of_checkpoints_two_are_on_the_device_at_a_time(reentrant: bool) -> None:
+    """In the forward those whose copy is under way, in the backward those that are asked for next: and no more."""
+    model, x = Deep(reentrant=reentrant), torch.randn(64, 32, requires_grad=True)
+    size = x.nbytes
+    expected = gradients(model, lambda m: m(x).sum().backward())
+    seen: list[StorageWeakRef] = []
+    model.at = lambda x: seen.append(StorageWeakRef(x.untyped_storage()))
+    store = stored(model, Link(torch.device("cpu"), bandwidth=2e7))
+    model.zero_grad()
+    loss = model(x).sum()
+    forward = store.figures()
+    assert forward.most_host == 12 * size and forward.most <= (AHEAD + 1) * size
+    assert sum(not storage.expired() for storage in seen) <= AHEAD + 1  # the memory has really gone
+    held: list[int] = []
+    for layer in model.layers:
+        layer.weight.register_hook(lambda grad: held.append(store.figures().device[BROUGHT]))
+    store.reset()
+    loss.backward()
+    assert same([p.grad for p in model.parameters()], expected)
+    assert store.figures().most <= (2 * AHEAD + 1) * size
+    assert sorted(held)[len(held) // 2] >= 2 * size, "nothing was brought ahead"
+
+
+def test_it_takes_as_much_as_all_inputs_where_nothing_moves() -> None:
+    model, x = Deep(), torch.randn(64, 32, requires_grad=True)
+    store = store_activations(model, "device", min_bytes=0)
+    loss = model(x).sum()
+    assert sum(store.figures().device.values()) == 12 * x.nbytes
+    loss.backward()
+    assert (store.figures().most, store.figures().most_host) == (12 * x.nbytes, 0)
+
+
+def test_what_is_smaller_than_min_bytes_stays() -> None:
+    model, x = Deep(), torch.randn(64, 32, requires_grad=True)
+    store = store_activations(model, min_bytes=x.nbytes + 1)
+    model(x).sum().backward()
+    assert (store.figures().most, store.figures().most_host) == (12 * x.nbytes, 0)
+
+
+def test_copies_up_are_made_in_the_order_in_which_the_backward_asks() -> None:
+    model, x = Deep(5), torch.randn(64, 32, requires_grad=True)
+    store = stored(model, link := Link(torch.device("cpu")))
+    loss = model(x).sum()
+    while store._leaving:
+        store._let_go(store._leaving.popleft())
+    loss.backward()
+    assert [copied.way for copied in link.log] == [DOWN] * 5 + [UP] * 5
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dropout_under_a_checkpoint_drops_the_same(reentrant: bool) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        layer = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Tanh())
+        return Around(layer, reentrant)
+
+    expected = gradients(model(), seeded)
+    stored(other := model())
+    assert same(gradients(other, seeded), expected)
+
+
+class Around(nn.Module):
+    def __init__(self, layer: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.reentrant = layer, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = checkpoint(self.layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+def seeded(model: nn.Module) -> None:
+    torch.manual_seed(7)
+    model((X * 1).requires_grad_()).square().sum().backward()
+
+
+# ------------------------------------------------------------------------------------------------- beside other things
+
+
+def top() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def test_hooks_of_others_around_a_forward_keep_what_it_saves() -> None:
+    model = Net()
+    expected = gradients(model, once)
+    store = stored(model)
+    for reentrant in (False, True):
+        gradients(model, lambda m, r=reentrant: checkpoint(m, X.clone().requires_grad_(), use_reentrant=r).backward())
+        assert same([p.grad for p in model.parameters()], expected)
+    with torch.autograd.graph.save_on_cpu():
+        loss = model(X)
+    assert same(gradients(model, lambda m: loss.backward()), expected)
+    assert store.figures().most_host == 0 and top() is None
+
+
+def test_without_gradients_nothing_is_stored() -> None:
+    store = stored(model := Net())
+    with torch.no_grad():
+        model(X)
+    with torch.inference_mode():
+        model(X)
+    assert (store.figures().most, store.figures().most_host) == (0, 0)
+
+
+def test_a_model_in_a_model_keeps_its_own_and_a_copied_one_has_a_store_of_its_own() -> None:
+    inner = Net()
+    expected = gradients(inner, once)
+    own, around = stored(inner), stored(outer := nn.Sequential(nn.Linear(16, 16), inner))
+    outer(X).backward()
+    assert own.figures().most_host > around.figures().most_host > 0
+    other = copy.deepcopy(inner)
+    own.reset()
+    assert same(gradients(other, once), expected)
+    assert own.figures().most_host == 0 and top() is None
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_a_forward_that_is_broken_off_leaves_no_hooks_behind_the_next(kind: type[BaseException]) -> None:
+    model = Net()
+    expected = gradients(model, once)
+    stored(model)
+
+    def fail(*_: Any) -> None:
+        raise kind
+
+    hook = model.b.register_forward_pre_hook(fail)
+    with pytest.raises(kind):
+        model(X)
+    hook.remove()
+    assert same(gradients(model, once), expected)
+    assert top() is None
+
+
+def test_parts_that_are_compiled_and_models_that_are() -> None:
+    model = Net()
+    expected = gradients(model, once)
+    store = stored(part := copy.deepcopy(model))
+    part.a.compile(backend="aot_eager")
+    assert same(gradients(part, once), expected)
+    assert store.figures().most_host > 0
+    stored(whole := copy.deepcopy(model))
+    compiled: Any = torch.compile(whole, backend="aot_eager")
+    assert same(gradients(whole, lambda _: compiled(X).backward()), expected)
+
+
+def test_it_is_called_once_and_removed_for_good() -> None:
+    store = store_activations(model := Net(), min_bytes=0)
+    loss = model(X)
+    with pytest.raises(ConfigError, match="store_activations of a Net whose activations are stored"):
+        store_activations(model)
+    store.remove()
+    loss.backward()  # what was stored comes back
+    store.reset()
+    once(model)
+    assert store.figures().most_host == 0
+    store_activations(model, min_bytes=0).remove()
+    with pytest.raises(ConfigError, match="on='disk'.*device, host, tensor, tensor.host"):
+        store_activations(model, "disk")
+    with pytest.raises(ConfigError, match="on='tensor' for a Net that has no layers that are known"):
+        store_activations(model, "tensor")
