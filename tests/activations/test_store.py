@@ -360,7 +360,7 @@ def test_it_is_called_once_and_removed_for_good() -> None:
     once(model)
     assert store.figures().most_host == 0
     store_activations(model, min_bytes=0).remove()
-    with pytest.raises(ConfigError, match="on='disk'.*device, host, tensor, tensor.host"):
+    with pytest.raises(ConfigError, match=r"on='disk'.*device, host, tensor, tensor.host"):
         store_activations(model, "disk")
     with pytest.raises(ConfigError, match="on='tensor' for a Net that has no layers that are known"):
         store_activations(model, "tensor")

@@ -1,0 +1,306 @@
+"""Stored activations beside everything else: checkpoints, tensor ranks, stages, ZeRO. All gradients to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardformer.activations.attach import store_activations
+from shardformer.activations.parts import PURPOSE, joined, own_part
+from shardformer.activations.pieces import Figures
+from shardformer.comm.recorder import Recorder
+from shardformer.config import ShardConfig
+from shardformer.engine import Pipeline
+from shardformer.errors import ConfigError, InputError
+from shardformer.mesh.context import ParallelContext
+from shardformer.optim.zero import zero
+from shardformer.pipeline.schedule import SCHEDULES
+from shardformer.pipeline.stage_manager import PipelineStageManager
+from shardformer.sharder import shard_model
+from shardformer.sharding.save import full_state_dict
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
+
+SMALL = 256
+Result = tuple[float, list[Tensor | None], Figures | None, Recorder | None]
+
+
+def build(family: str, reentrant: bool | None = None, layers: int = 0) -> nn.Module:
+    torch.manual_seed(0)
+    sample = Sample(family)
+    model: Any = (sample.deeper(layers) if layers else sample)().double().train()
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model  # type: ignore[no-any-return]
+
+
+def batch_of(family: str, seed: int = 0) -> dict[str, Tensor]:
+    batch = Batches(MAIN[family], batch=3)(seed)
+    return {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+
+
+def equal(a: Result, b: Result) -> bool:
+    pairs = zip(a[1], b[1], strict=True)
+    return a[0] == b[0] and all(x is y is None or (x is not None and torch.equal(x, y)) for x, y in pairs)  # type: ignore[arg-type]
+
+
+def trained(model: nn.Module, family: str, on: str | None, context: ParallelContext | None = None) -> Result:
+    """Two forwards before one backward: the loss, the gradients, how much was where, and what was sent."""
+    store = store_activations(model, on, min_bytes=SMALL) if on else None
+    with Recorder(context or ParallelContext.of({})) as recorder:
+        loss = sample_loss(model, batch_of(family)) + sample_loss(model, batch_of(family, 1))
+        loss.backward()
+    figures = store.figures() if store else None
+    return float(loss.detach()), [p.grad for p in model.parameters()], figures, recorder
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["whole", "checkpoint", "reentrant"])
+@pytest.mark.parametrize("family", ["llama", "bert", "t5", "gpt2", "vit", "whisper"])
+def test_models_of_the_zoo_on_the_host(family: str, reentrant: bool | None) -> None:
+    expected = trained(build(family, reentrant), family, "device")
+    found = trained(build(family, reentrant), family, "host")
+    assert equal(found, expected)
+    assert expected[2] is not None and found[2] is not None
+    assert found[2].most_host > 0.9 * expected[2].most
+    assert found[2].most < 0.9 * expected[2].most
+
+
+# --------------------------------------------------------------------------------------------------------- tensor ranks
+
+
+def over_ranks(family: str, on: str | None, tensor: int, reentrant: bool | None, **options: Any) -> list[Result]:
+    models = [build(family, reentrant) for _ in range(tensor)]
+
+    def run(context: ParallelContext) -> Result:
+        model = shard_model(models[context.rank], context=context, **options)
+        return trained(model, family, on, context)
+
+    return run_as_threads(run, tensor=tensor)
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "reentrant"),
+    [
+        ("llama", 2, False),
+        ("llama", 3, True),
+        ("bert", 3, False),
+        ("t5", 2, True),
+        ("gpt2", 4, False),
+        ("vit", 2, None),
+    ],
+)
+def test_of_what_enters_a_layer_each_tensor_rank_keeps_a_part(family: str, tensor: int, reentrant: bool | None) -> None:
+    """The bytes that go, and those on the wire, are those of the docstring."""
+    expected = over_ranks(family, "device", tensor, reentrant)
+    inputs = sizes_of_layer_inputs(family)
+    for on in ("tensor", "tensor+host"):
+        found = over_ranks(family, on, tensor, reentrant)
+        for own, other in zip(found, expected, strict=True):
+            assert equal(own, other)
+            figures, before, recorder = own[2], other[2], own[3]
+            assert figures is not None and before is not None and recorder is not None
+            saved = sum(size - -(-size // tensor) for size in inputs)
+            whole = before.most - saved
+            if on == "tensor":
+                assert figures.most == whole
+            else:
+                assert figures.most_host >= whole - 10_000 and figures.most < whole
+            assert recorder.count("all_gather", purpose=PURPOSE) == 2 * len(inputs)
+            payload = sum(tensor * -(-size // tensor) + 8 * tensor for size in inputs)
+            assert recorder.wire_bytes("all_gather", purpose=PURPOSE) == (tensor - 1) * payload
+
+
+def sizes_of_layer_inputs(family: str) -> list[int]:
+    """Bytes of the hidden states that enter each layer, in the two forwards of ``trained``."""
+    model, sizes = build(family), list[int]()
+    names = [n for n, m in model.named_modules() if n.rpartition(".")[2].isdecimal() and is_layer(n, m)]
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda m, args, kwargs: sizes.append((args[0] if args else kwargs["hidden_states"]).nbytes),
+            with_kwargs=True,
+        )
+    for seed in (0, 1):
+        sample_loss(model, batch_of(family, seed))
+    return sizes
+
+
+def is_layer(name: str, module: nn.Module) -> bool:
+    return type(module).__name__.endswith(("Layer", "Block")) and name.count(".layer.") < 2
+
+
+@pytest.mark.parametrize("tensor", [2, 3, 4])
+def test_parts_of_any_size_are_joined(tensor: int) -> None:
+    def run(context: ParallelContext) -> None:
+        for size in (1, 3, 4, 10, 4097):
+            whole = torch.arange(size).to(torch.uint8)
+            part, number = own_part(whole, context.tensor)
+            assert len(part) == -(-size // tensor)
+            assert torch.equal(joined(part, number, context.tensor, "It")[:size], whole)
+
+    run_as_threads(run, tensor=tensor)
+
+
+def test_one_rank_alone_keeps_all() -> None:
+    (found,), (expected,) = over_ranks("llama", "tensor", 1, False), over_ranks("llama", "device", 1, False)
+    assert equal(found, expected)
+    assert found[2] is not None and expected[2] is not None and found[2].most == expected[2].most
+
+
+class Checkpointed(nn.Module):
+    """A checkpoint around a layer, as transformers had it: it saves its input before the layer is called."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(lambda x: self.layer(x, *args, **kwargs), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("on", ["tensor", "tensor+host"])
+def test_what_a_checkpoint_saves_before_the_layer_is_called_is_cut(on: str) -> None:
+    models = [build("gpt2") for _ in range(2)]
+    expected = over_ranks("gpt2", None, 2, None)
+
+    def run(context: ParallelContext) -> Result:
+        model: Any = shard_model(models[context.rank], context=context)
+        store = store_activations(model, on, min_bytes=SMALL)
+        layers, model.config.use_cache = model.transformer.h, False  # a cache would grow again in the recomputation
+        model.transformer.h = nn.ModuleList([Checkpointed(layer) for layer in layers])
+        found = trained(model, "gpt2", None, context)
+        assert store.figures().most > 0
+        return found
+
+    for own, other in zip(run_as_threads(run, tensor=2), expected, strict=True):
+        assert equal(own, other)
+        assert own[3] is not None and own[3].count("all_gather", purpose=PURPOSE) == 2 * 2 * 2  # forwards, layers
+
+
+def test_what_is_not_the_same_on_all_ranks_raises_on_all_of_them() -> None:
+    """Without the checksums the gradients would be wrong in silence."""
+    models, raised = [build("llama", False) for _ in range(3)], list[str]()
+
+    def run(context: ParallelContext) -> None:
+        model: Any = shard_model(models[context.rank], context=context)
+        store_activations(model, "tensor", min_bytes=SMALL)
+
+        def differ(layer: nn.Module, args: Any) -> Any:
+            return (args[0] + 1e-9 * (context.rank == 1), *args[1:])
+
+        model.model.layers[1].register_forward_pre_hook(differ, prepend=True)
+        loss = sample_loss(model, batch_of("llama"))
+        with pytest.raises(InputError, match=r"What entered model.layers.1 was not the same .* rank 1 of 3 held"):
+            loss.backward()
+        raised.append(str(context))
+
+    run_as_threads(run, tensor=3)
+    assert len(raised) == 3
+
+
+def test_where_the_sequence_is_cut_there_is_nothing_to_cut_and_the_host_takes_the_parts() -> None:
+    options = {"enable_sequence_parallelism": True}
+    with pytest.raises(ConfigError, match=r"on='tensor' .* cuts the stream between its layers: sequence over tensor"):
+        over_ranks("llama", "tensor", 2, False, **options)
+    expected, found = (over_ranks("llama", on, 2, False, **options) for on in ("device", "host"))
+    assert all(equal(own, other) for own, other in zip(found, expected, strict=True))
+    assert found[0][2] is not None and found[0][2].most_host > 0
+
+
+def _dropped(on: str | None, reentrant: bool) -> tuple[float, list[Tensor | None]]:
+    import shardformer
+
+    context = shardformer.launch_from_torch()
+    sample = Sample("gpt2", changes={"resid_pdrop": 0.3, "attn_pdrop": 0.3, "embd_pdrop": 0.3})
+    torch.manual_seed(0)
+    model: Any = sample().double().train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model = shard_model(model, context=context)
+    torch.manual_seed(context.rank)
+    loss, grads, *_ = trained(model, "gpt2", on, context)
+    return loss, grads
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dropout_draws_the_same_on_processes(pool2: WorkerPool, reentrant: bool) -> None:
+    expected = pool2.run(_dropped, None, reentrant)
+    for on in ("host", "tensor+host"):
+        for own, other in zip(pool2.run(_dropped, on, reentrant), expected, strict=True):
+            assert equal((*own, None, None), (*other, None, None))
+
+
+# --------------------------------------------------------------------------------------------------------------- stages
+
+
+def in_stages(on: str | None, schedule: str, tensor: int, reentrant: bool | None) -> list[Result]:
+    models = [build("gpt2", reentrant, 4) for _ in range(2 * tensor)]
+
+    def run(context: ParallelContext) -> Result:
+        manager = PipelineStageManager(context, schedule)
+        model = shard_model(models[context.rank], config=ShardConfig(context=context, pipeline_stage_manager=manager))
+        store = store_activations(model, on, min_bytes=SMALL) if on else None
+        pipeline = Pipeline(model, micro_batches=4)
+        with Recorder(context) as recorder:
+            losses = [float(pipeline.step(Batches(MAIN["gpt2"], batch=4)(step))) for step in (0, 1)]
+        figures = store.figures() if store else None
+        return sum(losses), [p.grad for p in model.parameters()], figures, recorder
+
+    return run_as_threads(run, tensor=tensor, pipe=2, in_turn=True)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_over_stages(schedule: str) -> None:
+    expected, found = in_stages("device", schedule, 1, None), in_stages("host", schedule, 1, None)
+    for own, other in zip(found, expected, strict=True):
+        assert equal(own, other)
+        assert own[2] is not None and other[2] is not None and own[2].most < other[2].most
+        assert own[2].most_host > 0.5 * other[2].most
+
+
+def test_over_stages_and_tensor_ranks_with_checkpoints() -> None:
+    """What a stage received stays whole: the pipeline holds it for its gradient."""
+    expected, found = in_stages("device", "1f1b", 2, False), in_stages("tensor", "1f1b", 2, False)
+    counts = [own[3].count("all_gather", purpose=PURPOSE) for own in found if own[3] is not None]
+    assert counts == [2 * 2 * 4 * layers for layers in (2, 2, 1, 1)]  # steps, micro-batches
+    for own, other in zip(found, expected, strict=True):
+        assert equal(own, other)
+        assert own[2] is not None and other[2] is not None and own[2].most < other[2].most
+
+
+# ----------------------------------------------------------------------------------------------------------------- ZeRO
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["whole", "checkpoint", "reentrant"])
+@pytest.mark.parametrize(("stage", "first"), [(2, "zero"), (3, "zero"), (3, "store")])
+def test_zero(stage: int, first: str, reentrant: bool | None) -> None:
+    """In both orders of the two calls: what stage 3 knows as its own stays its own."""
+
+    def run_with(on: str | None) -> list[tuple[dict[str, Tensor], int]]:
+        models = [build("llama", reentrant) for _ in range(2)]
+
+        def run(context: ParallelContext) -> tuple[dict[str, Tensor], int]:
+            model = shard_model(models[context.rank], context=context)
+            steps: dict[str, Callable[[], Any]] = {
+                "store": lambda: store_activations(model, on, min_bytes=SMALL) if on else None,
+                "zero": lambda: zero(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=stage),
+            }
+            made = {name: steps[name]() for name in sorted(steps, key=lambda name: name != first)}
+            for step in range(3):
+                sample_loss(model, batch_of("llama", 10 * step + context.data.rank)).backward()
+                made["zero"].step()
+                made["zero"].zero_grad()
+            return full_state_dict(model), made["store"].figures().most_host if on else 0
+
+        return run_as_threads(run, data=2)
+
+    on_host, expected = run_with("host"), run_with(None)
+    activations = trained(build("llama", reentrant), "llama", "device")[2]
+    assert activations is not None
+    for (weights, most_host), (plain, _) in zip(on_host, expected, strict=True):
+        assert all(torch.equal(weights[name], value) for name, value in plain.items())
+        assert 0 < most_host <= activations.most  # and no parameter that was gathered
