@@ -10,7 +10,7 @@ from torch import nn
 from shardformer.activations.store import ActivationStore
 from shardformer.errors import ConfigError, nearest
 from shardformer.layers.tensor.stream import first_tensor
-from shardformer.layout.state import ShardedState, known_state
+from shardformer.layout.state import ROOT, ShardedState, known_state
 from shardformer.layout.stream import Place
 
 WHERE = ("device", "host", "tensor", "tensor+host")
@@ -56,15 +56,21 @@ def store_activations(model: nn.Module, on: str = "host", *, min_bytes: int = 2*
             rule="What a model saves is kept in one way",
             remedy="Call .remove() of what the first call returned, then call it again",
         )
-    state = known_state(model)
-    axis = state.axes["tensor"] if "tensor" in on else None
-    layers = _whole_layers(model, state, on) if axis is not None else {}
+    axis = known_state(model).axes["tensor"] if "tensor" in on else None
+    layers = _whole_layers(model, on) if axis is not None else {}
     store = ActivationStore("host" in on, axis, min_bytes)
     _attach(model, store, layers)
-    stage_forward = getattr(state.stages, "stage_forward", None)
-    if stage_forward is not None:
-        store.on_remove(_listed(stage_forward.when_left, store.leave))
+    for _, _, state in _sharded(model):
+        stage_forward = getattr(state.stages, "stage_forward", None)
+        if stage_forward is not None:
+            store.on_remove(_listed(stage_forward.when_left, store.leave))
     return store
+
+
+def _sharded(model: nn.Module) -> list[tuple[str, nn.Module, ShardedState]]:
+    """(path, module, state) of each model in here that was sharded: this one, or those that it wraps."""
+    found = [(path, module, module.__dict__.get(ROOT)) for path, module in model.named_modules()]
+    return [(path, module, state) for path, module, state in found if isinstance(state, ShardedState)]
 
 
 def _attach(model: nn.Module, store: ActivationStore, layers: dict[str, nn.Module]) -> None:
@@ -85,18 +91,23 @@ def _listed(listeners: list[Any], listener: Any) -> Any:
     return partial(listeners.remove, listener)
 
 
-def _whole_layers(model: nn.Module, state: ShardedState, on: str) -> dict[str, nn.Module]:
+def _whole_layers(model: nn.Module, on: str) -> dict[str, nn.Module]:
     """Path -> each layer whose hidden states all tensor ranks hold alike, by the layout of the stream around it."""
-    policy = state.request.policy
-    stacks = () if policy is None else policy.chain().stacks
-    whole = [s for s in stacks if "tensor" not in s.layout_in(state.stream).partial_over(Place.STACK)]
-    if not whole:
-        cut = f"cuts the stream between its layers: {state.stream}" if stacks else "has no layers that are known"
+    layers, cut = dict[str, nn.Module](), ""
+    for _, module, state in _sharded(model):
+        policy: Any = state.request.policy
+        for stack in policy.chain().stacks:
+            layout = stack.layout_in(state.stream)
+            if "tensor" in layout.partial_over(Place.STACK):
+                cut = str(layout)
+            else:
+                layers |= {path: module.get_submodule(path) for path in stack.units}
+    if not layers:
+        has = f"cuts the stream between its layers: {cut}" if cut else "has no layers that are known"
         raise ConfigError(
-            f"on={on!r} for a {type(model).__name__} that {cut}",
+            f"on={on!r} for a {type(model).__name__} that {has}",
             rule="Of what enters a layer each tensor rank keeps a part where all of them hold the same; where the "
             "sequence is cut each holds its own part already",
             remedy='Take on="host", or shard the model with tensor parallelism alone',
         )
-    paths = dict.fromkeys(path for stack in whole for path in stack.units)
-    return {path: model.get_submodule(path) for path in paths}
+    return layers

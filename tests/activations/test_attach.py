@@ -234,6 +234,39 @@ def test_dropout_draws_the_same_on_processes(pool2: WorkerPool, reentrant: bool)
             assert equal((*own, None, None), (*other, None, None))
 
 
+def _in_ddp(on: str | None) -> tuple[float, list[Tensor | None]]:
+    model = build("gpt2", False)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    loss, grads, *_ = trained(wrapped, "gpt2", on)
+    return loss, grads
+
+
+def test_torchs_data_parallel_around_a_plain_model(pool2: WorkerPool) -> None:
+    for own, other in zip(pool2.run(_in_ddp, "host"), pool2.run(_in_ddp, None), strict=True):
+        assert equal((*own, None, None), (*other, None, None))
+
+
+def test_a_model_that_a_wrapper_holds_is_cut_too() -> None:
+    models = [build("gpt2", False) for _ in range(2)]
+
+    def run(context: ParallelContext) -> int:
+        model = Wrapper(shard_model(models[context.rank], context=context))
+        recorder = trained(model, "gpt2", "tensor", context)[3]
+        assert recorder is not None
+        return recorder.count("all_gather", purpose=PURPOSE)
+
+    assert run_as_threads(run, tensor=2) == [8, 8]
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Tensor) -> Any:
+        return self.model(**batch)
+
+
 # --------------------------------------------------------------------------------------------------------------- stages
 
 
@@ -247,6 +280,7 @@ def in_stages(on: str | None, schedule: str, tensor: int, reentrant: bool | None
         pipeline = Pipeline(model, micro_batches=4)
         with Recorder(context) as recorder:
             losses = [float(pipeline.step(Batches(MAIN["gpt2"], batch=4)(step))) for step in (0, 1)]
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         figures = store.figures() if store else None
         return sum(losses), [p.grad for p in model.parameters()], figures, recorder
 
@@ -299,8 +333,9 @@ def test_zero(stage: int, first: str, reentrant: bool | None) -> None:
         return run_as_threads(run, data=2)
 
     on_host, expected = run_with("host"), run_with(None)
-    activations = trained(build("llama", reentrant), "llama", "device")[2]
-    assert activations is not None
+    plain_model = build("llama", reentrant)
+    store = store_activations(plain_model, "host", min_bytes=SMALL)
+    sample_loss(plain_model, batch_of("llama")).backward()
     for (weights, most_host), (plain, _) in zip(on_host, expected, strict=True):
         assert all(torch.equal(weights[name], value) for name, value in plain.items())
-        assert 0 < most_host <= activations.most  # and no parameter that was gathered
+        assert most_host == store.figures().most_host  # and no parameter that was gathered

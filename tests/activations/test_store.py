@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from shardformer.activations.attach import _attach, store_activations
-from shardformer.activations.pieces import BROUGHT
+from shardformer.activations.pieces import BROUGHT, Figures
 from shardformer.activations.store import AHEAD, ActivationStore
 from shardformer.comm.link import DOWN, UP, Link
 from shardformer.errors import ConfigError
@@ -91,6 +91,13 @@ def stored(model: nn.Module, link: Link | None = None, min_bytes: int = 0) -> Ac
     return store
 
 
+def drained(store: ActivationStore) -> Figures:
+    """The figures when all copies to the host are done."""
+    while store._leaving:
+        store._let_go(store._leaving.popleft())
+    return store.figures()
+
+
 USES = [once, twice_through_one_graph, two_forwards, gradients_of_gradients, a_forward_that_is_given_up]
 
 
@@ -104,9 +111,7 @@ def test_gradients_are_the_same_and_all_memory_is_given_back(
     store = stored(model, Link(torch.device("cpu"), bandwidth=bandwidth))
     assert same(gradients(model, use), expected)
     gc.collect()
-    while store._leaving:
-        store._let_go(store._leaving.popleft())
-    figures = store.figures()
+    figures = drained(store)
     assert (sum(figures.device.values()), figures.host) == (0, 0)
     assert figures.most_host > 10_000 and figures.bandwidth[DOWN] is not None
     assert "On the host: 0, at most" in str(figures)
@@ -174,14 +179,15 @@ def test_views_of_one_memory_are_kept_once_and_a_small_part_of_a_large_one_by_it
     loss.backward()
 
 
-def test_parameters_views_of_them_casts_of_them_and_buffers_stay() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    store = stored(model)
-    with torch.autocast("cpu", torch.bfloat16):
+@pytest.mark.parametrize("enabled", [False, True])
+def test_parameters_views_of_them_casts_of_them_and_buffers_stay(enabled: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.BatchNorm1d(64).eval(), nn.Linear(64, 64))
+    store = stored(model, min_bytes=65)
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
         loss = model(torch.randn(2, 64)).float().sum()
-    assert store.figures().host == 2 * 2 * 64 * 2  # the inputs of the two, in 16 bits
+    assert drained(store).host == 4 * 2 * 64 * (2 if enabled else 4)  # the inputs of all four, in 16 bits or 32
     loss.backward()
-    assert store.figures().host == 0
+    assert drained(store).host == 0
 
 
 class Deep(nn.Module):
@@ -245,8 +251,7 @@ def test_copies_up_are_made_in_the_order_in_which_the_backward_asks() -> None:
     model, x = Deep(5), torch.randn(64, 32, requires_grad=True)
     store = stored(model, link := Link(torch.device("cpu")))
     loss = model(x).sum()
-    while store._leaving:
-        store._let_go(store._leaving.popleft())
+    drained(store)
     loss.backward()
     assert [copied.way for copied in link.log] == [DOWN] * 5 + [UP] * 5
 
