@@ -187,3 +187,11 @@ def test_offload_is_timed_beside_the_device_and_drawn(run: Run, tmp_path: Path) 
     run("offload", "--memory", str(tmp_path / "memory.png"))
     assert all((tmp_path / name).stat().st_size > 1000 for name in ("timeline.png", "memory.png"))
     assert rows(run("offload", "--largest", "80"))["stage 0"][0] == "5.0"
+
+
+def test_activations_take_less_of_the_device_and_give_the_same_losses(run: Run) -> None:
+    options = ["--repetitions", "1", "--layers", "2", "--vocabulary", "64", "--batch", "8"]
+    table = rows(run("activations", *options, "--hidden", "64", "--sequence", "64"))
+    on_device = {name: float(table[name][0]) for name in importlib.import_module("activations").VARIANTS}
+    assert on_device["all, on the host"] < 0.5 * on_device["all kept"]
+    assert on_device["checkpoints, in parts"] < on_device["checkpoints"] < on_device["all kept"]
