@@ -32,8 +32,9 @@ from shardformer.mesh.axis import Axis
 AHEAD = 2
 """Copies to the host that are under way have as many bytes as so many of the largest piece, and so has what is brought
 before the backward asks for it."""
-UNDECIDED = 4
-"""Tensors that may be saved before one of them is known to enter a layer: the arguments of a checkpoint."""
+UNDECIDED = 8
+"""So many tensors may be saved before one of them is known to enter a layer: the arguments of a checkpoint. They are
+counted whatever their size, which may differ between the ranks."""
 OF_PARAMETERS = {f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "Unsqueeze", "Expand")}
 
 Key = tuple[int, int]
@@ -58,11 +59,11 @@ class ActivationStore:
         self.account = Account()
         self._hooks = SavedTensorHooks(self._pack, self._unpack)
         self._undo: list[Callable[[], Any]] = []
-        self._graph = Graph()
+        self._graph, self._forward = Graph(), 0
         self._fixed: Collection[int] = ()  # storages of parameters and buffers
-        self._pieces: WeakValueDictionary[tuple[int, int, int, int], Piece] = WeakValueDictionary()
+        self._pieces: WeakValueDictionary[tuple[int, int, int, int, int, bool], Piece] = WeakValueDictionary()
         self._inputs: dict[Key, tuple[StorageWeakRef, tuple[int, int], str]] = {}  # of layers, in this forward
-        self._undecided: deque[Piece] = deque()
+        self._undecided: deque[tuple[int, Piece]] = deque()  # with its place in what the forward saves
         self._leaving: deque[Piece] = deque()
         self._ahead: WeakKeyDictionary[Piece, int] = WeakKeyDictionary()  # what is brought before it is asked for
         self._graphs: WeakSet[Graph] = WeakSet()  # through which the backward goes that is under way
@@ -110,7 +111,7 @@ class ActivationStore:
             return
         if not torch.is_grad_enabled():
             return
-        self._graph = Graph()
+        self._graph, self._forward = Graph(), self._forward + 1
         self._set_device(next((x.device for x in model.parameters()), None))
         with torch._C.DisableTorchFunctionSubclass():  # no parameter is read
             tensors = [x for x in (*model.parameters(), *model.buffers()) if _is_plain(x)]
@@ -126,8 +127,7 @@ class ActivationStore:
         if not self._hooks.is_entered:
             return
         self._hooks.leave()
-        while self._undecided:
-            self._move(self._undecided.popleft())
+        self._decide(0)
         self._inputs.clear()
         self._graph.fetched = len(self._graph.order)
         self._settle()
@@ -141,10 +141,17 @@ class ActivationStore:
         if key in self._inputs:
             return
         self._inputs[key] = StorageWeakRef(storage), (start, end), name
-        for piece in [p for p in self._undecided if (p.source.cdata, p.version) == key]:
-            if start <= piece.start and piece.start + piece.size <= end:
-                self._undecided.remove(piece)
+        for item in list(self._undecided):
+            _, piece = item
+            is_of_x = (piece.source.cdata, piece.version) == key
+            if is_of_x and start <= piece.start and piece.start + piece.size <= end:
+                self._undecided.remove(item)
                 self._cut(piece, name)
+
+    def _decide(self, among: int) -> None:
+        """What did not enter a layer, but for the last few that were saved, is moved as it is."""
+        while self._undecided and self._undecided[0][0] + among <= len(self._graph.order):
+            self._move(self._undecided.popleft()[1])
 
     def _pack(self, x: Tensor) -> Handle | None:
         """Where x lies in what is stored; None for a parameter, and for what is no plain memory of numbers."""
@@ -159,7 +166,10 @@ class ActivationStore:
         is_input = given[0] <= start and end <= given[1]
         if not is_input and 2 * (end - start) >= storage.nbytes():  # views of one memory are kept as that, once
             start, end = 0, storage.nbytes()
-        key = (storage._cdata, x._version, start, end)
+        self._decide(UNDECIDED)
+        # the ranks of an axis must cut alike, whichever pieces of another forward still live on one of them
+        forward = 0 if self._axis is None else self._forward
+        key = (storage._cdata, x._version, start, end, forward, is_input)
         piece = self._pieces.get(key)
         if piece is None:
             piece = self._pieces[key] = self._new_piece(x, start, end)
@@ -181,9 +191,7 @@ class ActivationStore:
         elif name:
             self._cut(piece, name)
         else:
-            self._undecided.append(piece)
-            if len(self._undecided) > UNDECIDED:
-                self._move(self._undecided.popleft())
+            self._undecided.append((len(self._graph.order), piece))
 
     def _cut(self, piece: Piece, name: str) -> None:
         """Keeps this rank's part of a piece."""
