@@ -231,6 +231,24 @@ def test_of_the_inputs_of_checkpoints_two_are_on_the_device_at_a_time(reentrant:
     assert sorted(held)[len(held) // 2] >= 2 * size, "nothing was brought ahead"
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_on_a_gpu_the_allocator_gives_the_memory_back() -> None:
+    def peak(on: str) -> tuple[int, Gradients]:
+        model, x = Deep(24, 1024).cuda(), torch.randn(4096, 1024, device="cuda", requires_grad=True)
+        store = store_activations(model, on)
+        torch.cuda.reset_peak_memory_stats()
+        begin = torch.cuda.memory_allocated()
+        loss = model(x).sum()
+        in_forward = torch.cuda.max_memory_allocated() - begin
+        loss.backward()
+        torch.cuda.synchronize()
+        assert on == "device" or (store.figures().bandwidth[UP] or 0) > 0
+        return in_forward, [p.grad for p in model.parameters()]
+
+    (host, found), (device, expected) = peak("host"), peak("device")
+    assert same(found, expected) and host < device - 12 * 4096 * 1024 * 4
+
+
 def test_it_takes_as_much_as_all_inputs_where_nothing_moves() -> None:
     model, x = Deep(), torch.randn(64, 32, requires_grad=True)
     store = store_activations(model, "device", min_bytes=0)
