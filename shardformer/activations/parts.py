@@ -54,7 +54,7 @@ def check_alike(numbers: Sequence[int], axis: Axis, what: str) -> None:
         others = [rank for rank, number in enumerate(numbers) if number != usual]
         raise InputError(
             f"{what} was not the same on all ranks of {axis.name}: rank {', '.join(map(str, others))} of {axis.size} "
-            "held others numbers in the forward",
+            "held other numbers in the forward",
             rule="Of what enters a layer each tensor rank keeps a part, so that all of them must hold the same",
             remedy='Give all tensor ranks the same batch and random numbers; else store with on="host"',
         )

@@ -342,3 +342,24 @@ def test_zero(stage: int, first: str, reentrant: bool | None) -> None:
     for (weights, most_host), (plain, _) in zip(on_host, expected, strict=True):
         assert all(torch.equal(weights[name], value) for name, value in plain.items())
         assert most_host == store.figures().most_host  # and no parameter that was gathered
+
+
+def test_parts_on_the_host_beside_stage_3_over_data_and_tensor_ranks() -> None:
+    def run_with(on: str | None) -> list[dict[str, Tensor]]:
+        models = [build("llama", False) for _ in range(4)]
+
+        def run(context: ParallelContext) -> dict[str, Tensor]:
+            model = shard_model(models[context.rank], context=context)
+            optimizer = zero(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=3)
+            store = store_activations(model, on, min_bytes=SMALL) if on else None
+            for step in range(2):
+                sample_loss(model, batch_of("llama", 10 * step + context.data.rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert store is None or store.figures().most_host > 0
+            return full_state_dict(model)
+
+        return run_as_threads(run, data=2, tensor=2)
+
+    for weights, plain in zip(run_with("tensor+host"), run_with(None), strict=True):
+        assert all(torch.equal(weights[name], value) for name, value in plain.items())
