@@ -35,12 +35,16 @@ class Copied:
 
 
 class Copy:
-    """A copy under way. What is computed behind ``wait`` finds it done; ``finish`` returns when it is."""
+    """A copy under way. What is computed behind ``wait`` finds it done; ``finish`` returns when it is.
+
+    Until it is known to be done it holds what is read, so that nobody writes there.
+    """
 
     def __init__(
-        self, out: Tensor, wait: Callable[[], Any], finish: Callable[[], Any], is_done: Callable[[], bool]
+        self, out: Tensor, x: Tensor, wait: Callable[[], Any], finish: Callable[[], Any], is_done: Callable[[], bool]
     ) -> None:
-        self._out, self._wait, self._finish, self.is_done = out, wait, finish, is_done
+        self._out, self._read = out, [x]
+        self._wait, self._finish, self._is_done = wait, finish, is_done
 
     def wait(self) -> Tensor:
         self._wait()
@@ -48,7 +52,14 @@ class Copy:
 
     def finish(self) -> Tensor:
         self._finish()
+        self._read.clear()
         return self._out
+
+    def is_done(self) -> bool:
+        done = self._is_done()
+        if done:
+            self._read.clear()
+        return done
 
 
 class Link:
@@ -99,7 +110,7 @@ class Link:
 
     def _start_on_thread(self, way: str, out: Tensor, x: Tensor) -> Copy:
         future: Future[None] = self._workers[way].submit(self._copy, way, out, x)
-        return Copy(out, future.result, future.result, future.done)
+        return Copy(out, x, future.result, future.result, future.done)
 
     def _copy(self, way: str, out: Tensor, x: Tensor) -> None:
         begin = time.perf_counter()
@@ -119,7 +130,7 @@ class Link:
         on_device.record_stream(stream)
         self._timed.append((way, x.nbytes, begin, end))
 
-        def wait(kept: Tensor = x) -> None:  # the tensor that is read lives until then
+        def wait() -> None:
             torch.cuda.current_stream(self.device).wait_event(end)
 
-        return Copy(out, end.synchronize if way == DOWN else wait, end.synchronize, end.query)
+        return Copy(out, x, end.synchronize if way == DOWN else wait, end.synchronize, end.query)

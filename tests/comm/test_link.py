@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 
 import pytest
 import torch
@@ -28,6 +29,16 @@ def test_copies_of_one_way_are_made_in_their_order() -> None:
     copies = [link.down(host, torch.full((1000,), float(n))) for n in range(5)]
     assert float(copies[-1].finish()[0]) == 4
     assert [copied.size for copied in link.log] == [4000] * 5
+
+
+def test_what_is_read_is_held_until_it_was() -> None:
+    """Memory that is used again asks who still looks at it."""
+    link, x = Link(torch.device("cpu"), bandwidth=40_000.0), torch.ones(1000)
+    copy, held = link.down(torch.empty(1000), x), weakref.ref(x.untyped_storage())
+    storage = held()
+    assert storage is not None and torch._C._storage_Use_Count(storage._cdata) > 2
+    copy.finish()
+    assert torch._C._storage_Use_Count(storage._cdata) == 2
 
 
 def test_a_copy_does_not_hold_up_who_began_it() -> None:

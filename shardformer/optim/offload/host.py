@@ -40,7 +40,7 @@ class Host:
         """Starts to copy to the host; waits for an earlier copy where there are too many."""
         copy = self.link.down(out, x)
         self._under_way.append(copy)
-        while len(self._under_way) > self._most:
+        while self._under_way and (len(self._under_way) > self._most or self._under_way[0].is_done()):
             self._under_way.popleft().finish()
         return copy
 
