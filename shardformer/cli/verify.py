@@ -105,6 +105,11 @@ class VerifyOptions:
         str | None,
         typer.Option(metavar="WHERE", help="With --zero: cpu, or nvme:DIR, for masters and the optimizer's state."),
     ] = None
+    micro_steps: Annotated[int, typer.Option(min=1, help="Backwards of a step, each of a batch of its own.")] = 1
+    checkpointing: Annotated[bool, "Let the sharded model compute its layers again in the backward."] = False
+    frozen: Annotated[
+        str, typer.Option(metavar="NAMES", help="A regular expression: parameters that do not train, by whole names.")
+    ] = ""
     sequence_parallel: Annotated[bool, "Split the sequence as well."] = False
     overlap: Annotated[bool, "Communicate under computation; needs --sequence-parallel."] = False
     fused_norm: Annotated[bool, "Use torch's fused norms."] = False
@@ -138,7 +143,16 @@ class VerifyOptions:
     def training(self) -> Training:
         from shardformer.verify.training import Training
 
-        return Training(self.zero, self.optimizer, self.reference.value, self.precision, self.offload)
+        return Training(
+            self.zero,
+            self.optimizer,
+            self.reference.value,
+            self.precision,
+            self.offload,
+            self.micro_steps,
+            self.checkpointing,
+            self.frozen,
+        )
 
     def config(self) -> dict[str, Any]:
         """The options by their names in ShardConfig."""

@@ -28,9 +28,11 @@ from shardformer.pipeline.loss import LossWeight
 from shardformer.pipeline.microbatches import sizes_of
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies.policy import Policy
+from shardformer.reduce.pause import no_sync
 from shardformer.sharder import shard_model
 from shardformer.sharding.save import full_state_dict
 from shardformer.verify.arithmetic import RandomRounding, WithoutCasts
+from shardformer.verify.replay import Replay
 from shardformer.verify.report import Bounds, bounds_for, bounds_of_16_bits
 from shardformer.verify.training import Plain, Training, optimizers_of
 
@@ -71,6 +73,10 @@ class Pipelined:
         return ", ".join([*options, parts])
 
 
+StepOf = Callable[[Mapping[str, Any], int, int], Tensor]
+"""(a rank's part of a batch, the number of the backward, the data rank) -> the loss, behind its backward."""
+
+
 @dataclass(frozen=True)
 class Job:
     model_fn: ModelFn
@@ -86,6 +92,7 @@ class Job:
     training: Training = field(default_factory=Training)
 
     def __post_init__(self) -> None:
+        self.training.check_pipeline(self.pipe)
         for name in ("tensor", "pipe", "data", "steps"):
             if (count := getattr(self, name)) < 1:
                 rule = "Each axis has one rank or more, and a comparison one step or more"
@@ -147,6 +154,7 @@ def build(job: Job) -> nn.Module:
     torch.manual_seed(0)
     model = job.model_fn().to(torch.float32 if job.training.dtype is not None else job.dtype).train()
     silence_dropout(model)
+    job.training.freeze(model)
     config: Any = getattr(model, "config", None)
     if job.computes_in == torch.float64 and getattr(config, "_experts_implementation", None):
         config._experts_implementation = "eager"  # transformers' others do not compute in fp64
@@ -221,8 +229,13 @@ def _backward(job: Job, model: nn.Module, step: int, trace: Trajectory) -> None:
 
 
 def _plain_loss(job: Job, model: nn.Module, step: int, seed: int = 0) -> Tensor:
-    parts = [_part(job, job.batch_fn(step), d, job.num_parts) for d in range(job.num_parts)]
-    return torch.stack([_loss_of_step(job, model, p, step, d, seed).double() for d, p in enumerate(parts)]).mean()
+    losses = []
+    for backward in job.training.backwards(step):
+        batch = job.batch_fn(backward)
+        for rank in range(job.num_parts):
+            part = _part(job, batch, rank, job.num_parts)
+            losses.append(_loss_of_step(job, model, part, backward, rank, seed).double())
+    return torch.stack(losses).mean()
 
 
 def _check_repeats(job: Job, model: nn.Module) -> None:
@@ -247,14 +260,14 @@ def _run_sharded(job: Job, context: ParallelContext) -> tuple[Trajectory, str]:
     if job.pipeline is not None:
         options["pipeline_stage_manager"] = PipelineStageManager(context, **job.pipeline.stages)
     model = shard_model(model, job.policy, config=ShardConfig(context=context, **options))
+    job.training.checkpoint(model)
     optimizer: Any = optimizers_of(model.parameters(), job.training)
     optimizer = optimizer[0] if job.training.zero is None else zero(optimizer, model, **job.training.of_zero())
     asked = job.pipeline
     step_of = _pipelined_step(job, model, asked) if asked is not None else partial(_plain_step, job, model, optimizer)
     for step in range(job.steps):
-        part = _part(job, job.batch_fn(step), context.data.rank, job.data)
         with Recorder(context) as recorder, _arithmetic(job):
-            loss = step_of(part, step, context.data.rank)
+            loss = _backwards(job, model, optimizer, step_of, step)
         mean = all_reduce(loss.detach().clone(), context.data, purpose="check") / context.data.size
         trace.losses.append(float(mean))
         trace.grads.append(
@@ -273,6 +286,19 @@ def _run_sharded(job: Job, context: ParallelContext) -> tuple[Trajectory, str]:
     return trace, name
 
 
+def _backwards(job: Job, model: nn.Module, optimizer: Any, step_of: StepOf, step: int) -> Tensor:
+    """All of one step. Returns the mean of their losses."""
+    own = optimizer if isinstance(optimizer, ZeroOptimizer) else None
+    rank, last = state_of(model).context.data.rank, job.training.backwards(step)[-1]
+    losses = []
+    for backward in job.training.backwards(step):
+        part = _part(job, job.batch_fn(backward), rank, job.data)
+        waits = nullcontext() if backward == last else own.no_sync() if own is not None else no_sync(model)
+        with waits:
+            losses.append(step_of(part, backward, rank).detach())
+    return torch.stack(losses).mean()
+
+
 def _gradient(optimizer: Any, name: str, param: Tensor) -> Tensor | None:
     """As the next step will use it, in the shape of the parameter."""
     if isinstance(optimizer, ZeroOptimizer):
@@ -284,11 +310,12 @@ def _plain_step(
     job: Job, model: nn.Module, optimizer: Any, part: Mapping[str, Any], step: int, data_rank: int
 ) -> Tensor:
     loss = _loss_of_step(job, model, part, step, data_rank).double()
-    optimizer.backward(loss) if isinstance(optimizer, ZeroOptimizer) else loss.backward()
+    share = loss / job.training.micro_steps
+    optimizer.backward(share) if isinstance(optimizer, ZeroOptimizer) else share.backward()
     return loss
 
 
-def _pipelined_step(job: Job, model: nn.Module, asked: Pipelined) -> Callable[[Mapping[str, Any], int, int], Tensor]:
+def _pipelined_step(job: Job, model: nn.Module, asked: Pipelined) -> StepOf:
     loss_fn = job.loss_fn
     given = None if loss_fn is None else lambda output, part: loss_fn(Replay(model, output, part), part)
     pipeline = Pipeline(model, asked.micro_batches, loss_fn=given, loss_weight=asked.loss_weight)
@@ -298,28 +325,6 @@ def _pipelined_step(job: Job, model: nn.Module, asked: Pipelined) -> Callable[[M
         return pipeline.step(part)
 
     return step_of
-
-
-class Replay(nn.Module):
-    """The model for a loss function that calls it, when it has been called already: gives what it gave."""
-
-    def __init__(self, model: nn.Module, output: Any, part: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.__dict__["replayed"] = (model, output)
-        self.__dict__["given"] = {id(value) for value in part.values()}
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        for name, value in [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]:
-            if isinstance(value, Tensor) and id(value) not in self.__dict__["given"]:
-                raise ConfigError(
-                    f"loss_fn calls the model with {name}, a tensor that is not in the batch",
-                    rule="A pipeline has run the model on the batch already when the loss is computed",
-                    remedy="Let batch_fn give what the model is called with, and loss_fn call model(**batch)",
-                )
-        return self.__dict__["replayed"][1]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["replayed"][0], name)
 
 
 def _gathered(model: nn.Module, context: ParallelContext, own: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:

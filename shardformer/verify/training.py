@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,9 @@ class Training:
         precision: with a stage, "bf16" or "fp16": the parameters of both models have 16 bits then, and masters in fp32,
             and differences are held against 16 bits.
         offload: with a stage, "cpu" or "nvme:DIR": where the sharded one has masters and state.
+        micro_steps: backwards of a step, each of a batch of its own; all but the last under ``no_sync``.
+        checkpointing: whether the sharded model computes its layers again in the backward.
+        frozen: a regular expression; parameters whose whole name it fits do not train.
         reference: what the plain loss is where there are data ranks. "parts": the mean of the losses of the ranks'
             parts of the batch, as data parallelism has it. "whole": the loss of the batch as a whole. The two differ
             where parts count different numbers of labels, and for a loss that is no mean over samples, such as one
@@ -47,6 +51,9 @@ class Training:
     reference: str = "parts"
     precision: str = "fp32"
     offload: str | None = None
+    micro_steps: int = 1
+    checkpointing: bool = False
+    frozen: str = ""
 
     def __post_init__(self) -> None:
         if self.zero is not None and self.zero not in STAGES:
@@ -78,6 +85,47 @@ class Training:
                 remedy="Add zero=0, 1, 2 or 3 (--zero)",
             )
 
+        if self.micro_steps < 1:
+            rule = "A step has one backward or more"
+            raise ConfigError(f"micro_steps={self.micro_steps}", rule=rule, remedy="Use micro_steps=1 or more")
+
+    def check_pipeline(self, pipe: int) -> None:
+        """Raises ConfigError for what is asked of a pipeline in another way."""
+        if pipe > 1 and self.micro_steps > 1:
+            raise ConfigError(
+                f"micro_steps={self.micro_steps} beside pipe={pipe}",
+                rule="A pipeline goes through the parts of a batch by itself",
+                remedy="Use micro_batches= (--micro-batches)",
+            )
+
+    def backwards(self, step: int) -> range:
+        """The numbers of the backwards of a step, over all steps."""
+        return range(step * self.micro_steps, (step + 1) * self.micro_steps)
+
+    def freeze(self, model: nn.Module) -> None:
+        """Raises ConfigError where no parameter has such a name."""
+        names = [name for name, _ in model.named_parameters() if self.frozen and re.fullmatch(self.frozen, name)]
+        if self.frozen and not names:
+            raise ConfigError(
+                f"frozen={self.frozen!r} of a {type(model).__name__}",
+                rule="A parameter is frozen whose whole name the regular expression fits",
+                remedy=nearest(self.frozen, [name for name, _ in model.named_parameters()]),
+            )
+        for name in names:
+            model.get_parameter(name).requires_grad_(False)
+
+    def checkpoint(self, model: Any) -> None:
+        """Raises ConfigError for a model that does not know how."""
+        if self.checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
+            raise ConfigError(
+                f"checkpointing=True of a {type(model).__name__}",
+                rule="Models of transformers have gradient_checkpointing_enable(), but not all of them",
+                remedy="Leave it out",
+            )
+        if self.checkpointing:  # which transformers has by a new name
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable()
+
     @property
     def dtype(self) -> torch.dtype | None:
         """Of the parameters, where they have 16 bits."""
@@ -102,6 +150,7 @@ class Training:
             return ""
         more = [self.precision] if self.precision != "fp32" else []
         more += [f"offload to {self.offload.partition(':')[0]}"] if self.offload is not None else []
+        more += [f"{self.micro_steps} backwards a step"] if self.micro_steps > 1 else []
         return ", ".join([f"ZeRO stage {self.zero}, {self.optimizer}", *more])
 
 

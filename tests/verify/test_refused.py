@@ -19,7 +19,7 @@ from shardformer.testing.pool import WorkerPool
 from shardformer.testing.zoo import Batches, Sample, sample_loss
 from shardformer.verify import verify
 from shardformer.verify.ahead import check_split
-from shardformer.verify.run import Replay
+from shardformer.verify.replay import Replay
 from tests.verify.tower import Tower, TowerPolicy, numbers
 
 

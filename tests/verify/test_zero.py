@@ -41,6 +41,16 @@ def test_16_bits_over_data_ranks_are_those_of_one_process(stage: int, precision:
     assert report.passed and max(report.gradient.relative, report.weight.relative) < 2**-8, report
 
 
+FROZEN = r"transformer\.wte\.weight|.*mlp\.c_fc\.weight"
+
+
+@pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
+def test_several_backwards_with_checkpoints_and_frozen_weights(stage: int | None, pool4: WorkerPool) -> None:
+    how = Training(stage, micro_steps=3, checkpointing=True, frozen=FROZEN, offload="cpu" if stage == 2 else None)
+    report = verify(Sample("gpt2"), Batches("GPT2LMHeadModel"), 2, 2, steps=2, training=how, pool=pool4)
+    assert report.passed, report
+
+
 def test_over_stages_and_data_ranks(pool4: WorkerPool) -> None:
     model = find_model("stablelm").deeper(2)
     batches = model.batches(4)
@@ -89,8 +99,21 @@ def test_batches_of_a_small_model_are_as_large_as_asked() -> None:
         ({"zero": 1, "offload": "disk"}, "offload='disk'"),
         ({"precision": "bf16"}, "precision='bf16' without a stage"),
         ({"offload": "cpu"}, "offload='cpu' without a stage"),
+        ({"micro_steps": 0}, "micro_steps=0"),
     ],
 )
 def test_what_there_is_not_is_refused(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Training(**asked)
+
+
+@pytest.mark.parametrize(
+    ("training", "pipeline", "said"),
+    [
+        (Training(1, micro_steps=2), Pipelined(2), "micro_steps=2 beside pipe=2"),
+        (Training(1, frozen="h.0.attn"), None, "frozen='h.0.attn'"),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused(training: Training, pipeline: Pipelined | None, said: str) -> None:
+    with pytest.raises(ConfigError, match=said), WorkerPool(2) as pool:
+        verify(Sample("gpt2"), Batches("GPT2LMHeadModel"), 1, 2, training=training, pipeline=pipeline, pool=pool)
