@@ -221,7 +221,7 @@ class Shard:
 
         ``had`` says for each parameter how many ranks had one.
         """
-        self._counts = had if self._counts is None else self._counts + had
+        self._counts = had.clone() if self._counts is None else self._counts + had  # a view would hold the bucket
         if self.host is not None:
             self.host.receive(part, scale)
             return

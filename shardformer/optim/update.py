@@ -7,6 +7,7 @@ updated.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -20,6 +21,9 @@ from shardformer.optim.offload.host import Host
 from shardformer.optim.offload.paged import Files
 from shardformer.optim.probe import can_step_apart
 from shardformer.optim.shards import Shard
+
+UNDER_WAY = 8
+"""Gathers at a time: of slices they take memory until they are written."""
 
 
 class Update:
@@ -113,7 +117,7 @@ class HandOut:
 
     def __init__(self) -> None:
         self._stored: list[Shard] = []
-        self._under_way: list[tuple[Shard, Pending]] = []
+        self._under_way: deque[tuple[Shard, Pending]] = deque()
 
     def add(self, shards: Sequence[Shard]) -> None:
         """Their new values are stored. Starts to gather those that were added before."""
@@ -122,14 +126,20 @@ class HandOut:
 
     def _gather(self) -> None:
         """Of stage 3 the next forward gathers."""
-        self._under_way += [(shard, shard.start_gather()) for shard in self._stored if not shard.keeps]
+        for shard in (shard for shard in self._stored if not shard.keeps):
+            self._under_way.append((shard, shard.start_gather()))
+            self._land(UNDER_WAY)
         self._stored = []
+
+    def _land(self, most: int) -> None:
+        while len(self._under_way) > most:
+            shard, values = self._under_way.popleft()
+            shard.write(values.wait())
 
     def finish(self) -> None:
         """The model's parameters have the new values when this returns."""
         self._gather()
-        for shard, values in self._under_way:
-            shard.write(values.wait())
+        self._land(0)
 
 
 @contextmanager
