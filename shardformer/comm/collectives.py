@@ -41,6 +41,10 @@ class Pending:
         self._noted()
         return self._finish()
 
+    def then(self, use: Callable[[Tensor], Tensor]) -> Pending:
+        """The same, of which ``wait()`` gives what ``use`` makes of its result."""
+        return Pending(self._works, lambda: use(self._finish()), self._noted)
+
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
 
@@ -170,6 +174,25 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "blo
     out = x.new_empty((stacked.shape[0] // axis.size, *stacked.shape[1:]))
     work = axis.transport.reduce_scatter(out, stacked)
     return Pending([work], lambda: out.narrow(dim, 0, mine.shape[dim]).contiguous(), noted)
+
+
+def start_all_to_all(x: Sequence[Tensor], sizes: Sequence[int], axis: Axis, purpose: str) -> Pending:
+    """Starts sending ``x[r]`` to rank r, each of one dim; ``wait`` joins what comes, in rank order.
+
+    Args:
+        sizes: how many numbers come from each rank.
+
+    Communicates one all-to-all. Where ranks send unlike amounts it is noted as if all sent what this one does.
+    """
+    mine = x[axis.rank]
+    if axis.size == 1:
+        return Pending((), lambda: mine)
+    sent = sum(bytes_of(part) for r, part in enumerate(x) if r != axis.rank)
+    noted = record("all_to_all", axis, sent * axis.size // (axis.size - 1), purpose)
+    peers = [r for r in range(axis.size) if r != axis.rank]
+    arriving = {r: mine.new_empty(sizes[r]) for r in peers}
+    works = axis.transport.exchange({r: x[r].contiguous() for r in peers}, arriving)
+    return Pending(works, lambda: torch.cat([arriving.get(r, mine) for r in range(axis.size)]), noted)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> Tensor:

@@ -15,7 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-WIRE_FACTOR = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "send": 1, "receive": 0}  # its sender counts it
+# what is received is counted by its sender
+WIRE_FACTOR = {
+    "all_reduce": 2,
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "all_to_all": 1,
+    "send": 1,
+    "receive": 0,
+}
 
 
 class Where(NamedTuple):

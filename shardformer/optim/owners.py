@@ -16,8 +16,8 @@ from shardformer.reduce.bucket import Gradient
 def give_to_owners(gradients: Sequence[Gradient], params: Collection[int], context: ParallelContext) -> None:
     """Lets one rank have all of each of these parameters, by identity. All processes call it, in one order.
 
-    Communicates the names of the axes, where an optimizer of any rank asks for it, and makes groups. Raises ConfigError
-    for a cut parameter that several stages hold.
+    Communicates the names of the axes, where an optimizer of any rank asks for it, and the ranks' coordinates, and
+    makes groups. Raises ConfigError for a cut parameter that several stages hold.
     """
     chosen = [gradient for gradient in gradients if id(gradient.param) in params]
     cut = {id(g): _axes_of(g, context) for g in chosen if g.entry.spec.is_sharded}
@@ -25,6 +25,7 @@ def give_to_owners(gradients: Sequence[Gradient], params: Collection[int], conte
     for axis in context.axes.values():
         wanted = {names for theirs in gather_objects(wanted, axis) for names in theirs}
     axes = {names: context.merged(*names) for names in sorted(wanted)}
+    holders = {names: gather_objects(dict(context.coords), axis) for names, axis in axes.items()}
     for gradient in chosen:
         if gradient.entry.reduction.stages and id(gradient) in cut:
             raise ConfigError(
@@ -32,7 +33,11 @@ def give_to_owners(gradients: Sequence[Gradient], params: Collection[int], conte
                 rule="An optimizer that looks at whole matrices gets a cut one from the ranks of one stage",
                 remedy="Give it to an optimizer that changes each number by itself: AdamW for tables and heads",
             )
-        gradient.bring_together(axes[cut[id(gradient)]] if id(gradient) in cut else None)
+        names = cut.get(id(gradient))
+        if names is None:
+            gradient.bring_together(None)
+        else:
+            gradient.bring_together(axes[names], holders[names])
 
 
 def _axes_of(gradient: Gradient, context: ParallelContext) -> tuple[str, ...]:

@@ -87,6 +87,7 @@ class Shard:
         rounding: str | None = None,
     ) -> None:
         self.gradients, self.axis = bucket.gradients, axis or bucket.axis
+        self._slices = bucket.slices if axis is None else None
         first = self.gradients[0].param
         self.dtype, self.device = dtype or first.dtype, first.device
         self.wide = torch.promote_types(self.dtype, torch.float32)
@@ -309,8 +310,12 @@ class Shard:
             assert self._fetched is not None
             (whole, copy), self._fetched = self._fetched, None
             copy.wait()
+            if self._slices is not None:
+                return self._slices.start_share(self._own_of(whole), whole, self.places)
             return start_all_gather_into(whole, self._own_of(whole), self.axis, "parameters")
         whole = self._new_whole() if self.whole is None else self.whole
+        if self._slices is not None:
+            return self._slices.start_share(self.own, whole, self.places)
         return start_all_gather_into(whole, self.own, self.axis, "parameters")
 
     def fetch_parameters(self) -> None:

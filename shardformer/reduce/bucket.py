@@ -6,7 +6,7 @@ HandOver    each rank gets its shard of the sum, for its optimizer     one reduc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -20,6 +20,7 @@ from shardformer.comm.values import numbers_in
 from shardformer.layout.split import Coords
 from shardformer.layout.state import Entry
 from shardformer.mesh.axis import Axis
+from shardformer.reduce.owned import OwnSlices
 
 
 @dataclass(eq=False)
@@ -38,6 +39,7 @@ class Gradient:
     axis: Axis
     coords: Coords
     bucket: Bucket | None = None
+    holders: Sequence[Coords] = ()  # the coordinates of each rank of the axis, of a cut one that is brought together
     is_whole: bool = False  # whether one rank gets all of it, for an optimizer that looks at whole matrices
     changed: bool = False  # since the last time that it was agreed on
     arrived: bool = False  # in this backward
@@ -53,11 +55,15 @@ class Gradient:
         self.copies = spec.multiplicity() * (self.axis.size // num_places)
         """How many of the ranks hold each number: a number, or one for each of the full tensor."""
 
-    def bring_together(self, axis: Axis | None) -> None:
-        """From now on one rank gets all of it: of a cut parameter the full one, out of the slices of ``axis``."""
+    def bring_together(self, axis: Axis | None, holders: Sequence[Coords] = ()) -> None:
+        """From now on one rank gets all of it: of a cut parameter the full one, out of the slices of ``axis``.
+
+        Args:
+            holders: the coordinates of each rank of the axis.
+        """
         self.is_whole = True
         if axis is not None:
-            self.axis = axis
+            self.axis, self.holders = axis, holders
             self._look(True)
 
     @property
@@ -126,6 +132,15 @@ class Bucket:
     def is_summed(self) -> bool:
         """Whether the sum is there already."""
         return self.work is None or self.work.is_completed()
+
+    @property
+    def slices(self) -> OwnSlices | None:
+        """Where ranks hold slices of parameters that one of them has whole, and send directly: who has which."""
+        first = self.gradients[0]
+        is_direct = self.axis.size > 1 and self.axis.transport.exchanges_directly(first.param)
+        if not is_direct or not all(gradient.holders for gradient in self.gradients):
+            return None
+        return OwnSlices(self.gradients, first.holders)
 
     @property
     def had(self) -> list[float]:
@@ -222,7 +237,7 @@ class HandOver:
     """Every rank gets its shard of the sum: as many numbers of the bucket in a row as any other, zeros behind the last.
 
     ``.grad`` is taken away, so that what is in it is new each time. Communicates one reduce-scatter of the gradients,
-    with one number for each gradient behind every shard.
+    with one number for each gradient behind every shard; of slices for owners: see ``OwnSlices``.
 
     Args:
         receive: (the bucket, this rank's shard, for each gradient how many ranks had one).
@@ -239,6 +254,12 @@ class HandOver:
     def start(self, bucket: Bucket) -> None:
         ranks, count = bucket.axis.size, len(bucket.gradients)
         each, places = bucket.places(ranks)
+        if (slices := bucket.slices) is not None:
+            had = bucket.new_flat(count)
+            bucket.work = slices.start_sum(each, places, had.copy_(torch.tensor(bucket.had)))
+            for gradient in bucket.gradients:
+                gradient.param.grad = None
+            return
         bucket.flat = bucket.new_flat(ranks * (each + count))
         rows = bucket.flat.view(ranks, each + count)
         rows[:, each:] = torch.tensor(bucket.had, dtype=rows.dtype, device=rows.device)

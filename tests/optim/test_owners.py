@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardformer.comm.recorder import Recorder
 from shardformer.errors import ConfigError
+from shardformer.layout.state import state_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.layerwise import LAMB, LARS
 from shardformer.optim.optimizer import ZeroOptimizer
@@ -122,12 +125,34 @@ def test_cut_matrices_are_brought_together(name: str, job: Job, bound: float) ->
 
 
 def test_parts_of_a_matrix_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gradient, "bring_together", lambda self, axis: None)
+    monkeypatch.setattr(Gradient, "bring_together", lambda self, axis, holders=(): None)
     job = Job(tensor=2, stage=1)
     want = plainly(job, MAKERS["LAMB"])
     weights = with_zero(job, MAKERS["LAMB"])[0]
     key = "model.layers.0.mlp.up_proj.weight"
     assert float((weights[key] - want[key]).abs().max()) > 1e-5
+
+
+def test_of_a_cut_matrix_each_rank_sends_its_slices_alone() -> None:
+    """Of N numbers, over data 2 x tensor 2, the three others send the owner N/2 each, and get as much back."""
+    job = Job(tensor=2, stage=2)
+    models = [job.build() for _ in range(4)]
+
+    def sent(context: ParallelContext) -> tuple[dict[str, int], int]:
+        model = shard_model(models[context.rank], context=context)
+        optimizer = zero(LAMB(model.parameters()), model, stage=2)
+        with Recorder(context) as recorder:
+            job.loss(model, 0, 0, context.data.rank).backward()
+            optimizer.step()
+        cut = [prod(e.spec.shape) for e in state_of(model).entries if e.spec.is_sharded]
+        counted = {p: recorder.wire_bytes("all_to_all", purpose=p) for p in ("gradients", "parameters")}
+        return counted, 8 * sum(cut)
+
+    found = run_as_threads(sent, data=2, tensor=2)
+    for purpose in ("gradients", "parameters"):
+        # each notes four times what it sent: their mean is what all sent; beside the numbers go counts
+        total, cut = sum(counted[purpose] for counted, _ in found) / 4, found[0][1]
+        assert 1.49 * cut < total < 1.6 * cut, purpose
 
 
 def test_each_rank_keeps_the_state_of_about_as_much() -> None:

@@ -120,10 +120,8 @@ def _buckets(gradients: Sequence[Gradient], dtype: torch.dtype | None) -> list[B
     found: dict[tuple[Any, ...], Bucket] = {}
     for gradient in gradients:
         param = gradient.param
-        bucket = found.setdefault(
-            (gradient.axis.ranks, param.dtype, param.device, param.requires_grad, gradient.is_whole),
-            Bucket(gradient.axis, dtype),
-        )
+        kind = (gradient.axis.ranks, param.dtype, param.device, param.requires_grad)
+        bucket = found.setdefault((*kind, gradient.is_whole, gradient.is_shared), Bucket(gradient.axis, dtype))
         bucket.gradients.append(gradient)
         gradient.bucket, gradient.arrived = bucket, False
     return list(found.values())
