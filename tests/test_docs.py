@@ -29,11 +29,12 @@ def _run_block(source: str) -> float:
     torch.manual_seed(0)
     names: dict[str, Any] = {
         "model": sample(),
+        "torch": torch,
         "shardformer": shardformer,
         "context": shardformer.launch_from_torch(),
         "ids": Batches(sample.head_class)(0)["input_ids"],
     }
-    if "describe" in source or "Pipeline(" in source:
+    if ("describe" in source and "shard_model" not in source) or "Pipeline(" in source:
         names["model"] = shardformer.shard_model(names["model"])
     exec(compile(source, str(README), "exec"), names)
     loss = names["model"](**Batches(sample.head_class)(0)).loss
