@@ -189,10 +189,9 @@ class Plain:
 
 def optimizers_of(params: Iterable[nn.Parameter], asked: Training) -> list[Optimizer]:
     """SGD with momentum; under ZeRO what was asked for, with a group of its own for what has one dim."""
-    # a stage may have nothing that trains, and an optimizer wants something
-    trainable = [p for p in params if p.requires_grad] or [nn.Parameter(torch.zeros(()))]
-    if asked.zero is None:
-        return [torch.optim.SGD(trainable, lr=LEARNING_RATE, momentum=0.9)]
+    trainable = [p for p in params if p.requires_grad]
+    if asked.zero is None or not trainable:  # a stage may have nothing that trains
+        return [torch.optim.SGD([{"params": trainable}], lr=LEARNING_RATE, momentum=0.9)]
     kind, rate = _known()[asked.optimizer], LEARNING_RATE if not asked.is_adaptive else LEARNING_RATE / 50
     settings = {"momentum": 0.9} if asked.optimizer in ("SGD", "LARS") else {}
     matrices, rest = [p for p in trainable if p.dim() == 2], [p for p in trainable if p.dim() != 2]

@@ -51,6 +51,13 @@ def test_several_backwards_with_checkpoints_and_frozen_weights(stage: int | None
     assert report.passed, report
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_stage_of_a_pipeline_may_have_nothing_that_trains(stage: int, pool4: WorkerPool) -> None:
+    how = Training(stage, frozen=r"transformer\.(wte|wpe|h\.0)\..*")
+    report = verify(Sample("gpt2"), Batches("GPT2LMHeadModel"), 1, 2, training=how, pipeline=Pipelined(2), pool=pool4)
+    assert report.passed, report
+
+
 def test_over_stages_and_data_ranks(pool4: WorkerPool) -> None:
     model = find_model("stablelm").deeper(2)
     batches = model.batches(4)
