@@ -491,6 +491,51 @@ def test_a_parameter_that_the_model_writes_to_is_refused() -> None:
     over_ranks(use)
 
 
+class Skipping(nn.Module):
+    """Of a table alone a backward reads nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(11, 6), nn.Linear(6, 6)
+
+    def forward(self, tokens: Tensor, skips: bool) -> Tensor:
+        h: Tensor = self.table(tokens)
+        return h if skips else self.linear(h)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_rank_whose_backward_reads_nothing_takes_part_in_that_of_others(first: int) -> None:
+    """From step ``first`` on; before it, all ranks read the same."""
+
+    def made() -> Skipping:
+        torch.manual_seed(5)
+        return Skipping().double()
+
+    def backward(model: nn.Module, step: int, rank: int, weight: float) -> None:
+        (model(tokens(step, rank), skips=step >= first and rank == 0).square().mean() * weight).backward()
+
+    plain = made()
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.02)
+    for step in range(4):
+        for rank in (0, 1):
+            backward(plain, step, rank, 0.5)
+        theirs.step()
+        theirs.zero_grad()
+    models = [made(), made()]
+
+    def train(context: ParallelContext) -> Weights:
+        model = models[context.rank]
+        optimizer = zero(torch.optim.AdamW(model.parameters(), lr=0.02), model, stage=3, context=context)
+        for step in range(4):
+            backward(model, step, context.rank, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_state_dict(model)
+
+    for weights in run_as_threads(train, data=2):
+        assert all(float((weights[name] - value).abs().max()) < 1e-12 for name, value in plain.state_dict().items())
+
+
 def test_layers_in_another_order_are_refused() -> None:
     class Turned(Stack):
         turned = False
