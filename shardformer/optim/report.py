@@ -21,20 +21,20 @@ def held(
     table: ShardedState, shards: Sequence[Shard], units: Sequence[Unit], optimizers: Sequence[Optimizer]
 ) -> Memory:
     """What is there now: counted, each memory once."""
-    cut = {id(g.param) for unit in units for shard in unit.shards for g in shard.gradients}
-    own = [shard.own for unit in units for shard in unit.shards]
-    on_host = [own_ for own_ in own if any(own_ is s.own for s in shards if s._link is not None)]
+    cut_ones = [shard for unit in units for shard in unit.shards]
+    cut = {id(gradient.param) for shard in cut_ones for gradient in shard.gradients}
+    resting = [shard.own for shard in cut_ones if shard.rests_on_host]
     lasting = [entry.param for entry in table.entries if id(entry.param) not in cut]
     gathered = [base for unit in units for base in unit.bases]
     here = [shard for shard in shards if shard.host is None]
     states = {id(piece.value): piece for shard in here for piece in shard.pieces}
     return Memory(
-        parameters=_bytes([*lasting, *(x for x in own if not any(x is y for y in on_host))]),
+        parameters=_bytes([*lasting, *(shard.own for shard in cut_ones if not shard.rests_on_host)]),
         gathered=_bytes(gathered),
         gradients=_bytes([s.sum for s in here if s.sum is not None] + _grads(table)),
         masters=_bytes([x for shard in here for x in _masters_of(shard)]),
         states=_bytes(_states(optimizers, states)),
-        host=_bytes([*on_host, *(x for s in shards if s.host is not None for x in _on_host(s, optimizers))]),
+        host=_bytes([*resting, *(x for s in shards if s.host is not None for x in _on_host(s, optimizers))]),
         disk=sum(s.host.bytes_in_file for s in shards if isinstance(s.host, PagedPart)),
     )
 

@@ -4,7 +4,7 @@
               precision, in half of its memory.
 "stochastic"  up or down by chance, so that updates that are smaller than the last bit count on average.
 
-Zamirai et al., "Revisiting BFloat16 Training" (2020), sections 3.1 and 3.2.
+Zamirai et al., "Revisiting BFloat16 Training" (2020).
 """
 
 from __future__ import annotations

@@ -127,6 +127,11 @@ class Shard:
         return self.host if self.host is not None else self.rounded
 
     @property
+    def rests_on_host(self) -> bool:
+        """Whether ``own`` is on the host."""
+        return self._link is not None
+
+    @property
     def sum(self) -> Tensor | None:
         """Of the gradients of this rank's part; None where none arrived."""
         return self._sum if self.host is None else self.host.sum
@@ -264,7 +269,7 @@ class Shard:
         assert self.host is not None
         self.host.take()
         self.host.settle()
-        self.host, self.has_masters = None, self.wide != self.dtype
+        self.host, self.has_masters = None, self.wide != self.dtype or self.rests_on_host
         for piece in self.pieces:
             here = piece.value.detach().to(self.device) if self.has_masters else self.own[piece.at].view_as(piece.value)
             piece.value.data = here
@@ -310,13 +315,12 @@ class Shard:
             assert self._fetched is not None
             (whole, copy), self._fetched = self._fetched, None
             copy.wait()
-            if self._slices is not None:
-                return self._slices.start_share(self._own_of(whole), whole, self.places)
-            return start_all_gather_into(whole, self._own_of(whole), self.axis, "parameters")
-        whole = self._new_whole() if self.whole is None else self.whole
+            own = self._own_of(whole)
+        else:
+            whole, own = self._new_whole() if self.whole is None else self.whole, self.own
         if self._slices is not None:
-            return self._slices.start_share(self.own, whole, self.places)
-        return start_all_gather_into(whole, self.own, self.axis, "parameters")
+            return self._slices.start_share(own, whole, self.places)
+        return start_all_gather_into(whole, own, self.axis, "parameters")
 
     def fetch_parameters(self) -> None:
         """Starts to bring this rank's part to the device, where it rests on the host."""

@@ -93,8 +93,12 @@ class Update:
             hand_out.add([shard])
             shard.drop()
         hand_out.finish()
+        what = f"The optimizer's files in {files.disk.folder} failed: {said}"
+        if files.end_step([], self._context) is not None:
+            rule = "What was before is read again, and that failed too: of some buckets the weights are lost"
+            raise InputError(what, rule=rule, remedy="Go on from a checkpoint, on another disk")
         raise InputError(
-            f"The optimizer's files in {files.disk.folder} failed: {said}",
+            what,
             rule="A step counts when all ranks have written theirs: weights and states are those of the step before",
             remedy="Make room, then go on with the next batch; or save the model now",
         )

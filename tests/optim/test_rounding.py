@@ -17,6 +17,7 @@ from shardformer.sharder import shard_model
 from shardformer.sharding.save import full_state_dict
 from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
+from tests.optim.test_offload import check_resumes
 
 
 def test_a_number_is_rounded_up_as_often_as_its_rest_is_large() -> None:
@@ -90,26 +91,9 @@ def test_tensor_ranks_round_alike_what_they_hold_alike(masters: str) -> None:
     assert first and all(torch.equal(value, second[name]) for name, value in first.items())
 
 
-def test_what_was_saved_goes_on_the_same() -> None:
-    for masters in ("kahan", "stochastic"):
-        torch.manual_seed(0)
-        model = nn.Linear(7, 5)
-        ours = zero(torch.optim.AdamW(model.parameters(), lr=0.1), model, precision=Precision("bf16", masters=masters))
-
-        def step(value: float, model: Any = model, ours: Any = ours) -> None:
-            model(torch.full((2, 7), value, dtype=torch.bfloat16)).float().square().sum().backward()
-            ours.step()
-            ours.zero_grad()
-
-        step(1.0)
-        kept = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, ours.state_dict())
-        before = model.weight.clone()
-        step(2.0)
-        after = model.weight.clone()
-        ours.load_state_dict(kept)
-        assert torch.equal(model.weight, before)
-        step(2.0)
-        assert torch.equal(model.weight, after)
+@pytest.mark.parametrize("masters", ["kahan", "stochastic"])
+def test_what_was_saved_goes_on_the_same(masters: str) -> None:
+    check_resumes(precision=Precision("bf16", masters=masters))
 
 
 @pytest.mark.parametrize(

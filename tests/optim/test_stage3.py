@@ -197,6 +197,7 @@ CASES = {
     "on the host": Case(offload=RESTS),
     "on the host, layers left out": Case(offload=RESTS, left_out=drops),
     "on the host, some layers stay, checkpoints": Case("reentrant", reshard=ROOM, offload=RESTS, left_out=drops_on_all),
+    "on the host, half of the state on the device": Case(offload=Offload("cpu", 0.5, parameters=True)),
     "on the host, two forwards": Case(offload=RESTS, forwards=2, backwards=2),
 }
 

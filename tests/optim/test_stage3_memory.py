@@ -23,12 +23,16 @@ def chunks(size: int = 4000) -> Chunks:
     return made
 
 
+def used(memory: Chunks, numel: int) -> int:
+    """The address of memory that was taken, and given back."""
+    address = memory.take(numel, torch.float32, CPU).data_ptr()
+    memory.give_back(address)
+    return address
+
+
 def test_a_chunk_is_used_again() -> None:
     memory = chunks()
-    x = memory.take(1000, torch.float32, CPU)
-    address = x.data_ptr()
-    del x
-    memory.give_back(address)
+    address = used(memory, 1000)
     assert memory.take(900, torch.float16, CPU).data_ptr() != address  # it would fill less than half
     assert memory.take(900, torch.float32, CPU).data_ptr() == address
 
@@ -45,10 +49,7 @@ def test_a_chunk_that_somebody_looks_at_is_left_to_them() -> None:
 
 def test_what_has_another_size_gets_memory_of_its_own() -> None:
     memory = chunks()
-    large = memory.take(2000, torch.float32, CPU)
-    address = large.data_ptr()
-    del large
-    memory.give_back(address)
+    used(memory, 2000)
     assert not memory._free
 
 

@@ -41,6 +41,7 @@ class Unit:
 
     Attributes:
         on_read: called before a parameter is read that is not here, with the units of all parameters of that call.
+        size: of what is gathered, in bytes.
         where: address of gathered memory -> the unit, and the number of the base.
         give_back: called with the address of memory that nobody wants any more.
     """
