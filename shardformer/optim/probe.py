@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -95,9 +95,15 @@ def _after(
 
 
 def _twin(optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> Any:
-    """The same optimizer of other parameters, without state."""
-    tried: Any = object.__new__(type(optimizer))
-    tried.__dict__.update(optimizer.__dict__, param_groups=[{**group, "params": params}], state=defaultdict(dict))
+    """The same optimizer of other parameters, without state and hooks.
+
+    A scheduler puts a ``step`` of its own before the class's, which would step the optimizer itself.
+    """
+    kind = type(optimizer)
+    own = {k: v for k, v in optimizer.__dict__.items() if not (callable(v) and hasattr(kind, k))}
+    hooks: dict[str, Any] = {name: OrderedDict() for name in own if name.startswith("_optimizer_step_")}
+    tried: Any = object.__new__(kind)
+    tried.__dict__.update(own, param_groups=[{**group, "params": params}], state=defaultdict(dict), **hooks)
     return tried
 
 

@@ -124,6 +124,17 @@ def test_cut_matrices_are_brought_together(name: str, job: Job, bound: float) ->
                 assert float((weights[key].double() - value).abs().max() / scale) < bound, key
 
 
+def test_what_is_put_before_an_optimizers_step_does_not_hide_what_it_is() -> None:
+    """A scheduler, or whoever counts steps, may have been there before; and nobody's hook runs when it is tried."""
+    linear = nn.Linear(4, 4)
+    optimizer = torch.optim.Adafactor(linear.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    ran: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: ran.append(1))
+    assert needs_whole(optimizer)
+    assert ran == []
+
+
 def test_parts_of_a_matrix_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gradient, "bring_together", lambda self, axis, holders=(): None)
     job = Job(tensor=2, stage=1)
