@@ -74,7 +74,9 @@ class Rounded:
         """Rounds what is here."""
         assert self._values is not None
         if self.rest is not None:
-            self._own.copy_(self._values)
+            new = self._values.to(self._own.dtype)
+            stays = (self._values - self._own).abs() <= (self._values - new).abs()  # halfway between two: as it was
+            self._own.copy_(torch.where(stays, self._own, new))
             self._keep_rest()
             return
         self.step += 1
