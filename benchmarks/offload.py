@@ -121,7 +121,7 @@ def timeline(setting: Setting) -> Spans:
         step(index)
     spans: Spans = {"forward": [], "backward": [], "update on the host": []}
     host: Any = optimizer._host
-    inner: Any = optimizer._inner[0]
+    inner: Any = optimizer.inner[0]
     update = inner.step
 
     def updating() -> None:

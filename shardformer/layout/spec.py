@@ -101,13 +101,13 @@ class ShardSpec:
 
     def boxes(self, coords: Coords) -> tuple[Box, ...]:
         """The pieces of the full tensor that the rank at these coordinates holds, in its order."""
-        dims = [list(_with_starts(self._slices(d, coords))) for d in range(len(self.shape))]
+        dims = [list(_with_starts(self.slices_of(d, coords))) for d in range(len(self.shape))]
         return tuple(
             Box(tuple(a for a, _, _ in piece), tuple(at for _, at, _ in piece), tuple(n for _, _, n in piece))
             for piece in product(*dims)
         )
 
-    def _slices(self, dim: int, coords: Coords) -> tuple[Slice, ...]:
+    def slices_of(self, dim: int, coords: Coords) -> tuple[Slice, ...]:
         """What the rank holds of one dim."""
         held: tuple[Slice, ...] = joined([(0, self.shape[dim])])
         for split in self.splits.get(dim, ()):
@@ -116,7 +116,7 @@ class ShardSpec:
 
     def local_shape(self, coords: Coords) -> Place:
         """The shape of the part of the rank at these coordinates."""
-        return tuple(sum(b - a for a, b in self._slices(d, coords)) for d in range(len(self.shape)))
+        return tuple(sum(b - a for a, b in self.slices_of(d, coords)) for d in range(len(self.shape)))
 
     def slice(self, full: Tensor, coords: Coords) -> Tensor:
         """The part of ``full`` that the rank at these coordinates holds, as memory of its own.
@@ -131,7 +131,7 @@ class ShardSpec:
             )
         local = full
         for dim in self.splits:
-            pieces = [local.narrow(dim, a, b - a) for a, b in self._slices(dim, coords) or [(0, 0)]]
+            pieces = [local.narrow(dim, a, b - a) for a, b in self.slices_of(dim, coords) or [(0, 0)]]
             local = torch.cat(pieces, dim) if len(pieces) != 1 else pieces[0]
         return local.detach().clone(memory_format=torch.contiguous_format)
 
@@ -151,7 +151,7 @@ class ShardSpec:
     def _holders(self) -> dict[int, list[tuple[int, int, int]]]:
         """Dim -> (start, end, how many ranks hold it) of each dim that is cut."""
         return {
-            dim: holders_of([self._slices(dim, coords) for coords in _places(_axes_of(splits))])
+            dim: holders_of([self.slices_of(dim, coords) for coords in _places(_axes_of(splits))])
             for dim, splits in self.splits.items()
         }
 
@@ -171,7 +171,7 @@ class ShardSpec:
                 continue
             counts = torch.cat([torch.full((b - a,), float(count), dtype=torch.float64) for a, b, count in runs])
             if coords is not None:
-                counts = torch.cat([counts[a:b] for a, b in self._slices(dim, coords)] or [counts[:0]])
+                counts = torch.cat([counts[a:b] for a, b in self.slices_of(dim, coords)] or [counts[:0]])
             out = out * counts.reshape([-1 if d == dim else 1 for d in range(len(self.shape))])
         return out
 
@@ -213,10 +213,10 @@ def _pieces(source: ShardSpec, target: ShardSpec, dim: int, to: Coords) -> Itera
     """(who gives, start in its part, start in the receiver's, length) of each piece of one dim."""
     givers = _places(_axes_of(source.splits.get(dim, ())))
     givers.sort(key=lambda coords: -sum(to.get(axis) == rank for axis, rank in coords.items()))
-    for start, at, length in _with_starts(target._slices(dim, to)):
+    for start, at, length in _with_starts(target.slices_of(dim, to)):
         missing: list[Slice] = [(start, start + length)]
         for coords in givers:
-            for a, held_at, n in _with_starts(source._slices(dim, coords)):
+            for a, held_at, n in _with_starts(source.slices_of(dim, coords)):
                 left: list[Slice] = []
                 for c, d in missing:
                     low, high = max(a, c), min(a + n, d)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
@@ -23,31 +22,16 @@ from shardformer.optim.owners import give_to_owners
 from shardformer.optim.probe import needs_whole, state_bytes
 from shardformer.optim.report import held, lines
 from shardformer.optim.room import Room
-from shardformer.optim.settings import Settings
+from shardformer.optim.settings import LossScale, Settings
 from shardformer.optim.shard_norm import nonfinite, norm_of_shards
 from shardformer.optim.shards import Piece, Shard
 from shardformer.optim.stage3.layout import lay_out_units
+from shardformer.optim.stage3.units import Unit
 from shardformer.optim.stage3.walk import Walk
 from shardformer.optim.update import HandOut, Update
+from shardformer.optim.zero_grad import ZeroGrad
 from shardformer.reduce.bucket import Bucket, Gradient, HandAll, HandOver
 from shardformer.reduce.buckets import BUCKET_BYTES, GradientReducer
-
-
-class _ZeroGrad:
-    """``model.zero_grad()``: throws away what the optimizer keeps too. Of a copied model it is the usual one."""
-
-    def __init__(self, model: nn.Module, optimizer: ZeroOptimizer | None) -> None:
-        self._model = weakref.ref(model)
-        self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        if (optimizer := self._optimizer()) is not None:
-            optimizer.zero_grad()
-        elif (model := self._model()) is not None:
-            nn.Module.zero_grad(model, set_to_none)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ZeroGrad:
-        return _ZeroGrad(memo[id(self._model())], None)
 
 
 class ZeroOptimizer(Optimizer):
@@ -56,6 +40,8 @@ class ZeroOptimizer(Optimizer):
     Attributes:
         grad_norm: the norm of the last step's gradients before they were clipped; None where it was not taken.
         skipped: how many steps were left out, since their gradients were not finite.
+        inner: the optimizers that it was made of.
+        shards: this rank's parts of all buckets, whose pieces these optimizers have.
     """
 
     def __init__(
@@ -65,7 +51,7 @@ class ZeroOptimizer(Optimizer):
         table: ShardedState,
         settings: Settings,
     ) -> None:
-        self._inner, self._model, self._table, self._settings = list(optimizers), model, table, settings
+        self.inner, self._model, self._table, self._settings = list(optimizers), model, table, settings
         self._stage, self._precision = settings.stage, settings.precision
         device, asked = table.context.device, settings.offload
         where = Files if asked.folder is not None else Host
@@ -77,21 +63,21 @@ class ZeroOptimizer(Optimizer):
         kind = HandAll if self._stage == 0 else HandOver
         self._end = kind(self._receive, self._check_scaled)
         whole = {id(p) for o in optimizers if needs_whole(o) for group in o.param_groups for p in group["params"]}
-        self._shards = self._lay_out(whole)
+        self.shards = self._lay_out(whole)
         self._convert(self._precision.dtype)
-        self._by_bucket = {id(shard.gradients): shard for shard in self._shards}
+        self._by_bucket = {id(shard.gradients): shard for shard in self.shards}
         self._replace_parameters()
         self._room = self._make_room()
         keys = {id(entry): number for number, entry in enumerate(table.entries)}
-        for shard in self._shards:
+        for shard in self.shards:
             shard.hold(keys)
-        self._update = Update(self._inner, self._shards, self._host, table.context)
+        self._update = Update(self.inner, self.shards, self._host, table.context)
         if isinstance(self._host, Files):
             self._put_into_files(self._host)
-        super().__init__([group for optimizer in self._inner for group in optimizer.param_groups], {})
+        super().__init__([group for optimizer in self.inner for group in optimizer.param_groups], {})
         self._is_laid_out = True
         table.gradients = self
-        model.__dict__["zero_grad"] = _ZeroGrad(model, self)
+        model.__dict__["zero_grad"] = ZeroGrad(model, self)
 
     def _lay_out(self, whole: Collection[int]) -> list[Shard]:
         """The shards of all buckets. Parameters that no ranks agree on get buckets of their own, of one rank."""
@@ -117,19 +103,19 @@ class ZeroOptimizer(Optimizer):
         return [Shard(bucket, narrow, axis=axis, host=self._host, rounding=rounding) for bucket in found]
 
     def _make_room(self) -> Room:
-        last_first = self._shards if self._walk is not None else self._shards[::-1]
+        last_first = self.shards if self._walk is not None else self.shards[::-1]
         there = [shard for shard in last_first if shard.host is not None]
         residents = self._walk.residents if self._walk is not None else None
-        return Room(self._settings, there, residents, self._inner, self._table.context)
+        return Room(self._settings, there, residents, self.inner, self._table.context)
 
     def _put_into_files(self, files: Files) -> None:
         """Raises ConfigError, on all ranks, where there is no room, or no such folder."""
-        held = {id(p): (o, group) for o in self._inner for group in o.param_groups for p in group["params"]}
+        held = {id(p): (o, group) for o in self.inner for group in o.param_groups for p in group["params"]}
 
         def states(value: Tensor) -> dict[str, Any]:
             return held[id(value)][0].state[value] if id(value) in held else {}
 
-        parts = [(shard, shard.host) for shard in self._shards if isinstance(shard.host, PagedPart)]
+        parts = [(shard, shard.host) for shard in self.shards if isinstance(shard.host, PagedPart)]
         for shard, part in parts:
             expected = sum(state_bytes(*held[id(p.value)], p.value) for p in shard.pieces if id(p.value) in held)
             part.hold([(p.value, p.at) for p in shard.pieces], states, round(expected))
@@ -155,16 +141,16 @@ class ZeroOptimizer(Optimizer):
         Communicates one all-reduce for each tensor of state of which several ranks hold slices.
         """
         pieces: dict[int, list[Piece]] = {}
-        for shard in self._shards:
+        for shard in self.shards:
             for number, gradient in enumerate(shard.gradients):
                 param: Any = gradient.param
                 found = [piece for piece in shard.pieces if piece.number == number]
                 pieces.setdefault(id(param), []).extend(found)
-                for optimizer in self._inner:
+                for optimizer in self.inner:
                     if state := optimizer.state.pop(param, None):
                         cut = shard.cut(number, state)
                         optimizer.state.update({piece.value: cut for piece in found})
-        for optimizer in self._inner:
+        for optimizer in self.inner:
             for group in optimizer.param_groups:
                 group["params"] = [piece.value for p in group["params"] for piece in pieces.get(id(p), ())]
 
@@ -181,8 +167,8 @@ class ZeroOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._agree_on_the_rest()
-        check_untouched(self._model, self._table, self._shards)
-        for shard in self._shards:
+        check_untouched(self._model, self._table, self.shards)
+        for shard in self.shards:
             shard.take_up()
         if not self._prepare():
             self.zero_grad()
@@ -192,7 +178,7 @@ class ZeroOptimizer(Optimizer):
         try:
             self._update.run()
         finally:
-            for shard in self._shards:
+            for shard in self.shards:
                 shard.forget()
         self._room.after_step()
         return loss
@@ -203,12 +189,12 @@ class ZeroOptimizer(Optimizer):
         is_scaled = self._precision.parameters == "fp16"
         if rules.max_grad_norm is None and rules.on_nonfinite == "ignore" and not is_scaled:
             return True
-        self.grad_norm = norm_of_shards(self._shards, self._table, self._stage)
+        self.grad_norm = norm_of_shards(self.shards, self._table, self._stage)
         is_finite = (rules.on_nonfinite == "ignore" and not is_scaled) or bool(torch.isfinite(self.grad_norm))
         if is_scaled:
             scale.update(is_finite)
         elif not is_finite and rules.on_nonfinite == "raise":
-            raise nonfinite(self._shards, self._table, self.grad_norm)
+            raise nonfinite(self.shards, self._table, self.grad_norm)
         self.skipped += not is_finite
         if is_finite and rules.max_grad_norm is not None:
             self._clip(rules.max_grad_norm)
@@ -234,20 +220,20 @@ class ZeroOptimizer(Optimizer):
                 remedy="Leave norm_type out",
             )
         self._agree_on_the_rest()
-        self.grad_norm = norm_of_shards(self._shards, self._table, self._stage)
+        self.grad_norm = norm_of_shards(self.shards, self._table, self._stage)
         self._clip(max_norm)
         return self.grad_norm
 
     def _clip(self, max_norm: float) -> None:
         assert self.grad_norm is not None
         scale = (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
-        for shard in self._shards:
+        for shard in self.shards:
             if shard.sum is not None:
                 shard.sum.mul_(scale.to(shard.sum))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throws away all gradients, those of backwards in ``no_sync`` too."""
-        for shard in self._shards:
+        for shard in self.shards:
             shard.forget()
         for p in self._model.parameters():
             p.grad = None
@@ -295,7 +281,7 @@ class ZeroOptimizer(Optimizer):
         None where it has none. All ranks call it. Communicates one all-gather of a bucket.
         """
         self._agree_on_the_rest()
-        for shard in self._shards:
+        for shard in self.shards:
             for number, gradient in enumerate(shard.gradients):
                 if gradient.entry.name == name:
                     return shard.gather_gradient(number)
@@ -308,60 +294,98 @@ class ZeroOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """What this rank keeps: the optimizers' states of its pieces, and their masters. Each rank saves its own."""
         context = self._table.context
-        for shard in self._shards:
-            shard.take()
-        kept = {
-            "place": {"sizes": context.sizes, "coords": context.coords},
-            "optimizers": [_own(optimizer.state_dict()) for optimizer in self._inner],
-            "loss_scale": asdict(self._precision.loss_scale),
-            "rounds": [shard.rounded.step for shard in self._shards if shard.rounded is not None],
-            "masters": [piece.value.detach().clone() for shard in self._shards for piece in shard.pieces],
-        }
-        for shard in self._shards:
-            shard.drop(keeps_memory=True)
-        return kept
+        with self.reading():
+            states = [optimizer.state_dict() for optimizer in self.inner]
+            return {
+                "place": {"sizes": context.sizes, "coords": context.coords},
+                # torch hands out the dictionaries that an optimizer goes on using
+                "optimizers": [{**d, "state": {k: dict(v) for k, v in d["state"].items()}} for d in states],
+                "loss_scale": asdict(self._precision.loss_scale),
+                "rounds": self.rounds,
+                "masters": [piece.value.detach().clone() for shard in self.shards for piece in shard.pieces],
+            }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up what ``state_dict`` of the same rank of an equal grid gave. Raises ConfigError for another one's."""
         context = self._table.context
-        pieces = [piece for shard in self._shards for piece in shard.pieces]
+        pieces = [piece for shard in self.shards for piece in shard.pieces]
         place = {"sizes": context.sizes, "coords": context.coords}
         shapes = [tuple(master.shape) for master in state_dict["masters"]]
         if state_dict["place"] != place or shapes != [tuple(piece.value.shape) for piece in pieces]:
             raise ConfigError(
                 f"This optimizer's state was saved by the rank {state_dict['place']}, and this is {place}",
                 rule="The pieces of a rank fit the same rank of an equal grid, with the same model and buckets",
-                remedy="Load the file that this rank saved, with as many processes as then",
+                remedy="Load the file that this rank saved, with as many processes as then; or let "
+                "shardformer.save_checkpoint save, whose checkpoints fit any layout",
             )
         for name, value in state_dict["loss_scale"].items():
             setattr(self._precision.loss_scale, name, value)
-        with torch.no_grad(), ExitStack() as stack:
-            for shard in self._shards:
-                stack.enter_context(shard.changing())
-            for optimizer, state in zip(self._inner, state_dict["optimizers"], strict=True):
+        with self.loading():
+            for optimizer, state in zip(self.inner, state_dict["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
             for piece, master in zip(pieces, state_dict["masters"], strict=True):
                 piece.value.copy_(master)
+        self.rounds = state_dict["rounds"]
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """The pieces and their states have their values in here. Between two steps."""
+        for shard in self.shards:
+            shard.take()
+        try:
+            yield
+        finally:
+            for shard in self.shards:
+                shard.drop(keeps_memory=True)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """The pieces may be written to in here; behind it the parameters of all ranks have what was written.
+
+        All ranks call it. Communicates one all-gather of the parameters.
+        """
+        with torch.no_grad(), ExitStack() as stack:
+            for shard in self.shards:
+                stack.enter_context(shard.changing())
+            yield
             if self._walk is not None:
                 self._walk.put_away()
             hand_out = HandOut()
-            for shard in self._shards:
+            for shard in self.shards:
                 shard.store()
-            hand_out.add(self._shards)
+            hand_out.add(self.shards)
             hand_out.finish()
-        for rounded, step in zip([s.rounded for s in self._shards if s.rounded], state_dict["rounds"], strict=True):
-            rounded.step = step
+            for shard in self.shards:
+                shard.know_values()
         if isinstance(self._host, Files):
-            self._host.end_writing(context)
+            self._host.end_writing(self._table.context)
+
+    @property
+    def rounds(self) -> list[int]:
+        """How often each shard was rounded by chance."""
+        return [shard.rounded.step for shard in self.shards if shard.rounded is not None]
+
+    @rounds.setter
+    def rounds(self, rounds: Sequence[int]) -> None:
+        for rounded, step in zip([s.rounded for s in self.shards if s.rounded], rounds, strict=True):
+            rounded.step = step
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """Under stage 3, what is gathered together; else none."""
+        return self._walk.units if self._walk is not None else ()
+
+    @property
+    def loss_scale(self) -> LossScale:
+        return self._precision.loss_scale
 
     def memory(self) -> Memory:
         """What this rank keeps now, in bytes, by kind."""
-        units = self._walk.units if self._walk is not None else ()
-        return held(self._table, self._shards, units, self._inner)
+        return held(self._table, self.shards, self.units, self.inner)
 
     def describe(self) -> str:
         """What was asked for, what this rank keeps now, and how fast it comes and goes."""
-        return lines(self._settings, self._inner, self.memory(), self._host)
+        return lines(self._settings, self.inner, self.memory(), self._host)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the pieces of the parameters are laid out once."""
@@ -372,8 +396,3 @@ class ZeroOptimizer(Optimizer):
                 remedy="Add the group to your own optimizer, then call zero",
             )
         super().add_param_group(param_group)
-
-
-def _own(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """With dictionaries of its own: torch hands out those that the optimizer goes on using."""
-    return {**state_dict, "state": {key: dict(state) for key, state in state_dict["state"].items()}}

@@ -168,6 +168,10 @@ class Shard:
             for number, (gradient, before) in enumerate(zip(self.gradients, self._versions, strict=True)):
                 if gradient.param._version != before:
                     self._take_up(number, gradient)
+        self.know_values()
+
+    def know_values(self) -> None:
+        """What the parameters hold now is what this shard has."""
         self._versions = self._current_versions()
 
     def _take_up(self, number: int, gradient: Gradient) -> None:
@@ -354,7 +358,7 @@ class Shard:
         for gradient, place in zip(self.gradients, self.places, strict=True):
             if gradient.is_shared:
                 gradient.param.detach().copy_(gradient.unpack(values[place]))
-        self._versions = self._current_versions()
+        self.know_values()
 
 
 def _flat(gradient: Gradient, value: Tensor) -> Tensor:

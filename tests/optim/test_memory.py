@@ -53,8 +53,8 @@ def test_a_rank_keeps_what_was_said(ranks: int, stage: int, precision: str) -> N
         ours = zero(optimizer, model, stage=stage, precision=precision)
         ids = torch.arange(12).view(2, 6)
         ours.backward(model(input_ids=ids, labels=ids).loss)
-        sums = [shard.sum for shard in ours._shards if shard.sum is not None]
-        pieces = [piece.value for shard in ours._shards for piece in shard.pieces]
+        sums = [shard.sum for shard in ours.shards if shard.sum is not None]
+        pieces = [piece.value for shard in ours.shards for piece in shard.pieces]
         ours.step()
         states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.dim()]
         kept = _parameters(model, ours)
@@ -125,7 +125,7 @@ def test_a_share_of_the_states_stays_on_the_device() -> None:
 def _parameters(model: nn.Module, optimizer: ZeroOptimizer) -> list[Tensor]:
     if optimizer._walk is None:
         return list(model.parameters())
-    return [shard.own for shard in optimizer._shards]
+    return [shard.own for shard in optimizer.shards]
 
 
 def test_a_sharded_model_and_an_optimizer_with_factored_state() -> None:

@@ -126,7 +126,7 @@ def test_hybrid_adam_is_adam(decoupled: bool) -> None:
     theirs = kind(plain.parameters(), lr=0.1, weight_decay=0.05, fused=True)
     made = HybridAdam(ours.parameters(), lr=0.1, weight_decay=0.05, decoupled_weight_decay=decoupled, on_device=0.6)
     optimizer = zero(made, ours, offload="cpu", bucket_bytes=4)
-    assert len({shard.host is None for shard in optimizer._shards}) == 2
+    assert len({shard.host is None for shard in optimizer.shards}) == 2
     for step in range(3):
         x = torch.randn(4, 9, generator=torch.Generator().manual_seed(step))
         for model, stepping in ((plain, theirs), (ours, optimizer)):
@@ -139,10 +139,10 @@ def test_hybrid_adam_is_adam(decoupled: bool) -> None:
 def test_masters_states_and_gradients_are_on_the_host_but_for_the_share() -> None:
     for share in (0.0, 0.3, 1.0):
         *_, ours = trained(Offload("cpu", share), stage=2)[0]
-        there = sum(shard.length for shard in ours._shards if shard.host is not None)
-        part = there / sum(shard.length for shard in ours._shards)
+        there = sum(shard.length for shard in ours.shards if shard.host is not None)
+        part = there / sum(shard.length for shard in ours.shards)
         assert 1 - share <= part < 1 - share + 0.2
-        for shard in (shard for shard in ours._shards if shard.host is not None):
+        for shard in (shard for shard in ours.shards if shard.host is not None):
             base, size = shard.host.values.data_ptr(), shard.host.values.nbytes
             assert all(base <= piece.value.data_ptr() < base + size for piece in shard.pieces)
 
@@ -158,8 +158,8 @@ def test_gradients_come_down_while_the_backward_runs(overlap: bool, monkeypatch:
     monkeypatch.setattr(Shard, "receive", lambda self, *a: (order.append("down"), receive(self, *a))[1])
     monkeypatch.setattr(GradientReducer, "_end_backward", lambda self: (order.append("end"), end(self))[1])
     *_, ours = trained("cpu", data=1, stage=2, overlap=overlap)[0]
-    assert order.count("down") == STEPS * len(ours._shards)
-    assert order.index("end") > 0.6 * len(ours._shards) if overlap else order[0] == "end"
+    assert order.count("down") == STEPS * len(ours.shards)
+    assert order.index("end") > 0.6 * len(ours.shards) if overlap else order[0] == "end"
 
 
 def check_resumes(**how: Any) -> None:
@@ -230,7 +230,7 @@ def test_from_files_the_weights_and_states_are_to_the_bit_those_without(
 
 def test_masters_and_states_are_in_files_between_steps(tmp_path: Path) -> None:
     *_, ours = trained(Offload(f"nvme:{tmp_path}", buffers=3), stage=2, precision="bf16", data=1)[0]
-    for piece in (piece for shard in ours._shards for piece in shard.pieces):
+    for piece in (piece for shard in ours.shards for piece in shard.pieces):
         assert piece.value.untyped_storage().nbytes() == 4
         assert all(x.numel() < 2 for state in ours.state.values() for x in state.values())
     host: Any = ours._host

@@ -83,7 +83,7 @@ def test_tensor_ranks_round_alike_what_they_hold_alike(masters: str) -> None:
             ours.backward(sample_loss(model, Batches(MAIN["llama"], batch=2)(step)))
             ours.step()
             ours.zero_grad()
-        ends = [place.stop for shard in ours._shards for place in shard.places]
+        ends = [place.stop for shard in ours.shards for place in shard.places]
         return {"": torch.tensor(ends)} | {n: p.detach().clone() for n, p in model.named_parameters() if "norm" in n}
 
     first, second = run_as_threads(train, tensor=2)
