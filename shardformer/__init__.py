@@ -7,6 +7,12 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from shardformer.activations.attach import store_activations as store_activations
+    from shardformer.checkpoint.files import DamagedError as DamagedError
+    from shardformer.checkpoint.folder import Keep as Keep
+    from shardformer.checkpoint.load import Loaded as Loaded
+    from shardformer.checkpoint.load import load_checkpoint as load_checkpoint
+    from shardformer.checkpoint.save import save_checkpoint as save_checkpoint
+    from shardformer.checkpoint.save import start_checkpoint as start_checkpoint
     from shardformer.comm.recorder import Recorder as Recorder
     from shardformer.config import ShardConfig as ShardConfig
     from shardformer.engine import Pipeline as Pipeline
@@ -67,6 +73,10 @@ if TYPE_CHECKING:
 
 _HOME = {
     "activations.attach": ["store_activations"],
+    "checkpoint.files": ["DamagedError"],
+    "checkpoint.folder": ["Keep"],
+    "checkpoint.load": ["Loaded", "load_checkpoint"],
+    "checkpoint.save": ["save_checkpoint", "start_checkpoint"],
     "comm.recorder": ["Recorder"],
     "mesh.context": ["ParallelContext"],
     "mesh.launch": ["launch", "launch_from_slurm", "launch_from_torch"],

@@ -32,6 +32,7 @@ FLOORS = [
     "sharding",
     "policies.infer",  # its proof shards small models
     "sharder",
+    "checkpoint",
     "engine",
     "verify",
     "demo",

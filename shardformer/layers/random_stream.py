@@ -68,18 +68,18 @@ def align_random(axis: Axis, device: torch.device) -> None:
         return
     digest = _digest(device)
     if any(theirs != digest for theirs in gather_objects(digest, axis)):
-        _set_states(broadcast_object(_states(device), axis), device)
+        set_random_states(broadcast_object(random_states(device), axis), device)
 
 
 @contextmanager
 def forked_random(device: torch.device, enabled: bool = True) -> Iterator[None]:
     """Behind it the random states are what they were before."""
-    states = _states(device) if enabled else None
+    states = random_states(device) if enabled else None
     try:
         yield
     finally:
         if states is not None:
-            _set_states(states, device)
+            set_random_states(states, device)
 
 
 def seed_random(seed: int) -> None:
@@ -122,11 +122,13 @@ def _digest(device: torch.device) -> list[int]:
     return [*of_torch, zlib.crc32(of_numpy[1]), *of_numpy[2:4], hash(random.getstate())]
 
 
-def _states(device: torch.device) -> tuple[list[Tensor], Any, Any]:
+def random_states(device: torch.device) -> tuple[list[Tensor], Any, Any]:
+    """Those of torch's generators (the CPU's, then the device's), of numpy and of Python."""
     return [g.get_state() for g in _generators(device)], numpy.random.get_state(), random.getstate()
 
 
-def _set_states(states: tuple[list[Tensor], Any, Any], device: torch.device) -> None:
+def set_random_states(states: tuple[list[Tensor], Any, Any], device: torch.device) -> None:
+    """What ``random_states`` gave."""
     of_torch, of_numpy, of_python = states
     for generator, state in zip(_generators(device), of_torch, strict=True):
         generator.set_state(state)

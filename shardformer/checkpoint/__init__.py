@@ -1,0 +1,1 @@
+"""Checkpoints that are saved under one layout of processes and loaded under any other."""

@@ -1,0 +1,237 @@
+"""The files of a checkpoint: one safetensors file a rank, and one index of all, which is JSON with a checksum.
+
+Nothing in a checkpoint is code, and nothing of it is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardformer.checkpoint.checksum import weighted_sum
+from shardformer.checkpoint.held import Stretch, overlap
+from shardformer.errors import InputError
+from shardformer.layout.spec import Place
+
+INDEX = "checkpoint.json"
+FORMAT = 1
+_ALIGNED = 8
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""Of safetensors."""
+
+
+class DamagedError(InputError):
+    """What was saved is not there any more, or is not what it was."""
+
+
+def damaged(what: str) -> DamagedError:
+    """The error for a checkpoint that must not be loaded."""
+    return DamagedError(
+        what,
+        rule="Only what was saved is loaded: every file is there, and every number is what it was",
+        remedy="Load an older checkpoint of the folder, and look after the disk",
+    )
+
+
+@dataclass(frozen=True)
+class Box:
+    """A piece of a tensor in a file: where it begins in the full tensor, its size, and its part of the checksum."""
+
+    start: Place
+    size: Place
+    file: int
+    sum: int
+
+
+@dataclass
+class Entry:
+    """One tensor of a checkpoint."""
+
+    dtype: str
+    shape: Place
+    boxes: list[Box] = field(default_factory=list)
+
+
+@dataclass
+class Index:
+    """All that is in a checkpoint.
+
+    Args:
+        step: training steps that were made.
+        saved_at: seconds since 1970.
+        sizes: of the axes of the grid that saved it.
+        tensors: by name.
+        values: what else was saved, as JSON has it, by kind.
+    """
+
+    step: int
+    saved_at: float
+    sizes: dict[str, int]
+    tensors: dict[str, Entry] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Writes it, and waits until it is on the disk."""
+        content = json.dumps({"format": FORMAT, **asdict(self)})
+        head = {"sha256": _digest(content), "saved_at": self.saved_at}
+        text = f'{json.dumps(head)[:-1]}, "content":\n{content}\n}}\n'
+        with (folder / INDEX).open("wb") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        sync(folder)
+
+    @classmethod
+    def read(cls, folder: Path) -> Index:
+        """Reads the index of a checkpoint. Raises DamagedError for what is none, or not what was written."""
+        try:
+            head, content, _ = (folder / INDEX).read_bytes().split(b"\n", 2)
+            text = content.decode()
+            said = json.loads(head + b"0}")
+            found = json.loads(text) if _digest(text) == said["sha256"] else None
+            if found is None or found["saved_at"] != said["saved_at"]:
+                raise damaged(f"{folder / INDEX} is not what was written: its checksum differs")
+        except FileNotFoundError:
+            raise damaged(f"{folder} is no checkpoint: it has no {INDEX}") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise damaged(f"{folder / INDEX} cannot be read: {error}") from error
+        if (version := found.pop("format")) != FORMAT:
+            raise InputError(
+                f"{folder} has the format {version}",
+                rule=f"This version reads checkpoints of the format {FORMAT}",
+                remedy="Use the version of shardformer that saved it",
+            )
+        tensors = {
+            name: Entry(e["dtype"], tuple(e["shape"]), [box_of(box) for box in e["boxes"]])
+            for name, e in found.pop("tensors").items()
+        }
+        return cls(tensors=tensors, **found)
+
+
+def saved_at(folder: Path) -> float:
+    """When a checkpoint was saved, as the first line of its index says; 0 where that cannot be read."""
+    try:
+        with (folder / INDEX).open("rb") as file:
+            return float(json.loads(file.readline() + b"0}")["saved_at"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
+
+
+def box_of(found: Mapping[str, Any]) -> Box:
+    return Box(tuple(found["start"]), tuple(found["size"]), found["file"], found["sum"])
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sync(folder: Path) -> None:
+    """Returns when the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_name(rank: int) -> str:
+    """Of the file that a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def key_of(name: str, start: Place) -> str:
+    """Of a box in its file."""
+    return f"{name}@{','.join(map(str, start))}"
+
+
+def write_boxes(path: Path, boxes: Sequence[tuple[str, Place, Tensor]]) -> list[int]:
+    """Writes (name, start, values) of boxes to a safetensors file, and waits until they are on the disk.
+
+    Returns the checksum of each. The values stream from where they are: no second copy of all is made. Raises OSError.
+    """
+    header, at = {}, 0
+    for name, start, values in boxes:
+        end = at + values.nbytes
+        header[key_of(name, start)] = {
+            "dtype": _NAMES[values.dtype],
+            "shape": list(values.shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    sums = []
+    with path.open("wb", buffering=0) as file:
+        _write(file, len(text).to_bytes(8, "little") + text)
+        for _, start, values in boxes:
+            here = values.detach().cpu().contiguous()
+            sums.append(weighted_sum(here, start))
+            if here.numel():
+                data: Any = here.reshape(-1).view(torch.uint8).numpy()
+                _write(file, data)
+        os.fsync(file.fileno())
+    return sums
+
+
+def _write(file: Any, data: Any) -> None:
+    """All of it: one call may write less."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+class BoxReader:
+    """Reads pieces of boxes out of the files of a checkpoint. ``num_bytes`` counts what was read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[int, Any] = {}
+        self.num_bytes = 0
+
+    def read(self, name: str, entry: Entry, box: Box, start: Place, size: Place) -> Tensor:
+        """What begins at ``start`` of the full tensor, which lies in the box. Raises DamagedError."""
+        from safetensors import SafetensorError, safe_open
+
+        path = self._folder / file_name(box.file)
+        key = key_of(name, box.start)
+        try:
+            if box.file not in self._files:
+                self._files[box.file] = safe_open(path, framework="pt")
+            file = self._files[box.file]
+            if not size:
+                found = file.get_tensor(key)
+            else:
+                cut = tuple(slice(a - o, a - o + n) for a, o, n in zip(start, box.start, size, strict=True))
+                found = file.get_slice(key)[cut]
+        except FileNotFoundError:
+            raise damaged(f"{path} is missing") from None
+        except (OSError, SafetensorError, IndexError, ValueError, RuntimeError) as error:
+            raise damaged(f"{key} cannot be read from {path}: {error}") from error
+        if tuple(found.shape) != size or name_of(found.dtype) != entry.dtype:
+            raise damaged(f"{key} in {path} is {name_of(found.dtype)} {tuple(found.shape)}, not {entry.dtype} {size}")
+        self.num_bytes += found.nbytes
+        value: Tensor = found
+        return value
+
+
+def boxes_in(entry: Entry, piece: Stretch) -> Iterator[tuple[int, Stretch]]:
+    """(number of a saved box, what it has of the piece) of each that has some."""
+    for number, box in enumerate(entry.boxes):
+        if (common := overlap((box.start, box.size), piece)) is not None:
+            yield number, common

@@ -1,0 +1,138 @@
+"""What a rank has to write of a training run, and how the ranks' files become one checkpoint.
+
+Ranks do not speak while they write: each leaves a note beside its file, which the first one collects. So a checkpoint
+can be written by threads, beside training and its collectives.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardformer.checkpoint import folder as folders
+from shardformer.checkpoint.files import Box, Entry, Index, box_of, file_name, name_of, sync, write_boxes
+from shardformer.checkpoint.folder import Keep
+from shardformer.checkpoint.held import Item, Stretch
+from shardformer.checkpoint.plan import Cell
+from shardformer.errors import InputError
+from shardformer.layout.spec import Place
+
+LOOK_EVERY_S, PATIENCE_S = 0.005, 1800.0
+"""How often the first rank looks for the others' notes, and how long it waits for one after the other."""
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """One rank's share of a checkpoint.
+
+    Args:
+        rank: among the ``size`` ranks that save.
+        index: without tensors; of the first rank.
+        entries: name -> (dtype, full shape) of what this rank writes pieces of.
+        pieces: name, where it begins, values.
+    """
+
+    rank: int
+    size: int
+    index: Index
+    entries: dict[str, tuple[str, Place]] = field(default_factory=dict)
+    pieces: list[tuple[str, Place, Tensor]] = field(default_factory=list)
+
+    def add(self, item: Item, mine: dict[Cell, list[Stretch]]) -> None:
+        """Adds what of an item falls to this rank."""
+        for held in item.held:
+            for start, size in mine.get((item.name, held.start, tuple(held.values.shape)), ()):
+                self.entries[item.name] = name_of(item.dtype), item.shape
+                self.pieces.append((item.name, start, held.part(start, size)))
+
+    def copy_into(self, memory: dict[tuple[str, Place], Tensor]) -> None:
+        """From now on the values are copies, on the host. ``memory`` is used again where it fits, and added to."""
+        for number, (name, start, values) in enumerate(self.pieces):
+            copy = memory.get((name, start))
+            if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
+                copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+                memory[name, start] = copy
+            self.pieces[number] = name, start, copy.copy_(values.detach(), non_blocking=True)
+        if any(values.is_pinned() for *_, values in self.pieces):
+            torch.cuda.synchronize()
+
+
+def write(snapshot: Snapshot, hidden: Path, root: Path, keep: Keep) -> Path:
+    """Writes this rank's share into the hidden folder; the first rank then makes a checkpoint of it.
+
+    Returns the path of the checkpoint. Raises OSError or InputError; other ranks may raise or not.
+    """
+    try:
+        _write_share(snapshot, hidden)
+    except BaseException as error:
+        _note(hidden, snapshot.rank, "failed").write_text("")  # takes no room
+        raise error
+    path = folders.step_folder(root, snapshot.index.step)
+    if snapshot.rank == 0:
+        _collect(snapshot, hidden)
+        snapshot.index.write(hidden)
+        path = folders.finish(hidden, root, snapshot.index.step)
+        folders.drop_old(root, keep)
+    return path
+
+
+def _write_share(snapshot: Snapshot, hidden: Path) -> None:
+    sums = write_boxes(hidden / file_name(snapshot.rank), snapshot.pieces)
+    boxes = [
+        (name, Box(start, tuple(values.shape), snapshot.rank, total))
+        for (name, start, values), total in zip(snapshot.pieces, sums, strict=True)
+    ]
+    note = _note(hidden, snapshot.rank, "json")
+    said = {"entries": snapshot.entries, "boxes": [(name, asdict(box)) for name, box in boxes]}
+    begun = note.with_suffix(".begun")
+    begun.write_text(json.dumps(said))
+    begun.rename(note)
+
+
+def _collect(snapshot: Snapshot, hidden: Path) -> None:
+    """Puts what all ranks wrote into the index. Raises InputError where one failed or is not heard of."""
+    tensors = snapshot.index.tensors
+    for rank in range(snapshot.size):
+        note = _wait_for(rank, hidden)
+        said = json.loads(note.read_text())
+        note.unlink()
+        for name, (dtype, shape) in said["entries"].items():
+            tensors.setdefault(name, Entry(dtype, tuple(shape)))
+        for name, box in said["boxes"]:
+            tensors[name].boxes.append(box_of(box))
+    for name, entry in tensors.items():
+        if (covered := sum(prod(box.size) for box in entry.boxes)) != prod(entry.shape):
+            raise InputError(
+                f"{covered} of the {prod(entry.shape)} numbers of {name} were written",
+                rule="The ranks together hold every number of every tensor, and each is written once",
+                remedy="Save the whole model, on all ranks that train it, with the optimizer of every rank",
+            )
+    sync(hidden)
+
+
+def _wait_for(rank: int, hidden: Path) -> Path:
+    """The note of a rank."""
+    note, failed = _note(hidden, rank, "json"), _note(hidden, rank, "failed")
+    end = time.monotonic() + PATIENCE_S
+    while not note.exists():
+        is_ending = not threading.main_thread().is_alive()
+        if failed.exists() or time.monotonic() > end or is_ending:
+            why = "failed" if failed.exists() else "did not come"
+            raise InputError(
+                f"Rank {rank} {why} while it wrote its part of a checkpoint into {hidden}",
+                rule="A checkpoint is there when all ranks have written their parts, into one folder that all see",
+                remedy="See what that rank says; on several hosts give a folder of a file system that they share",
+            )
+        time.sleep(LOOK_EVERY_S)
+    return note
+
+
+def _note(hidden: Path, rank: int, ending: str) -> Path:
+    return hidden / f".{file_name(rank)}.{ending}"

@@ -1,0 +1,155 @@
+"""Training runs of small models under any layout, for the tests of checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from shardformer.checkpoint.load import Loaded, load_checkpoint
+from shardformer.checkpoint.save import save_checkpoint
+from shardformer.engine import Pipeline
+from shardformer.mesh.context import ParallelContext
+from shardformer.optim.zero import zero
+from shardformer.pipeline.stage_manager import PipelineStageManager
+from shardformer.sharder import shard_model
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import MAIN, Batches, Sample
+
+SAMPLES = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is laid out."""
+
+    data: int = 1
+    tensor: int = 1
+    pipe: int = 1
+    stage: int | None = None
+    sequence_parallel: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return self.data * self.tensor * self.pipe
+
+    def __str__(self) -> str:
+        parts = [f"{name}{n}" for name in ("data", "tensor", "pipe") if (n := getattr(self, name)) > 1]
+        return "-".join([*parts, *([f"zero{self.stage}"] if self.stage is not None else [])]) or "one"
+
+
+LAYOUTS = {
+    str(layout): layout
+    for layout in (
+        Layout(),
+        Layout(tensor=2),
+        Layout(pipe=2, tensor=2),
+        Layout(data=4, stage=2),
+        Layout(data=2, tensor=2, stage=3),
+        Layout(tensor=4, sequence_parallel=True),
+    )
+}
+
+
+@dataclass(eq=False)
+class Run:
+    """A model in training on one rank."""
+
+    context: ParallelContext
+    model: nn.Module
+    optimizer: Any
+    scheduler: Any
+    pipeline: Pipeline
+
+    def train(self, step: int) -> float:
+        """One step on a batch of ``SAMPLES`` samples, over all data ranks. Returns its loss."""
+        batch = Batches(MAIN.get(self.family, "LlamaForCausalLM"), batch=SAMPLES)(step)
+        data = self.context.data
+        each = SAMPLES // data.size
+        own = {
+            k: (v.double() if v.is_floating_point() else v)[data.rank * each : (data.rank + 1) * each]
+            for k, v in batch.items()
+        }
+        loss = self.pipeline.step(own)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        return float(loss)
+
+    family: str = "llama"
+
+
+def build(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    if family in MAIN:
+        return Sample(family)().double()
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(
+            family, hidden_size=64, intermediate_size=80, num_hidden_layers=4, vocab_size=127,
+            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+    return model.double()
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=3e-3)
+
+
+def start(plain: nn.Module, layout: Layout, context: ParallelContext, family: str) -> Run:
+    """A run whose model is a copy of ``plain``."""
+    config: dict[str, Any] = {**layout.options, "context": context}
+    if layout.pipe > 1:
+        config["pipeline_stage_manager"] = PipelineStageManager(context)
+    if layout.sequence_parallel and family in MAIN:  # an inferred one may have positions of its own
+        config["enable_sequence_parallelism"] = True
+    model = shard_model(copy.deepcopy(plain), **config)
+    optimizer = make_optimizer(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    trained: Any = zero(optimizer, model, stage=layout.stage) if layout.stage is not None else optimizer
+    pipeline = Pipeline(model, micro_batches=2 if layout.pipe > 1 else 1, average_over_data=True)
+    return Run(context, model, trained, scheduler, pipeline, family)
+
+
+def on_ranks(layout: Layout, family: str, do: Callable[[Run], Any]) -> list[Any]:
+    """What ``do`` gives on each rank of a run."""
+    plain = build(family)
+    return run_as_threads(
+        lambda context: do(start(plain, layout, context, family)),
+        data=layout.data,
+        tensor=layout.tensor,
+        pipe=layout.pipe,
+    )
+
+
+def save(run: Run, folder: Path, step: int) -> Path:
+    return save_checkpoint(
+        folder, run.model, run.optimizer, step=step, scheduler=run.scheduler, extra={"seen": step * SAMPLES}
+    )
+
+
+def load(run: Run, folder: Path) -> Loaded:
+    return load_checkpoint(folder, run.model, run.optimizer, scheduler=run.scheduler)
+
+
+def different_weights(model: nn.Module) -> None:
+    """What a fresh process would have: other weights than the saved ones."""
+    with torch.no_grad():
+        for tensor in [*model.parameters()]:
+            if not tensor.is_meta:
+                _scramble(tensor)
+
+
+def _scramble(tensor: Tensor) -> None:
+    tensor.detach().fill_(0.123)

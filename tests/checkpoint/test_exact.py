@@ -1,0 +1,123 @@
+"""Under one layout a run that goes on has the weights of one that was not stopped, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from shardformer.checkpoint.load import load_checkpoint
+from shardformer.checkpoint.save import save_checkpoint
+from shardformer.mesh.context import ParallelContext
+from shardformer.optim.layerwise import LAMB
+from shardformer.optim.settings import Offload, Precision
+from shardformer.optim.zero import zero
+from shardformer.sharder import shard_model
+from shardformer.sharding.save import full_state_dict
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
+from tests.optim.test_owners import muon
+
+STOP, END = 2, 4
+Make = Callable[[nn.Module], Any]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: its ranks, what trains it, and how."""
+
+    name: str
+    data: int = 1
+    tensor: int = 1
+    make: Make = adamw
+    settings: dict[str, Any] | None = None  # of zero
+    family: str = "llama"
+    freeze: bool = False
+    dtype: torch.dtype = torch.float32
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = [
+    Case("AdamW"),
+    Case("SGD-bf16", make=lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9), dtype=torch.bfloat16),
+    Case("tensor", tensor=2, family="t5"),
+    Case("stage0", data=2, settings={"stage": 0}),
+    Case("stage2-bf16", data=2, settings={"stage": 2, "precision": "bf16"}, freeze=True),
+    Case("stage3-bf16", data=2, tensor=2, settings={"stage": 3, "precision": "bf16"}, family="gpt2"),
+    Case("stage3-frozen", data=2, settings={"stage": 3, "keep_frozen": False}, freeze=True),
+    Case("stage3-on-host", data=2, settings={"stage": 3, "offload": Offload("cpu", parameters=True)}),
+    Case("kahan", data=2, settings={"stage": 1, "precision": Precision("bf16", masters="kahan")}),
+    Case("stochastic", data=3, settings={"stage": 2, "precision": Precision("bf16", masters="stochastic")}),
+    Case("fp16", data=2, settings={"stage": 1, "precision": "fp16"}, family="bert"),
+    Case("offload", data=2, settings={"stage": 2, "offload": "cpu", "precision": "bf16"}),
+    Case("files", data=2, settings={"stage": 1, "offload": "nvme"}),
+    Case("Muon", data=2, tensor=2, make=muon, settings={"stage": 2}, dtype=torch.float64),
+    Case("Adafactor", data=2, make=lambda m: torch.optim.Adafactor(m.parameters()), settings={"stage": 1}),
+    Case("transformers", make=lambda m: transformers.Adafactor(m.parameters(), lr=0.02, relative_step=False)),
+    Case("LAMB", data=2, tensor=2, make=lambda m: LAMB(m.parameters(), lr=0.01), settings={"stage": 0}),
+]
+
+
+def train(case: Case, model: nn.Module, optimizer: Any, scheduler: Any, steps: range, rank: int) -> None:
+    for step in steps:
+        batch = Batches(MAIN[case.family], batch=2)(10 * step + rank)
+        loss = sample_loss(model, {k: x.to(case.dtype) if x.is_floating_point() else x for k, x in batch.items()})
+        optimizer.backward(loss) if hasattr(optimizer, "backward") else loss.backward()
+        skipped = getattr(optimizer, "skipped", 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if getattr(optimizer, "skipped", 0) == skipped:
+            scheduler.step()
+
+
+def begin(case: Case, seed: int, context: ParallelContext, folder: Path) -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(seed)
+    model = Sample(case.family)().to(case.dtype)
+    if case.freeze:
+        max(model.parameters(), key=lambda p: p.numel()).requires_grad_(False)
+    model = shard_model(model, context=context)
+    inner = case.make(model)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(
+        inner if isinstance(inner, torch.optim.Optimizer) else inner[0], [1, 3]
+    )
+    if case.settings is None:
+        return model, inner, scheduler
+    settings = dict(case.settings)
+    if settings.get("offload") == "nvme":
+        settings["offload"] = f"nvme:{folder}"
+    return model, zero(inner, model, **settings), scheduler
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_run_goes_on_as_if_it_had_not_been_stopped(case: Case, tmp_path: Path) -> None:
+    disk = tmp_path / "offload"
+    disk.mkdir()
+
+    def straight(context: ParallelContext) -> dict[str, Tensor]:
+        model, optimizer, scheduler = begin(case, 0, context, disk)
+        rank = context.data.rank
+        train(case, model, optimizer, scheduler, range(STOP), rank)
+        save_checkpoint(tmp_path / "saved", model, optimizer, step=STOP, scheduler=scheduler)
+        train(case, model, optimizer, scheduler, range(STOP, END), rank)
+        return full_state_dict(model)
+
+    def resumed(context: ParallelContext) -> dict[str, Tensor]:
+        model, optimizer, scheduler = begin(case, 1, context, disk)
+        load_checkpoint(tmp_path / "saved", model, optimizer, scheduler=scheduler)
+        train(case, model, optimizer, scheduler, range(STOP, END), context.data.rank)
+        return full_state_dict(model)
+
+    expected = run_as_threads(straight, data=case.data, tensor=case.tensor)
+    for ours, theirs in zip(run_as_threads(resumed, data=case.data, tensor=case.tensor), expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
