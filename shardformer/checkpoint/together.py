@@ -27,7 +27,7 @@ def all_do(make: Callable[[], T], world: Axis, what: str) -> T:
     if problem is not None and not isinstance(problem, (ShardFormerError, OSError)):
         raise problem
     if failed:
-        raise failed[0] from problem
+        raise failed[0] from (None if isinstance(problem, ShardFormerError) else problem)
     result: T = value  # type: ignore[assignment]
     return result
 

@@ -1,0 +1,164 @@
+"""What cannot be saved or loaded is said before anything is changed, on all ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardformer.checkpoint.folder import Keep
+from shardformer.checkpoint.load import load_checkpoint
+from shardformer.checkpoint.save import save_checkpoint
+from shardformer.errors import ConfigError, InputError, ShardFormerError
+from shardformer.lazy.recorder import LazyInit
+from shardformer.mesh.context import ParallelContext
+from shardformer.optim.zero import zero
+from shardformer.sharder import shard_model
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import Sample
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 6, head: str = "head") -> None:
+        super().__init__()
+        self.body = nn.Linear(5, width)
+        setattr(self, head, nn.Linear(width, 2))
+
+
+def stepped(
+    model: nn.Module, make: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
+) -> torch.optim.Optimizer:
+    optimizer = make(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("saved")
+    model = Net()
+    optimizer = stepped(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    save_checkpoint(root, model, optimizer, step=7, scheduler=scheduler)
+    return root
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, 0.1)
+
+
+def groups(params: Any) -> torch.optim.Optimizer:
+    first, *rest = params
+    return torch.optim.AdamW([{"params": rest}, {"params": [first]}])
+
+
+LOADS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str]] = {
+    "a weight that it lacks": (lambda: Net(head="classifier"), lambda _: None, "holds no classifier.weight"),
+    "a weight that nobody wants": (lambda: nn.Sequential(), lambda _: None, "that this Sequential does not have"),
+    "another size": (lambda: Net(7), lambda _: None, r"body.weight has the shape \(7, 5\) .* and \(6, 5\)"),
+    "another optimizer": (Net, lambda m: sgd(m.parameters()), "of a AdamW was to be loaded into a SGD"),
+    "other groups": (Net, lambda m: groups(m.parameters()), "of 1 groups of parameters"),
+    "two optimizers": (Net, lambda m: [sgd(m.body.parameters()), sgd(m.head.parameters())], "states of 1 optimizers"),
+    "an optimizer of another model": (Net, lambda _: sgd(Net().parameters()), "is not one of the model"),
+    "no optimizer": (Net, lambda _: "AdamW", "The optimizer is a str"),
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(name: str, folder: Path) -> None:
+    build, make, said = LOADS[name]
+    model = build()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = make(model)
+    with pytest.raises(ConfigError, match=said):
+        load_checkpoint(folder, model, optimizer)
+    assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
+    if isinstance(optimizer, torch.optim.Optimizer):
+        assert not optimizer.state
+
+
+def test_names_that_are_near_are_named(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean 'head\.weight'"):
+        load_checkpoint(folder, Net(head="heads"))
+
+
+def test_two_schedulers_for_one(folder: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for _ in range(2)]
+    with pytest.raises(ConfigError, match="states of 1 schedulers, and 2"):
+        load_checkpoint(folder, model, optimizer, scheduler=schedulers)
+
+
+@pytest.mark.parametrize("path", ["nowhere", "step-00000009", "file"])
+def test_a_path_that_is_no_checkpoint_says_what_is_near(path: str, folder: Path) -> None:
+    (folder / "file").write_text("")
+    with pytest.raises(ShardFormerError, match=r"does not exist|no checkpoint|is a file") as error:
+        load_checkpoint(folder / path, Net())
+    assert "\n" not in str(error.value)
+
+
+SAVES: dict[str, tuple[dict[str, Any], str]] = {
+    "step": ({"step": -1}, "step=-1"),
+    "a step that is no number": ({"step": 1.5}, "step=1.5"),
+    "keep": ({"keep": 0}, "keep: last=0"),
+    "code in extra": ({"extra": {"fn": print}}, r"extra\['fn'\] is a builtins.builtin_function_or_method"),
+    "a large tensor in extra": ({"extra": torch.zeros(10**5)}, "extra is a torch.Tensor"),
+}
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_what_cannot_be_saved_is_said_on_all_ranks(name: str, tmp_path: Path) -> None:
+    options, said = SAVES[name]
+
+    def do(context: ParallelContext) -> str:
+        model = Net()
+        optimizer = zero(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+        own = options if context.rank == 1 else {}
+        with pytest.raises((ConfigError, InputError), match=said) as error:
+            save_checkpoint(tmp_path / "root", model, optimizer, **own)
+        return str(error.value)
+
+    assert len(set(run_as_threads(do, data=2))) == 1
+    assert not (tmp_path / "root").exists()
+
+
+def test_an_age_below_zero() -> None:
+    with pytest.raises(ConfigError, match="younger_than=-1"):
+        Keep(younger_than=-1)
+
+
+def test_the_optimizer_of_another_model_under_zero(tmp_path: Path) -> None:
+    model, other = Net(), Net()
+    optimizer = zero(torch.optim.AdamW(other.parameters()), other, stage=1)
+    with pytest.raises(ConfigError, match="of another model"):
+        save_checkpoint(tmp_path, model, optimizer)
+
+
+def test_states_of_a_cut_matrix_that_are_not_cut_alike(tmp_path: Path) -> None:
+    """Rows and columns of a part are not those of the whole: with ``zero`` an owner has the whole."""
+
+    torch.manual_seed(0)
+    plain = Sample("gpt2")()
+
+    def do(context: ParallelContext) -> None:
+        model = shard_model(copy.deepcopy(plain), context=context)
+        optimizer = stepped(model, torch.optim.Adafactor)
+        with pytest.raises(ConfigError, match=r"Adafactor keeps 'row_var' .* Write shardformer.zero"):
+            save_checkpoint(tmp_path, model, optimizer)
+
+    run_as_threads(do, tensor=2)
+
+
+def test_a_model_without_values(tmp_path: Path) -> None:
+    with LazyInit():
+        model = Net()
+    with pytest.raises(ConfigError, match="has no values"):
+        save_checkpoint(tmp_path, model)

@@ -1,0 +1,311 @@
+"""What is not what was saved is never loaded, and what was there before a save that failed is there behind it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardformer.checkpoint import files, folder, snapshot
+from shardformer.checkpoint.files import INDEX, DamagedError
+from shardformer.checkpoint.folder import LATEST, Keep
+from shardformer.checkpoint.load import Loaded, load_checkpoint
+from shardformer.checkpoint.save import save_checkpoint, start_checkpoint
+from shardformer.errors import ConfigError, InputError
+from shardformer.mesh.context import ParallelContext
+from shardformer.optim.zero import zero
+from shardformer.testing.threads import run_as_threads
+
+RANKS = 2
+
+
+def net(value: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 14), nn.BatchNorm1d(14), nn.Linear(14, 3))
+    if value:
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                tensor.fill_(value)
+    return model
+
+
+def saved(root: Path, step: int, keep: Any = None, save: Callable[..., Any] = save_checkpoint) -> list[Any]:
+    """What a save of two ranks gives, of a model all of whose numbers are ``step``."""
+
+    def do(context: ParallelContext) -> Any:
+        model = net(step)
+        optimizer = zero(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+        for group in optimizer.inner[0].param_groups:
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+        optimizer.inner[0].step()
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                tensor.fill_(step)
+        return save(root, model, optimizer, step=step, keep=keep)
+
+    return run_as_threads(do, data=RANKS)
+
+
+def loaded(path: Path) -> tuple[Loaded, dict[str, Tensor]]:
+    model = net()
+    return load_checkpoint(path, model, torch.optim.AdamW(model.parameters())), model.state_dict()
+
+
+def check(path: Path, step: int) -> Loaded:
+    """Loads, and looks whether all is of that step."""
+    found, state = loaded(path)
+    assert found.step == step
+    assert all(bool((tensor == step).all()) for tensor in state.values())
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("two") / "checkpoints"
+    for step in (1, 2):
+        saved(root, step)
+    return root
+
+
+@pytest.fixture
+def copy(two: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(two, tmp_path / "checkpoints"))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_flipped_bit_is_noticed_or_nothing(seed: int, copy: Path) -> None:
+    """Of a folder the older checkpoint is taken; of what nobody reads, such as padding, the bits do not matter."""
+    draws = random.Random(seed)
+    newest = copy / "step-00000002"
+    path = draws.choice(sorted(newest.iterdir()))
+    data = bytearray(path.read_bytes())
+    data[draws.randrange(len(data))] ^= 1 << draws.randrange(8)
+    path.write_bytes(bytes(data))
+    try:
+        alone, state = loaded(newest)
+    except DamagedError as error:
+        assert str(newest) in str(error)
+        assert check(copy, 1).skipped
+        return
+    assert alone.step == 2
+    assert all(bool((tensor == 2).all()) for tensor in state.values())
+
+
+def flip(path: Path, name: str, at: int = 0) -> int:
+    """Flips a bit of a tensor's byte ``at``, of the first whose name begins so. Returns how many bytes it has."""
+    data = bytearray(path.read_bytes())
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:begin])
+    low, high = next(entry["data_offsets"] for key, entry in header.items() if key.startswith(name))
+    data[begin + low + at] ^= 16
+    path.write_bytes(bytes(data))
+    return int(high - low)
+
+
+@pytest.mark.parametrize(
+    "name", ["weights/0.weight", "weights/1.num_batches_tracked", "optimizer.0/exp_avg/", "random.0/"]
+)
+def test_every_byte_of_what_is_read_counts(name: str, copy: Path) -> None:
+    newest = copy / "step-00000002"
+    for path in sorted(newest.glob("rank*")):
+        try:
+            size = flip(path, name)
+        except StopIteration:
+            continue
+        flip(path, name)
+        for at in range(0, size, max(size // 40, 1)):
+            flip(path, name, at)
+            with pytest.raises(DamagedError, match="checksum"):
+                loaded(newest)
+            flip(path, name, at)
+    check(copy, 2)
+
+
+@pytest.mark.parametrize("what", ["missing", "short", "empty", "pickle", "swapped", "index", "no index"])
+def test_a_file_that_is_not_what_it_was(what: str, copy: Path) -> None:
+    newest, ran = copy / "step-00000002", copy / "ran"
+    path = newest / (INDEX if "index" in what else "rank-00001.safetensors")
+    if what in ("missing", "no index"):
+        path.unlink()
+    elif what == "short":
+        path.write_bytes(path.read_bytes()[:-40])
+    elif what == "empty":
+        path.write_bytes(b"")
+    elif what == "pickle":
+        path.write_bytes(pickle.dumps(_Runs(str(ran))))
+    elif what == "swapped":
+        shutil.copy(copy / "step-00000001" / path.name, path)
+    else:
+        path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
+    with pytest.raises(DamagedError):
+        loaded(newest)
+    assert bool(check(copy, 1).skipped) == (what != "no index")
+    assert not ran.exists()
+
+
+class _Runs:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def test_nothing_is_changed_before_all_was_found_right(copy: Path) -> None:
+    newest = copy / "step-00000002"
+    flip(newest / "rank-00001.safetensors", "weights")
+    model = net(7)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(DamagedError):
+        load_checkpoint(newest, model, optimizer)
+    assert all(bool((tensor == 7).all()) for tensor in model.state_dict().values())
+    assert optimizer.state == {}
+
+
+def test_a_leftover_of_a_kill_between_two_renames_loads(copy: Path) -> None:
+    (copy / "step-00000002").rename(copy / ".replaced-step-00000002")
+    check(copy, 2)
+
+
+# ------------------------------------------------------------------------------------------------- saves that fail
+
+
+def _failing(monkeypatch: pytest.MonkeyPatch, at: int) -> list[int]:
+    """The ``at``-th operation on the disk fails, as on a full one. Returns a list of the operations that were made."""
+    made: list[int] = []
+    places: list[tuple[Any, str]] = [(files, "_write"), (files, "sync"), (snapshot, "sync"), (folder, "sync")]
+    places += [(os, "fsync"), (Path, "rename"), (Path, "write_text"), (Path, "mkdir")]
+
+    def wrapped(real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            made.append(1)
+            if len(made) == at:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*args, **kwargs)
+
+        return call
+
+    for where, name in places:
+        monkeypatch.setattr(where, name, wrapped(getattr(where, name)))
+    return made
+
+
+@pytest.mark.parametrize("at", range(1, 31))
+def test_a_disk_that_is_full_leaves_what_was_there(at: int, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        made = _failing(patch, at)
+        try:
+            saved(copy, 3)
+            failed = False
+        except InputError as error:
+            failed = True
+            assert "No space left" in str(error) or "failed while it wrote" in str(error)
+        assert (len(made) < at) or failed
+    found, state = loaded(copy)
+    assert found.step in ((2, 3) if failed else (3,))
+    assert all(bool((tensor == found.step).all()) for tensor in state.values())
+    assert not found.skipped
+    saved(copy, 4)
+    check(copy, 4)
+    assert not list(copy.glob(".saving*"))
+
+
+def test_an_operation_of_a_save_fails_in_the_test_above(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        made = _failing(patch, -1)
+        saved(copy, 3)
+    assert 15 < len(made) <= 80
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        saved(file, 1)
+    with pytest.raises(InputError, match="failed on rank 0"):
+        saved(Path("/proc/nowhere"), 1)
+
+
+def test_what_is_kept(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        saved(tmp_path, step, Keep(last=2, every=3))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [LATEST, *(f"step-0000000{n}" for n in (3, 5, 6))]
+    assert (tmp_path / LATEST).read_text() == "step-00000006\n"
+    saved(tmp_path, 6, 1)  # again
+    assert sorted(p.name for p in tmp_path.iterdir()) == [LATEST, "step-00000006"]
+    saved(tmp_path, 7, Keep(last=1, younger_than=3600))
+    check(tmp_path, 7)
+    check(tmp_path / "step-00000006", 6)
+
+
+# ----------------------------------------------------------------------------------------------- in the background
+
+
+def test_a_save_in_the_background_holds_what_was_there_when_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    real = snapshot.write_boxes
+
+    def slow(*args: Any) -> Any:
+        goes_on.wait(20)
+        return real(*args)
+
+    monkeypatch.setattr(snapshot, "write_boxes", slow)
+
+    def do(context: ParallelContext) -> tuple[Path, str]:
+        model = net(3)
+        optimizer = zero(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+        saving = start_checkpoint(tmp_path, model, optimizer, step=3)
+        assert not saving.is_done
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                tensor.fill_(4)
+        with pytest.raises(InputError) as second:
+            save_checkpoint(tmp_path, model, optimizer, step=4)
+        goes_on.set()
+        path = saving.wait()
+        saving = start_checkpoint(tmp_path, model, optimizer, step=4)
+        saving.wait()
+        return path, str(second.value)
+
+    for path, said in run_as_threads(do, data=RANKS):
+        assert path == tmp_path / "step-00000003"
+        assert "while one is written" in said
+        check(path, 3)
+    check(tmp_path, 4)
+
+
+def test_a_save_in_the_background_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(snapshot, "write_boxes", full)
+    with pytest.raises(InputError, match="No space left"):
+        saved(tmp_path, 1, save=lambda *args, **kwargs: start_checkpoint(*args, **kwargs).wait())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_killed_processes_leave_whole_checkpoints(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("kills.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), "--rounds", "4"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "4 kills" in done.stdout

@@ -1,0 +1,170 @@
+"""The parts that checkpoints are made of: checksums, plain values, who writes what, and which boxes a rank holds."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardformer.checkpoint.checksum import weighted_sum
+from shardformer.checkpoint.held import Item, Region, overlap, stretch_boxes
+from shardformer.checkpoint.plain import from_json, to_json
+from shardformer.checkpoint.plan import share_out, without
+from shardformer.errors import InputError
+from shardformer.layout.spec import ShardSpec
+from shardformer.layout.split import Split
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_of_a_tensor_add_up_to_its_checksum(dtype: torch.dtype) -> None:
+    x = (torch.randn(5, 7, 3) * 3).to(dtype)
+    whole = weighted_sum(x, (0, 0, 0))
+    parts = [weighted_sum(x[a:b, c:d], (a, c, 0)) for a, b in ((0, 2), (2, 5)) for c, d in ((0, 6), (6, 7))]
+    assert sum(parts) % 2**64 == whole
+    assert 0 <= whole < 2**64
+
+
+def test_the_checksum_of_many_rows_and_of_long_ones() -> None:
+    for shape in ((3, 70_001), (70_001, 3), (140_000,)):
+        x = torch.randint(0, 255, shape, dtype=torch.uint8)
+        half = shape[-1] // 2
+        start = (0,) * len(shape)
+        parts = weighted_sum(x[..., :half], start) + weighted_sum(x[..., half:], (*start[:-1], half))
+        assert parts % 2**64 == weighted_sum(x, start)
+
+
+@given(st.integers(0, 34), st.integers(0, 31), st.integers(0, 34))
+def test_a_bit_or_two_numbers_exchanged_change_the_checksum(at: int, bit: int, other: int) -> None:
+    x = torch.arange(35, dtype=torch.int32).view(5, 7)
+    before = weighted_sum(x, (0, 0))
+    y = x.clone().view(-1)
+    y[at] ^= torch.tensor(1 << bit if bit < 31 else -(2**31), dtype=torch.int32)
+    assert weighted_sum(y.view(5, 7), (0, 0)) != before
+    if at != other:
+        z = x.clone().view(-1)
+        z[[at, other]] = z[[other, at]]
+        assert weighted_sum(z.view(5, 7), (0, 0)) != before
+    assert weighted_sum(x, (1, 0)) != before
+
+
+def test_the_checksum_of_nothing_and_of_one_number() -> None:
+    assert weighted_sum(torch.empty(0, 3), (0, 0)) == 0
+    assert weighted_sum(torch.tensor(1.5), ()) != 0
+
+
+# -------------------------------------------------------------------------------------------------- plain values
+
+
+PLAIN: list[Any] = [
+    None, True, 3, 0.1, -math.inf, "words", [1, [2.5, "a"]], (1, (2,)), {"a": 1}, {1: "b", (2, 3): None}, {"$": 1},
+    {1, 2}, Counter({3: 2}), torch.float32, {"betas": (0.9, 0.999), "lr": torch.tensor(0.1)}, numpy.float32(0.25),
+    numpy.arange(4), torch.Size([2, 3]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=lambda value: str(value)[:20])
+def test_plain_values_come_back_as_they_were(value: Any) -> None:
+    back = from_json(json.loads(json.dumps(to_json(value, "it"))))
+    assert repr(back) == repr(tuple(value) if isinstance(value, torch.Size) else value)
+    if not isinstance(value, torch.Size):
+        assert type(back) is type(value)
+
+
+@settings(max_examples=50)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner),
+    )
+)
+def test_any_plain_value_comes_back(value: Any) -> None:
+    assert from_json(json.loads(json.dumps(to_json(value, "it")))) == value
+
+
+@pytest.mark.parametrize("value", [object(), print, {"fn": lambda: None}, torch.zeros(2**13), InputError], ids=str)
+def test_what_is_code_or_large_is_refused_and_named(value: Any) -> None:
+    with pytest.raises(InputError, match=r"extra.* cannot be saved"):
+        to_json(value, "extra")
+
+
+# ---------------------------------------------------------------------------------------------------- boxes
+
+
+@given(st.lists(st.integers(1, 5), min_size=0, max_size=3), st.data())
+def test_a_stretch_is_the_boxes_that_it_forms(shape: list[int], data: st.DataObject) -> None:
+    numel = math.prod(shape)
+    begin = data.draw(st.integers(0, numel))
+    end = data.draw(st.integers(begin, numel))
+    x = torch.arange(numel).view(shape)
+    region = Region(tuple(shape), None, {}, slice(begin, end))
+    flat = x.reshape(-1)[begin:end]
+    held = region.views(flat)
+    assert [int(v) for h in held for v in h.values.reshape(-1)] == flat.tolist()
+    for h in held:
+        assert torch.equal(x[tuple(slice(a, a + n) for a, n in zip(h.start, h.values.shape, strict=True))], h.values)
+    assert len(list(stretch_boxes(tuple(shape), begin, end))) <= max(2 * len(shape) - 1, 1)
+
+
+Piece = tuple[tuple[int, int], tuple[int, int]]
+PIECES = st.tuples(st.tuples(st.integers(0, 4), st.integers(0, 4)), st.tuples(st.integers(1, 4), st.integers(1, 4)))
+
+
+@given(PIECES, st.lists(PIECES, max_size=4))
+def test_without_leaves_what_no_other_piece_has(piece: Piece, others: list[Piece]) -> None:
+    def numbers(one: Any) -> set[tuple[int, int]]:
+        (a, b), (n, m) = one
+        return {(i, j) for i in range(a, a + n) for j in range(b, b + m)}
+
+    left = list(without(piece, others))
+    assert set().union(*map(numbers, left)) == numbers(piece).difference(*map(numbers, others))
+    assert sum(len(numbers(each)) for each in left) == len(set().union(*map(numbers, left)))
+    for other in others:
+        common = overlap(piece, other)
+        assert (numbers(common) if common else set()) == numbers(piece) & numbers(other)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_each_number_is_written_once_though_ranks_hold_it_together(overlaps: bool) -> None:
+    """Two of four ranks hold each KV head; or stretches whose ends differ from rank to rank."""
+    full = torch.arange(60.0).view(6, 10)
+
+    def do(context: ParallelContext) -> torch.Tensor:
+        rank = context.tensor.rank
+        if overlaps:
+            region = Region((6, 10), None, {}, slice(0, 60 - 7 * rank))
+            x = full.reshape(-1)[: 60 - 7 * rank]
+        else:
+            split = Split((((0, 3),), ((0, 3),), ((3, 6),), ((2, 6),)))
+            spec = ShardSpec((6, 10), {0: split})
+            region, x = Region((6, 10), spec, context.coords), spec.slice(full, context.coords)
+        x = full.reshape(-1)[region.stretch] if overlaps else region.spec.slice(full, context.coords)  # type: ignore[union-attr]
+        item = region.item("x", x)
+        count = torch.zeros(6, 10)
+        for (_, start, size), pieces in share_out([item], context.tensor).items():
+            for piece in pieces:
+                assert overlap(piece, (start, size)) == piece
+                count[tuple(slice(a, a + n) for a, n in zip(*piece, strict=True))] += 1
+        return count
+
+    found = run_as_threads(do, tensor=4)
+    assert bool((torch.stack(found).sum(0) == 1).all())
+
+
+def test_of_what_all_hold_each_writes_about_as_much() -> None:
+    def do(context: ParallelContext) -> int:
+        items = [Region((n, 3), None, {}).item(f"x{n}", torch.zeros(n, 3)) for n in (8, 5, 4, 3, 2)]
+        mine = share_out([*items, Item("none", (0, 3), torch.float32, [])], context.data)
+        return sum(math.prod(size) for pieces in mine.values() for _, size in pieces)
+
+    assert run_as_threads(do, data=3) == [24, 21, 21]
