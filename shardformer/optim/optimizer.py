@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from shardformer.errors import ConfigError
 from shardformer.layout.state import ShardedState
 from shardformer.mesh.axis import Axis
+from shardformer.optim.between_steps import loading, reading
 from shardformer.optim.checks import check_untouched
 from shardformer.optim.memory import Memory
 from shardformer.optim.offload.host import Host
@@ -28,7 +29,7 @@ from shardformer.optim.shards import Piece, Shard
 from shardformer.optim.stage3.layout import lay_out_units
 from shardformer.optim.stage3.units import Unit
 from shardformer.optim.stage3.walk import Walk
-from shardformer.optim.update import HandOut, Update
+from shardformer.optim.update import Update
 from shardformer.optim.zero_grad import ZeroGrad
 from shardformer.reduce.bucket import Bucket, Gradient, HandAll, HandOver
 from shardformer.reduce.buckets import BUCKET_BYTES, GradientReducer
@@ -327,38 +328,16 @@ class ZeroOptimizer(Optimizer):
                 piece.value.copy_(master)
         self.rounds = state_dict["rounds"]
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self) -> AbstractContextManager[None]:
         """The pieces and their states have their values in here. Between two steps."""
-        for shard in self.shards:
-            shard.take()
-        try:
-            yield
-        finally:
-            for shard in self.shards:
-                shard.drop(keeps_memory=True)
+        return reading(self.shards)
 
-    @contextmanager
-    def loading(self) -> Iterator[None]:
+    def loading(self) -> AbstractContextManager[None]:
         """The pieces may be written to in here; behind it the parameters of all ranks have what was written.
 
         All ranks call it. Communicates one all-gather of the parameters.
         """
-        with torch.no_grad(), ExitStack() as stack:
-            for shard in self.shards:
-                stack.enter_context(shard.changing())
-            yield
-            if self._walk is not None:
-                self._walk.put_away()
-            hand_out = HandOut()
-            for shard in self.shards:
-                shard.store()
-            hand_out.add(self.shards)
-            hand_out.finish()
-            for shard in self.shards:
-                shard.know_values()
-        if isinstance(self._host, Files):
-            self._host.end_writing(self._table.context)
+        return loading(self.shards, self._walk, self._host, self._table.context)
 
     @property
     def rounds(self) -> list[int]:

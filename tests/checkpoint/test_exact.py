@@ -24,7 +24,7 @@ from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
 from tests.optim.test_owners import muon
 
-STOP, END = 2, 4
+STOP, END = 3, 5
 Make = Callable[[nn.Module], Any]
 
 
@@ -121,3 +121,21 @@ def test_a_run_goes_on_as_if_it_had_not_been_stopped(case: Case, tmp_path: Path)
     for ours, theirs in zip(run_as_threads(resumed, data=case.data, tensor=case.tensor), expected, strict=True):
         assert ours.keys() == theirs.keys()
         assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_ranks_agree_on_what_was_rounded_by_chance_while_it_was_loaded(tmp_path: Path) -> None:
+    wide, narrow = Case("wide", data=2), CASES[[case.name for case in CASES].index("stochastic")]
+
+    def straight(context: ParallelContext) -> None:
+        save_checkpoint(tmp_path, begin(wide, 0, context, tmp_path)[0])
+
+    def rounded(context: ParallelContext) -> dict[str, Tensor]:
+        model, optimizer, _ = begin(narrow, 1, context, tmp_path)
+        load_checkpoint(tmp_path, model)
+        assert set(optimizer.rounds) == {1}
+        return full_state_dict(model)
+
+    run_as_threads(straight, data=2)
+    first, *others = run_as_threads(rounded, data=3)
+    for theirs in others:
+        assert all(torch.equal(first[name], value) for name, value in theirs.items())
