@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +23,13 @@ from shardformer.layout.spec import Place
 
 INDEX = "checkpoint.json"
 FORMAT = 1
-_ALIGNED = 8
-_NAMES = {
+HEADER_BYTES = 8
+"""In front of the header stands its length; what follows begins at a multiple of as many."""
+DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""Of safetensors."""
+"""How safetensors calls them."""
 
 
 class DamagedError(InputError):
@@ -44,8 +45,7 @@ def damaged(what: str) -> DamagedError:
     )
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A piece of a tensor in a file: where it begins in the full tensor, its size, and its part of the checksum."""
 
     start: Place
@@ -83,7 +83,8 @@ class Index:
 
     def write(self, folder: Path) -> None:
         """Writes it, and waits until it is on the disk."""
-        content = json.dumps({"format": FORMAT, **asdict(self)})
+        tensors = {name: (entry.dtype, entry.shape, entry.boxes) for name, entry in self.tensors.items()}
+        content = json.dumps({"format": FORMAT, **vars(self), "tensors": tensors})
         head = {"sha256": _digest(content), "saved_at": self.saved_at}
         text = f'{json.dumps(head)[:-1]}, "content":\n{content}\n}}\n'
         with (folder / INDEX).open("wb") as file:
@@ -113,8 +114,8 @@ class Index:
                 remedy="Use the version of shardformer that saved it",
             )
         tensors = {
-            name: Entry(e["dtype"], tuple(e["shape"]), [box_of(box) for box in e["boxes"]])
-            for name, e in found.pop("tensors").items()
+            name: Entry(dtype, tuple(shape), [box_of(box) for box in boxes])
+            for name, (dtype, shape, boxes) in found.pop("tensors").items()
         }
         return cls(tensors=tensors, **found)
 
@@ -128,8 +129,10 @@ def saved_at(folder: Path) -> float:
         return 0.0
 
 
-def box_of(found: Mapping[str, Any]) -> Box:
-    return Box(tuple(found["start"]), tuple(found["size"]), found["file"], found["sum"])
+def box_of(found: Sequence[Any]) -> Box:
+    """What JSON made of a box."""
+    start, size, file, total = found
+    return Box(tuple(start), tuple(size), file, total)
 
 
 def _digest(text: str) -> str:
@@ -169,16 +172,16 @@ def write_boxes(path: Path, boxes: Sequence[tuple[str, Place, Tensor]]) -> list[
     for name, start, values in boxes:
         end = at + values.nbytes
         header[key_of(name, start)] = {
-            "dtype": _NAMES[values.dtype],
+            "dtype": DTYPES[values.dtype],
             "shape": list(values.shape),
             "data_offsets": [at, end],
         }
         at = end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % _ALIGNED)
+    text += b" " * (-len(text) % HEADER_BYTES)
     sums = []
     with path.open("wb", buffering=0) as file:
-        _write(file, len(text).to_bytes(8, "little") + text)
+        _write(file, len(text).to_bytes(HEADER_BYTES, "little") + text)
         for _, start, values in boxes:
             here = values.detach().cpu().contiguous()
             sums.append(weighted_sum(here, start))
@@ -194,40 +197,6 @@ def _write(file: Any, data: Any) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]
-
-
-class BoxReader:
-    """Reads pieces of boxes out of the files of a checkpoint. ``num_bytes`` counts what was read."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: dict[int, Any] = {}
-        self.num_bytes = 0
-
-    def read(self, name: str, entry: Entry, box: Box, start: Place, size: Place) -> Tensor:
-        """What begins at ``start`` of the full tensor, which lies in the box. Raises DamagedError."""
-        from safetensors import SafetensorError, safe_open
-
-        path = self._folder / file_name(box.file)
-        key = key_of(name, box.start)
-        try:
-            if box.file not in self._files:
-                self._files[box.file] = safe_open(path, framework="pt")
-            file = self._files[box.file]
-            if not size:
-                found = file.get_tensor(key)
-            else:
-                cut = tuple(slice(a - o, a - o + n) for a, o, n in zip(start, box.start, size, strict=True))
-                found = file.get_slice(key)[cut]
-        except FileNotFoundError:
-            raise damaged(f"{path} is missing") from None
-        except (OSError, SafetensorError, IndexError, ValueError, RuntimeError) as error:
-            raise damaged(f"{key} cannot be read from {path}: {error}") from error
-        if tuple(found.shape) != size or name_of(found.dtype) != entry.dtype:
-            raise damaged(f"{key} in {path} is {name_of(found.dtype)} {tuple(found.shape)}, not {entry.dtype} {size}")
-        self.num_bytes += found.nbytes
-        value: Tensor = found
-        return value
 
 
 def boxes_in(entry: Entry, piece: Stretch) -> Iterator[tuple[int, Stretch]]:

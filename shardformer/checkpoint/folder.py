@@ -17,13 +17,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardformer.checkpoint.files import INDEX, Index, damaged, saved_at, sync
 from shardformer.errors import ConfigError, InputError
 
 LATEST = "latest"
 _STEP = re.compile(r"step-(\d{8,})")
-_SAVING, _REPLACED = ".saving-", ".replaced-"
+_SAVING, _REPLACED, _DROPPED = ".saving-", ".replaced-", ".dropped-"
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,13 @@ def step_folder(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
-def begin(root: Path, step: int) -> Path:
-    """Makes the hidden folder that a checkpoint is written into. Takes away those that were never finished.
+def hidden_folder(root: Path, step: Any) -> Path:
+    """Where a checkpoint is written before it has its name."""
+    return root / f"{_SAVING}step-{step}"
+
+
+def begin(root: Path, hidden: Path) -> None:
+    """Makes the hidden folder. Takes away those that were never finished, or that were to be taken away.
 
     Raises OSError, and ConfigError where ``root`` is a file.
     """
@@ -71,11 +77,9 @@ def begin(root: Path, step: int) -> Path:
             remedy="Give the path of a folder",
         )
     root.mkdir(parents=True, exist_ok=True)
-    for left in root.glob(f"{_SAVING}*"):
+    for left in [*root.glob(f"{_SAVING}*"), *root.glob(f"{_DROPPED}*")]:
         shutil.rmtree(left, ignore_errors=True)
-    folder = root / f"{_SAVING}{step_folder(root, step).name}"
-    folder.mkdir()
-    return folder
+    hidden.mkdir()
 
 
 def finish(folder: Path, root: Path, step: int) -> Path:
@@ -97,15 +101,13 @@ def finish(folder: Path, root: Path, step: int) -> Path:
 
 def drop(folder: Path) -> None:
     """Takes away what was not finished, or is not wanted any more; what cannot be taken away stays."""
-    if folder.name.startswith((_SAVING, _REPLACED)):
-        shutil.rmtree(folder, ignore_errors=True)
-        return
-    hidden = folder.with_name(f"{_REPLACED}{folder.name}")
+    hidden = folder.with_name(f"{_DROPPED}{folder.name.removeprefix('.')}")
     try:
         folder.rename(hidden)  # it is whole or not there
     except OSError:
-        return
-    shutil.rmtree(hidden, ignore_errors=True)
+        hidden = folder
+    if hidden.name.startswith("."):
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def drop_old(root: Path, keep: Keep) -> None:

@@ -14,20 +14,34 @@ Cell = tuple[str, Place, Place]
 """The name of a tensor, where a piece that a rank holds begins in it, and its size."""
 
 
+Held = tuple[list[Cell], dict[str, tuple[Place, int]]]
+"""What a rank holds, and of each tensor its shape and the bytes of a number."""
+
+
+def held_by(items: Sequence[Item]) -> Held:
+    """What this rank says of what it holds."""
+    cells = [(item.name, held.start, tuple(held.values.shape)) for item in items for held in item.held]
+    return cells, {item.name: (item.shape, item.dtype.itemsize) for item in items}
+
+
 def share_out(items: Sequence[Item], world: Axis) -> dict[Cell, list[Stretch]]:
-    """What of the pieces that this rank holds falls to it. Communicates where the pieces of all ranks are.
+    """What of the pieces that this rank holds falls to it. Communicates where the pieces of all ranks are."""
+    return shares(gather_objects(held_by(items), world), world)
+
+
+def shares(held: Sequence[Held], world: Axis) -> dict[Cell, list[Stretch]]:
+    """What of the pieces that this rank holds falls to it, where ``held`` is what all ranks said.
 
     Ranks hold the same pieces, others, or some that overlap in any way.
     """
-    own = [((item.name, h.start, tuple(h.values.shape)), item.dtype.itemsize) for item in items for h in item.held]
-    shapes = {item.name: item.shape for item in items}
     holders: dict[Cell, list[int]] = {}
+    shapes: dict[str, Place] = {}
     widths: dict[str, int] = {}
-    for rank, (cells, theirs) in enumerate(gather_objects((own, shapes), world)):
-        shapes |= theirs
-        for cell, width in cells:
+    for rank, (cells, tensors) in enumerate(held):
+        for name, (shape, width) in tensors.items():
+            shapes[name], widths[name] = shape, width
+        for cell in cells:
             holders.setdefault(cell, []).append(rank)
-            widths[cell[0]] = width
     overlapping = _overlapping(holders, shapes)
     covered: dict[str, list[Stretch]] = {}
     load = [0] * world.size

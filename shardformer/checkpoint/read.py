@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from shardformer.checkpoint.checksum import weighted_sum
-from shardformer.checkpoint.files import BoxReader, Entry, Index, boxes_in, damaged, file_name
+from shardformer.checkpoint.files import Entry, Index, boxes_in, damaged, file_name
 from shardformer.checkpoint.held import Item, Stretch
 from shardformer.checkpoint.plan import Cell, share_out
+from shardformer.checkpoint.reader import BoxReader
 from shardformer.checkpoint.together import all_do
 from shardformer.comm.collectives import all_reduce
 from shardformer.mesh.axis import Axis
@@ -39,7 +40,10 @@ def read_items(folder: Path, index: Index, items: Sequence[Item], world: Axis) -
             if item.is_checked:
                 _add_sums(item, index.tensors[item.name], mine, numbers, sums)
 
-    all_do(read, world, f"Reading {folder}")
+    try:
+        all_do(read, world, f"Reading {folder}")
+    finally:
+        reader.close()
     _compare(all_reduce(sums, world, purpose="setup"), numbers, index, folder)
     return reader.num_bytes
 
@@ -60,7 +64,7 @@ def _read_item(reader: BoxReader, item: Item, entry: Entry) -> None:
     for held in item.held:
         count = 0
         for number, (start, size) in boxes_in(entry, (held.start, tuple(held.values.shape))):
-            held.part(start, size).copy_(reader.read(item.name, entry, entry.boxes[number], start, size))
+            reader.read(item.name, entry.boxes[number], (start, size), held.part(start, size))
             count += prod(size)
         if count != held.values.numel():
             raise damaged(f"Of {item.name} at {list(held.start)} {count} of {held.values.numel()} numbers were saved")

@@ -20,10 +20,10 @@ from shardformer.checkpoint.held import Item, Region
 from shardformer.checkpoint.model import ModelTensors
 from shardformer.checkpoint.optimizers import OptimizerStates, merged, optimizers_of
 from shardformer.checkpoint.plain import to_json
-from shardformer.checkpoint.plan import share_out
+from shardformer.checkpoint.plan import held_by, shares
 from shardformer.checkpoint.random_states import random_name, random_tensors
 from shardformer.checkpoint.snapshot import Snapshot, write
-from shardformer.checkpoint.together import all_do, first_does
+from shardformer.checkpoint.together import all_do
 from shardformer.comm.collectives import gather_objects
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.spec import Place
@@ -161,17 +161,16 @@ def _begun(
 ) -> Iterator[Job]:
     """What is to be written, while the values are where they are."""
     root, tensors = Path(folder), ModelTensors(model)
-    world = tensors.world
+    world, hidden = tensors.world, folders.hidden_folder(root, step)
 
     def check() -> Keep:
         _check_step(step)
         _check_free(tensors.model.__dict__.get(SAVING))
         return Keep.of(keep)
 
-    rule = all_do(check, world, "Saving a checkpoint")
     with tensors.zero.reading() if tensors.zero is not None else nullcontext():
-        snapshot = _take(tensors, optimizer, step, scheduler, extra)
-        hidden = first_does(lambda: folders.begin(root, step), world, f"Saving into {root}")
+        rule, snapshot = _take(tensors, check, optimizer, step, scheduler, extra)
+        all_do(lambda: folders.begin(root, hidden) if world.rank == 0 else None, world, f"Saving into {root}")
         yield Job(tensors.model, snapshot, hidden, root, rule, world)
 
 
@@ -193,29 +192,31 @@ def _check_free(before: Saving | None) -> None:
         )
 
 
-def _take(tensors: ModelTensors, optimizer: Any, step: int, scheduler: Any, extra: Any) -> Snapshot:
+def _take(
+    tensors: ModelTensors, check: Callable[[], Keep], optimizer: Any, step: int, scheduler: Any, extra: Any
+) -> tuple[Keep, Snapshot]:
     """What this rank writes. Communicates the names and sizes of what all have, and their plain values."""
     world = tensors.world
 
-    def collect() -> tuple[list[Item], dict[str, Any]]:
-        optimizers = optimizers_of(optimizer, tensors)
+    def collect() -> tuple[Keep, list[Item], dict[str, Any]]:
+        rule, optimizers = check(), optimizers_of(optimizer, tensors)
         own, numbers = random_tensors(tensors.device)
         items = [*tensors.items(), *(item for each in optimizers for item in each.items())]
         items += [Region(tuple(x.shape), None, {}).item(random_name(world.rank, n), x) for n, x in own.items()]
-        return items, _values(tensors, optimizers, scheduler, extra) | {"random": numbers}
+        return rule, items, _values(tensors, optimizers, scheduler, extra) | {"random": numbers}
 
-    items, values = all_do(collect, world, "Saving a checkpoint")
-    said = gather_objects(values, world)
+    rule, items, values = all_do(collect, world, "Saving a checkpoint")
+    said, held = zip(*gather_objects((values, held_by(items)), world), strict=True)
     values = said[0] | {
         "optimizers": [merged(each) for each in zip(*(one["optimizers"] for one in said), strict=True)],
         "random": [one["random"] for one in said],
         "coords": [one["coords"] for one in said],
     }
     snapshot = Snapshot(world.rank, world.size, Index(step, time.time(), tensors.sizes, values=values))
-    mine = share_out(items, world)
+    mine = shares(held, world)
     for item in items:
         snapshot.add(item, mine)
-    return snapshot
+    return rule, snapshot
 
 
 def _values(tensors: ModelTensors, optimizers: Iterable[OptimizerStates], scheduler: Any, extra: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
@@ -90,7 +90,7 @@ def _write_share(snapshot: Snapshot, hidden: Path) -> None:
         for (name, start, values), total in zip(snapshot.pieces, sums, strict=True)
     ]
     note = _note(hidden, snapshot.rank, "json")
-    said = {"entries": snapshot.entries, "boxes": [(name, asdict(box)) for name, box in boxes]}
+    said = {"entries": snapshot.entries, "boxes": boxes}
     begun = note.with_suffix(".begun")
     begun.write_text(json.dumps(said))
     begun.rename(note)

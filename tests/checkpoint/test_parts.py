@@ -92,7 +92,11 @@ def test_any_plain_value_comes_back(value: Any) -> None:
     assert from_json(json.loads(json.dumps(to_json(value, "it")))) == value
 
 
-@pytest.mark.parametrize("value", [object(), print, {"fn": lambda: None}, torch.zeros(2**13), InputError], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [object(), print, {"fn": lambda: None}, torch.zeros(2**13), InputError],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_is_code_or_large_is_refused_and_named(value: Any) -> None:
     with pytest.raises(InputError, match=r"extra.* cannot be saved"):
         to_json(value, "extra")
