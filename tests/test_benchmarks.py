@@ -195,3 +195,10 @@ def test_activations_take_less_of_the_device_and_give_the_same_losses(run: Run) 
     on_device = {name: float(table[name][0]) for name in importlib.import_module("activations").VARIANTS}
     assert on_device["all, on the host"] < 0.5 * on_device["all kept"]
     assert on_device["checkpoints, in parts"] < on_device["checkpoints"] < on_device["all kept"]
+
+
+def test_checkpoints_are_timed_beside_torch_save_and_come_back(run: Run) -> None:
+    small = ["--layers", "1", "--hidden", "64", "--vocabulary", "64", "--repetitions", "1"]
+    for how in ([], ["--zero", "2"]):
+        table = rows(run("checkpoints", *small, *how))
+        assert {"torch.save", "save_checkpoint", "load_checkpoint"} <= set(table)

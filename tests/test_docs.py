@@ -22,9 +22,10 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), 
 CONCEPTS = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
 
 
-def _run_block(source: str) -> float:
+def _run_block(source: str, folder: Path) -> float:
     import shardformer
 
+    os.chdir(folder)
     sample = Sample("gpt2")
     torch.manual_seed(0)
     names: dict[str, Any] = {
@@ -45,8 +46,8 @@ def _run_block(source: str) -> float:
 @pytest.mark.parametrize(
     "number", [i for i, b in enumerate(BLOCKS) if "verify" not in b and "save_pretrained" not in b]
 )
-def test_a_block_of_the_readme_runs(pool4: WorkerPool, number: int) -> None:
-    losses = pool4.run(_run_block, BLOCKS[number])
+def test_a_block_of_the_readme_runs(pool4: WorkerPool, number: int, tmp_path: Path) -> None:
+    losses = pool4.run(_run_block, BLOCKS[number], tmp_path)
     assert all(abs(loss - losses[0]) < 1e-5 for loss in losses)
 
 
