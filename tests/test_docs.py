@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ CONCEPTS = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
 def _run_block(source: str, folder: Path) -> float:
     import shardformer
 
-    os.chdir(folder)
     sample = Sample("gpt2")
     torch.manual_seed(0)
     names: dict[str, Any] = {
@@ -37,7 +37,8 @@ def _run_block(source: str, folder: Path) -> float:
     }
     if ("describe" in source and "shard_model" not in source) or "Pipeline(" in source:
         names["model"] = shardformer.shard_model(names["model"])
-    exec(compile(source, str(README), "exec"), names)
+    with chdir(folder):
+        exec(compile(source, str(README), "exec"), names)
     loss = names["model"](**Batches(sample.head_class)(0)).loss
     loss.backward()
     return float(loss.detach())

@@ -116,9 +116,7 @@ def flip(path: Path, name: str, at: int = 0) -> int:
     return int(high - low)
 
 
-@pytest.mark.parametrize(
-    "name", ["weights/0.weight", "weights/1.num_batches_tracked", "optimizer.0/exp_avg/"]
-)
+@pytest.mark.parametrize("name", ["weights/0.weight", "weights/1.num_batches_tracked", "optimizer.0/exp_avg/"])
 def test_every_byte_of_what_is_read_counts(name: str, copy: Path) -> None:
     newest = copy / "step-00000002"
     for path in sorted(newest.glob("rank*")):
