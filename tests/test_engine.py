@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from shardformer.reduce.pause import no_sync
 from shardformer.sharder import ShardFormer, shard_model
 from shardformer.sharding.save import full_state_dict
 from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import Sample
 
 GPT2 = Sample("gpt2", changes={"n_layer": 4})
@@ -587,3 +588,44 @@ def _goes_on() -> tuple[float, float]:
         pipeline.step(batch_of(4, 5 + rank))
     loss = back(reference, batch_of(4, 9))
     return abs(float(pipeline.step(batch_of(4, 9))) - loss), difference(model, reference)
+
+
+class Classifier(nn.Module):
+    """A model without layers in a row, which nobody has heard of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body, self.head = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.body(self.table(ids).mean(1))))
+        return logits
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_any_model_runs_in_one_stage(data: int) -> None:
+    """Three micro-batches of uneven size, over data ranks with other numbers of samples."""
+
+    def loss_fn(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        return nn.functional.cross_entropy(logits, batch["classes"])
+
+    torch.manual_seed(0)
+    plain = Classifier().double()
+    batch = {"ids": torch.randint(11, (7, 5)), "classes": torch.randint(3, (7,))}
+    loss = loss_fn(plain(batch["ids"]), batch)
+    loss.backward()
+
+    def do(context: ParallelContext) -> tuple[float, list[Tensor]]:
+        model = shard_model(copy.deepcopy(plain), context=context)
+        model.zero_grad()
+        cut = slice(0, 4) if context.data.rank == 0 else slice(4, 7)
+        own = {name: x[cut] for name, x in batch.items()} if data > 1 else batch
+        pipeline = Pipeline(model, micro_batches=3, loss_fn=loss_fn, average_over_data=True)
+        found = float(pipeline.step(own))
+        return found, [p.grad for p in model.parameters() if p.grad is not None]
+
+    for found, gradients in run_as_threads(do, data=data):
+        assert found == pytest.approx(float(loss.detach()), rel=1e-12)
+        for ours, param in zip(gradients, plain.parameters(), strict=True):
+            assert param.grad is not None
+            assert float((ours - param.grad).abs().max()) < 1e-12

@@ -118,7 +118,7 @@ class Chain:
     @property
     def starts(self) -> tuple[int, ...]:
         """The first unit of each stack."""
-        return tuple(accumulate((len(s.units) for s in self.stacks[:-1]), initial=0))
+        return tuple(accumulate((len(s.units) for s in self.stacks[:-1]), initial=0))[: len(self.stacks)]
 
     def stack_of(self, unit: int) -> int:
         """The stack that holds a unit."""

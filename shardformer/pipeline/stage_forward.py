@@ -121,6 +121,8 @@ class StageForward:
                 self._stand_in_layer(model.get_submodule(path), index, start + stack.units.index(path))
             if index > 0 and stack.context is not None:
                 self._stand_at_entry(model.get_submodule(stack.context[0]), stack, start)
+        if not chain.units:  # one stage has all of it
+            return
         inside = {id(m) for path in chain.units for m in model.get_submodule(path).modules()}
         outside: dict[nn.Module, frozenset[int]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
