@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardformer.checkpoint import folder as folders
 from shardformer.checkpoint.files import DamagedError, Entry, Index
 from shardformer.checkpoint.held import Item, Region
-from shardformer.checkpoint.model import MASTERS, RESTS, WEIGHTS, ModelTensors
+from shardformer.checkpoint.model import EXTRA_STATE, MASTERS, RESTS, WEIGHTS, ModelTensors, buffer_name
 from shardformer.checkpoint.optimizers import OptimizerStates, optimizers_of
 from shardformer.checkpoint.plain import from_json
 from shardformer.checkpoint.random_states import random_name, random_tensors, set_random_tensors
@@ -155,10 +155,12 @@ class _Loading:
             )
 
     def _want_values(self) -> None:
-        gathered = {id(p) for unit in (self._tensors.zero.units if self._tensors.zero else ()) for p in unit.params}
+        gathered, data = self._tensors.gathered, self._tensors.coords.get("data", 0)
+        as_many = self.index.sizes.get("data", 1) == self._tensors.sizes.get("data", 1)
         for name, tensor in self._tensors.tensors.items():
             if id(tensor) not in gathered:
-                best = self._best(name, tensor.dtype)
+                own = buffer_name(data, name)
+                best = own if as_many and own in self.index.tensors else self._best(name, tensor.dtype)
                 self._values[name] = best, self._want(best, self._tensors.region_of(tensor))
                 self._then.append(_copy(tensor, self._values[name][1]))
         for shard in self._tensors.shards():
@@ -263,6 +265,9 @@ class _Loading:
             for name, value in values["loss_scale"].items():
                 setattr(zero.loss_scale, name, value)
             zero.rounds = [values["rounds"]] * len(zero.rounds)
+        for name in self._tensors.extra_states.keys() & values["extra_states"].keys():
+            module = self._tensors.model.get_submodule(name.removesuffix(EXTRA_STATE).removesuffix("."))
+            module.set_extra_state(from_json(values["extra_states"][name]))
         for scheduler, saved in zip(self._schedulers, values["scheduler"], strict=False):
             scheduler.load_state_dict(from_json(saved))
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardformer.checkpoint.checksum import weighted_sum
 from shardformer.checkpoint.held import Item, Region
+from shardformer.comm.collectives import gather_objects
 from shardformer.errors import ConfigError
 from shardformer.layout.state import known_state
 from shardformer.mesh.axis import Axis
@@ -17,6 +20,8 @@ from shardformer.mesh.grid import AXES
 from shardformer.optim.optimizer import ZeroOptimizer
 from shardformer.optim.shards import Piece, Shard
 
+EXTRA_STATE = "_extra_state"
+"""The last word of what ``get_extra_state`` gives, in a state dict of torch."""
 WEIGHTS, MASTERS, RESTS = "weights", "master", "rest"
 """In front of a parameter's name: its value, that in fp32, and what rounding took from it."""
 
@@ -29,6 +34,7 @@ class ModelTensors:
         zero: the optimizer that keeps its values; None where no ``zero`` does.
         world: all ranks that train it together.
         tensors: parameters and persistent buffers by their names in the plain model, each once.
+        extra_states: what modules give in ``get_extra_state``, by their names in a state dict.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,13 +45,17 @@ class ModelTensors:
         self._entries = state.by_param()
         self._names: dict[int, str] = {}
         self.tensors: dict[str, Tensor] = {}
+        self.extra_states: dict[str, Any] = {}
         plain = state.stages.state if state.stages is not None else {}
+        there = {id(x) for x in (*self.model.parameters(), *self.model.buffers())}
         for name, value in self.model.state_dict(keep_vars=True).items():
-            if isinstance(value, Tensor) and id(value) not in self._names:
+            if name.rpartition(".")[2] == EXTRA_STATE:
+                self.extra_states[name] = value
+            elif id(value) not in self._names:
                 first = plain[name][0] if name in plain else name
+                _check(name, value, is_there=id(value) in there)
                 self._names[id(value)] = first
                 self.tensors[first] = value
-                _check(name, value)
 
     def _find_world(self) -> Axis:
         context = self._state.context
@@ -93,16 +103,39 @@ class ModelTensors:
             yield from self.zero.shards
             yield from (s for unit in self.zero.units for s in unit.shards if id(s) not in seen)
 
-    def items(self) -> Iterator[Item]:
+    @property
+    def gathered(self) -> set[int]:
+        """The parameters, by identity, whose values stage 3 keeps in shards."""
+        return {id(p) for unit in (self.zero.units if self.zero is not None else ()) for p in unit.params}
+
+    def own_buffers(self) -> set[str]:
+        """The buffers of this data rank that differ from the first one's: each has seen its own batches.
+
+        Communicates a checksum of each buffer.
+        """
+        buffers = {n: x.detach() for n, x in self.tensors.items() if not isinstance(x, nn.Parameter)}
+        sums = {name: weighted_sum(x, (0,) * x.dim()) for name, x in buffers.items()}
+        data = self.coords.get("data", 0)
+        first: dict[str, int] = {}
+        for rank, theirs in gather_objects((data, sums), self.world):
+            if rank == 0:
+                first |= theirs
+        return {name for name, total in sums.items() if data > 0 and first.get(name) != total}
+
+    def items(self, own_buffers: Container[str]) -> Iterator[Item]:
         """What is saved of the values: inside of ``reading()`` of the optimizer.
 
-        Of buffers, which ranks hold alike or which are the first data rank's, only ranks at the front hold something.
+        Of buffers that ranks hold alike only ranks at the front hold something.
         """
-        gathered = {id(p) for unit in (self.zero.units if self.zero else ()) for p in unit.params}
-        is_first = all(self.coords.get(name, 0) == 0 for name in ("data", "sequence", "tensor"))
+        gathered, data = self.gathered, self.coords.get("data", 0)
+        is_front = all(self.coords.get(name, 0) == 0 for name in ("sequence", "tensor"))
         for name, tensor in self.tensors.items():
-            if id(tensor) not in gathered and (is_first or isinstance(tensor, nn.Parameter)):
+            if id(tensor) in gathered:
+                continue
+            if isinstance(tensor, nn.Parameter) or (is_front and data == 0):
                 yield self.region_of(tensor).item(f"{WEIGHTS}/{name}", tensor.detach())
+            elif is_front and name in own_buffers:
+                yield self.region_of(tensor).item(buffer_name(data, name), tensor.detach())
         for shard in self.shards():
             for piece in shard.pieces:
                 name, region = self.name_of_piece(piece), self.region_of_piece(piece)
@@ -125,7 +158,19 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def _check(name: str, value: Tensor) -> None:
+def buffer_name(data: int, name: str) -> str:
+    """In a checkpoint, of a buffer that a data rank has for itself."""
+    return f"buffers.{data}/{name}"
+
+
+def _check(name: str, value: Any, *, is_there: bool) -> None:
+    if not isinstance(value, Tensor) or not is_there:
+        raise ConfigError(
+            f"{name} in the model's state dict is a {type(value).__name__} that a module makes when it is asked",
+            rule="Saved are parameters and buffers, into which a load writes, and what get_extra_state gives",
+            remedy="Register it as a buffer, or let the module give it in get_extra_state and take it in "
+            "set_extra_state",
+        )
     if any(kind.__name__ == "DTensor" for kind in type(value).__mro__):  # whose module takes long to import
         raise ConfigError(
             f"{name} is a DTensor, as fully_shard makes them",

@@ -170,8 +170,22 @@ def _begun(
 
     with tensors.zero.reading() if tensors.zero is not None else nullcontext():
         rule, snapshot = _take(tensors, check, optimizer, step, scheduler, extra)
+        _check_alike((str(root), step), world)
         all_do(lambda: folders.begin(root, hidden) if world.rank == 0 else None, world, f"Saving into {root}")
         yield Job(tensors.model, snapshot, hidden, root, rule, world)
+
+
+def _check_alike(asked: tuple[str, int], world: Axis) -> None:
+    """Raises ConfigError, on all ranks, where they were asked to save into other folders, or at other steps."""
+    theirs = gather_objects(asked, world)
+    other = next((rank for rank, each in enumerate(theirs) if each != theirs[0]), None)
+    if other is not None:
+        (path, step), (other_path, other_step) = theirs[0], theirs[other]
+        raise ConfigError(
+            f"Rank 0 was to save step {step} into {path}, and rank {other} step {other_step} into {other_path}",
+            rule="All ranks save one checkpoint together, into one folder",
+            remedy="Give all ranks the same folder, on a disk that all see, and the same step",
+        )
 
 
 def _check_step(step: int) -> None:
@@ -196,12 +210,12 @@ def _take(
     tensors: ModelTensors, check: Callable[[], Keep], optimizer: Any, step: int, scheduler: Any, extra: Any
 ) -> tuple[Keep, Snapshot]:
     """What this rank writes. Communicates the names and sizes of what all have, and their plain values."""
-    world = tensors.world
+    world, own_buffers = tensors.world, tensors.own_buffers()
 
     def collect() -> tuple[Keep, list[Item], dict[str, Any]]:
         rule, optimizers = check(), optimizers_of(optimizer, tensors)
         own, numbers = random_tensors(tensors.device)
-        items = [*tensors.items(), *(item for each in optimizers for item in each.items())]
+        items = [*tensors.items(own_buffers), *(item for each in optimizers for item in each.items())]
         items += [Region(tuple(x.shape), None, {}).item(random_name(world.rank, n), x) for n, x in own.items()]
         return rule, items, _values(tensors, optimizers, scheduler, extra) | {"random": numbers}
 
@@ -211,6 +225,7 @@ def _take(
         "optimizers": [merged(each) for each in zip(*(one["optimizers"] for one in said), strict=True)],
         "random": [one["random"] for one in said],
         "coords": [one["coords"] for one in said],
+        "extra_states": {name: value for one in said for name, value in one["extra_states"].items()},
     }
     snapshot = Snapshot(world.rank, world.size, Index(step, time.time(), tensors.sizes, values=values))
     mine = shares(held, world)
@@ -227,6 +242,7 @@ def _values(tensors: ModelTensors, optimizers: Iterable[OptimizerStates], schedu
         "scheduler": [to_json(s.state_dict(), f"the state of {type(s).__name__}") for s in as_list(scheduler)],
         "extra": to_json(extra, "extra"),
         "coords": tensors.coords,
+        "extra_states": {name: to_json(x, f"the state {name}") for name, x in tensors.extra_states.items()},
     }
     if tensors.zero is not None:
         values["loss_scale"] = asdict(tensors.zero.loss_scale)

@@ -162,3 +162,26 @@ def test_a_model_without_values(tmp_path: Path) -> None:
         model = Net()
     with pytest.raises(ConfigError, match="has no values"):
         save_checkpoint(tmp_path, model)
+
+
+def test_what_a_module_makes_when_it_is_asked_would_be_lost(tmp_path: Path) -> None:
+    model = Net()
+    model.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({f"{prefix}sum": torch.ones(2)}))
+    with pytest.raises(ConfigError, match=r"sum in the model's state dict is a Tensor that a module makes"):
+        save_checkpoint(tmp_path, model)
+
+
+@pytest.mark.parametrize("what", ["folder", "step"])
+def test_ranks_that_were_asked_for_different_things(what: str, tmp_path: Path) -> None:
+    def do(context: ParallelContext) -> str:
+        model = Net()
+        optimizer = zero(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+        own = context.rank if what == "folder" else 0
+        with pytest.raises(ConfigError) as error:
+            save_checkpoint(tmp_path / str(own), model, optimizer, step=context.rank if what == "step" else 0)
+        return str(error.value)
+
+    said = run_as_threads(do, data=2)
+    assert said[0] == said[1]
+    assert "Rank 0 was to save step 0 into" in said[0]
+    assert list(tmp_path.iterdir()) == []

@@ -139,3 +139,85 @@ def test_ranks_agree_on_what_was_rounded_by_chance_while_it_was_loaded(tmp_path:
     first, *others = run_as_threads(rounded, data=3)
     for theirs in others:
         assert all(torch.equal(first[name], value) for name, value in theirs.items())
+
+
+class Counting(nn.Module):
+    """A norm whose averages are those of the batches that it has seen, and a count that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head, self.seen = nn.BatchNorm1d(5), nn.Linear(5, 2), {"calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen["calls"] += 1
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.seen
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = dict(state)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_averages_that_each_data_rank_has_for_itself_and_states_that_are_no_tensors(stage: int, tmp_path: Path) -> None:
+    def step(model: nn.Module, optimizer: Any, number: int, rank: int) -> None:
+        x = torch.randn(6, 5, generator=torch.Generator().manual_seed(10 * number + rank))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def made(context: ParallelContext) -> tuple[Counting, Any]:
+        model = Counting()
+        return model, zero(torch.optim.AdamW(model.parameters(), lr=0.1), model, stage=stage, context=context)
+
+    def straight(context: ParallelContext) -> tuple[dict[str, Tensor], dict[str, int]]:
+        model, optimizer = made(context)
+        for number in range(4):
+            step(model, optimizer, number, context.data.rank)
+            if number == 1:
+                save_checkpoint(tmp_path, model, optimizer)
+        return {n: x.clone() for n, x in model.named_buffers()}, model.seen
+
+    def resumed(context: ParallelContext) -> tuple[dict[str, Tensor], dict[str, int]]:
+        model, optimizer = made(context)
+        load_checkpoint(tmp_path, model, optimizer)
+        for number in range(2, 4):
+            step(model, optimizer, number, context.data.rank)
+        return {n: x.clone() for n, x in model.named_buffers()}, model.seen
+
+    expected = run_as_threads(straight, data=3)
+    assert not torch.equal(expected[0][0]["norm.running_mean"], expected[1][0]["norm.running_mean"])
+    for (ours, seen), (theirs, all_seen) in zip(run_as_threads(resumed, data=3), expected, strict=True):
+        assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+        assert seen == all_seen == {"calls": 4}
+    alone = Counting()
+    load_checkpoint(tmp_path, alone)
+    assert alone.seen == {"calls": 2}
+
+
+def test_a_scaler_and_a_scheduler_of_schedulers_go_on(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+
+    def made() -> tuple[torch.optim.Optimizer, list[Any]]:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        parts = [torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, 9)]
+        both = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [2])
+        return optimizer, [both, torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)]
+
+    optimizer, others = made()
+    for _ in range(4):
+        optimizer.step()
+        others[0].step()
+    others[1].scale(torch.ones(()))
+    others[1].update(4.0)
+    save_checkpoint(tmp_path, model, optimizer, scheduler=others)
+    again, theirs = made()
+    load_checkpoint(tmp_path, model, again, scheduler=theirs)
+    assert theirs[1].get_scale() == 4.0
+    for _ in range(3):
+        for one, scheduler in ((optimizer, others[0]), (again, theirs[0])):
+            one.step()
+            scheduler.step()
+        assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
