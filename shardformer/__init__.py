@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from shardformer.activations.attach import store_activations as store_activations
+    from shardformer.checkpoint.export import export_pretrained as export_pretrained
     from shardformer.checkpoint.files import DamagedError as DamagedError
     from shardformer.checkpoint.folder import Keep as Keep
     from shardformer.checkpoint.load import Loaded as Loaded
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "activations.attach": ["store_activations"],
+    "checkpoint.export": ["export_pretrained"],
     "checkpoint.files": ["DamagedError"],
     "checkpoint.folder": ["Keep"],
     "checkpoint.load": ["Loaded", "load_checkpoint"],

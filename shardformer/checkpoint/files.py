@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from shardformer.checkpoint.checksum import weighted_sum
 from shardformer.checkpoint.held import Stretch, overlap
-from shardformer.errors import InputError
+from shardformer.errors import ConfigError, InputError
 from shardformer.layout.spec import Place
 
 INDEX = "checkpoint.json"
@@ -28,6 +30,8 @@ HEADER_BYTES = 8
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
 }  # fmt: skip
 """How safetensors calls them."""
 
@@ -163,33 +167,62 @@ def key_of(name: str, start: Place) -> str:
     return f"{name}@{','.join(map(str, start))}"
 
 
-def write_boxes(path: Path, boxes: Sequence[tuple[str, Place, Tensor]]) -> list[int]:
-    """Writes (name, start, values) of boxes to a safetensors file, and waits until they are on the disk.
+class Written(NamedTuple):
+    """A tensor that is about to be written: its name in the file, and what gives its values when its turn comes."""
 
-    Returns the checksum of each. The values stream from where they are: no second copy of all is made. Raises OSError.
-    """
-    header, at = {}, 0
-    for name, start, values in boxes:
-        end = at + values.nbytes
-        header[key_of(name, start)] = {
-            "dtype": DTYPES[values.dtype],
-            "shape": list(values.shape),
-            "data_offsets": [at, end],
-        }
+    key: str
+    dtype: torch.dtype
+    shape: Place
+    give: Callable[[], Tensor]
+
+
+def write_file(path: Path, tensors: Sequence[Written], metadata: Mapping[str, str] | None = None) -> None:
+    """Writes a safetensors file, one tensor after the other, and waits until it is on the disk. Raises OSError."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata is not None else {}
+    at = 0
+    for key, dtype, shape, _ in tensors:
+        end = at + prod(shape) * dtype.itemsize
+        header[key] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % HEADER_BYTES)
-    sums = []
     with path.open("wb", buffering=0) as file:
         _write(file, len(text).to_bytes(HEADER_BYTES, "little") + text)
-        for _, start, values in boxes:
-            here = values.detach().cpu().contiguous()
-            sums.append(weighted_sum(here, start))
-            if here.numel():
-                data: Any = here.reshape(-1).view(torch.uint8).numpy()
+        for written in tensors:
+            values = written.give()
+            if values.numel():
+                data: Any = values.reshape(-1).view(torch.uint8).numpy()
                 _write(file, data)
         os.fsync(file.fileno())
+
+
+def write_boxes(path: Path, boxes: Sequence[tuple[str, Place, Tensor]]) -> list[int]:
+    """Writes (name, start, values) of boxes as ``write_file`` does. Returns the checksum of each.
+
+    The values stream from where they are: no second copy of all is made.
+    """
+    sums: list[int] = []
+
+    def give(values: Tensor, start: Place) -> Tensor:
+        here = values.detach().cpu().contiguous()
+        sums.append(weighted_sum(here, start))
+        return here
+
+    write_file(
+        path,
+        [Written(key_of(n, start), x.dtype, tuple(x.shape), partial(give, x, start)) for n, start, x in boxes],
+    )
     return sums
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raises ConfigError for numbers of a kind that the files do not have."""
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"{name} holds numbers of the kind {dtype}",
+            rule=f"The files of a checkpoint hold {', '.join(str(each).removeprefix('torch.') for each in DTYPES)}",
+            remedy="Convert it to one of these before it is saved",
+        )
 
 
 def _write(file: Any, data: Any) -> None:

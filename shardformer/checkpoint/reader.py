@@ -59,6 +59,7 @@ class _File:
             if HEADER_BYTES + length > self._size:
                 raise ValueError("the file is cut short")
             self._header: dict[str, Any] = json.loads(os.pread(self.descriptor, length, HEADER_BYTES))
+            self._header.pop("__metadata__", None)
             end = max((entry["data_offsets"][1] for entry in self._header.values()), default=0)
             if HEADER_BYTES + length + end > self._size:
                 raise ValueError("the file is cut short")

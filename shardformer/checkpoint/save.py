@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardformer.checkpoint import folder as folders
-from shardformer.checkpoint.files import Index
+from shardformer.checkpoint.files import Index, check_dtype
 from shardformer.checkpoint.folder import Keep
 from shardformer.checkpoint.held import Item, Region
 from shardformer.checkpoint.model import ModelTensors
@@ -217,6 +217,8 @@ def _take(
         own, numbers = random_tensors(tensors.device)
         items = [*tensors.items(own_buffers), *(item for each in optimizers for item in each.items())]
         items += [Region(tuple(x.shape), None, {}).item(random_name(world.rank, n), x) for n, x in own.items()]
+        for item in items:
+            check_dtype(item.name, item.dtype)
         return rule, items, _values(tensors, optimizers, scheduler, extra) | {"random": numbers}
 
     rule, items, values = all_do(collect, world, "Saving a checkpoint")

@@ -1,0 +1,116 @@
+"""What a sharded model writes for transformers is what the plain one would have been."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from shardformer.checkpoint import export
+from shardformer.checkpoint.export import export_pretrained
+from shardformer.errors import ConfigError, InputError
+from shardformer.lazy.pretrained import from_pretrained
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import MAIN, Sample
+from tests.checkpoint.runs import LAYOUTS, build, start
+
+TEXT = ("bert", "gpt2", "llama", "t5", "bloom", "opt", "whisper", "vit", "albert", "qwen3", "swin")
+
+
+def same(folder: Path, plain: nn.Module) -> None:
+    """Whether transformers reads the plain model out of the folder."""
+    kind: Any = type(plain)
+    read = kind.from_pretrained(folder, dtype=next(plain.parameters()).dtype)
+    expected = plain.state_dict()
+    assert read.state_dict().keys() == expected.keys()
+    assert [name for name, x in read.state_dict().items() if not torch.equal(x, expected[name])] == []
+
+
+@pytest.mark.parametrize("family", TEXT)
+def test_one_process_writes_what_transformers_reads(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Sample(family)()
+    export_pretrained(tmp_path / "out", model)
+    same(tmp_path / "out", model)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_any_layout_writes_what_transformers_reads(family: str, layout: str, tmp_path: Path) -> None:
+    plain, how = build(family), LAYOUTS[layout]
+    most = max(p.numel() for p in plain.parameters())
+
+    def do(context: ParallelContext) -> tuple[Path, int]:
+        run = start(plain, how, context, family)
+        held = 0
+        real = export._full
+
+        def full(*args: Any) -> Tensor:
+            nonlocal held
+            found = real(*args)
+            held = max(held, found.numel())
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(export, "_full", full)
+            return export_pretrained(tmp_path / "out", run.model, max_file_bytes=40_000), held
+
+    for path, held in run_as_threads(do, data=how.data, tensor=how.tensor, pipe=how.pipe):
+        assert path == tmp_path / "out"
+        assert held <= most
+    assert len(list(path.glob("model-*.safetensors"))) > 3
+    assert not list(tmp_path.glob(".*"))
+    same(path, plain)
+
+
+class Words:
+    """A tokenizer, to who writes it."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "words.txt").write_text("")
+
+
+def test_what_stands_beside_the_weights(tmp_path: Path) -> None:
+    model: Any = Sample("gpt2")().to(torch.bfloat16)
+    path = export_pretrained(tmp_path / "out", model, tokenizer=Words())
+    assert {f.name for f in path.iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "words.txt"
+    }  # fmt: skip
+    config = transformers.AutoConfig.from_pretrained(path)
+    assert config.architectures == ["GPT2LMHeadModel"]
+    assert config.dtype == torch.bfloat16
+    again = from_pretrained(type(model), path)
+    assert type(again) is type(model)
+
+
+def test_a_model_without_a_config_gets_its_weights_alone(tmp_path: Path) -> None:
+    path = export_pretrained(tmp_path / "out", nn.Linear(2, 3))
+    assert [f.name for f in path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("")
+    with pytest.raises(ConfigError, match="is not empty"):
+        export_pretrained(tmp_path, nn.Linear(2, 3))
+    with pytest.raises(ConfigError, match="is a file"):
+        export_pretrained(tmp_path / "mine", nn.Linear(2, 3))
+    with pytest.raises(ConfigError, match="max_file_bytes=0"):
+        export_pretrained(tmp_path / "out", nn.Linear(2, 3), max_file_bytes=0)
+
+
+def test_a_disk_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Any:
+        raise OSError("No space left on device")
+
+    plain = copy.deepcopy(Sample("gpt2")())
+    monkeypatch.setattr(export, "_put_together", full)
+    with pytest.raises(InputError, match="No space left"):
+        export_pretrained(tmp_path / "out", plain)
+    assert list(tmp_path.iterdir()) == []
+    assert MAIN["gpt2"] == type(plain).__name__
