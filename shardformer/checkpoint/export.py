@@ -53,6 +53,7 @@ def export_pretrained(
             folders.begin(target.parent, hidden)
 
     all_do(begin, world, f"Exporting to {target}")
+    all_do(lambda: folders.check_seen(hidden), world, f"Exporting to {target}")
     try:
         parts = save_checkpoint(hidden / PARTS, model)
         index = Index.read(parts)

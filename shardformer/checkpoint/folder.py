@@ -10,7 +10,7 @@ A checkpoint is written into a hidden folder, which is given its name when all o
 
 from __future__ import annotations
 
-import os
+import platform
 import re
 import shutil
 import time
@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardformer.checkpoint.files import INDEX, Index, damaged, saved_at, sync
-from shardformer.errors import ConfigError, InputError
+from shardformer.checkpoint.files import INDEX, saved_at, sync
+from shardformer.errors import ConfigError
 
 LATEST = "latest"
+SEEN_WITHIN_S = 15.0
+"""What one host makes, another one may see a moment later."""
 _STEP = re.compile(r"step-(\d{8,})")
 _SAVING, _REPLACED, _DROPPED = ".saving-", ".replaced-", ".dropped-"
 
@@ -77,9 +79,23 @@ def begin(root: Path, hidden: Path) -> None:
             remedy="Give the path of a folder",
         )
     root.mkdir(parents=True, exist_ok=True)
-    for left in [*root.glob(f"{_SAVING}*"), *root.glob(f"{_DROPPED}*")]:
+    replaced = [left for left in root.glob(f"{_REPLACED}*") if (root / left.name.removeprefix(_REPLACED)).exists()]
+    for left in [*root.glob(f"{_SAVING}*"), *root.glob(f"{_DROPPED}*"), *replaced]:
         shutil.rmtree(left, ignore_errors=True)
     hidden.mkdir()
+
+
+def check_seen(hidden: Path, patience_s: float = SEEN_WITHIN_S) -> None:
+    """Raises ConfigError where this process does not see the hidden folder that the first one made."""
+    end = time.monotonic() + patience_s
+    while not hidden.is_dir():
+        if time.monotonic() > end:
+            raise ConfigError(
+                f"{hidden.parent} on {platform.node()} is not the folder of that name that the first rank has",
+                rule="All ranks write into one folder",
+                remedy="Give a folder of a file system that all hosts share",
+            )
+        time.sleep(0.1)
 
 
 def finish(folder: Path, root: Path, step: int) -> Path:
@@ -161,28 +177,3 @@ def _nearby(path: Path) -> str:
         sorted(p.parent for p in above.glob(f"*/{INDEX}"))[:4] + sorted(p.parent for p in above.glob(f"*/{LATEST}"))[:4]
     )
     return f"Near it there is {', '.join(map(str, inside))}" if inside else f"Look for it: ls -a {above}"
-
-
-def read_index(path: Path) -> tuple[Path, Index, list[str]]:
-    """(folder, index, what was wrong with newer ones) of the newest checkpoint whose index is whole.
-
-    Raises DamagedError where there is none.
-    """
-    said: list[str] = []
-    for folder in candidates(path):
-        try:
-            return folder, Index.read(folder), said
-        except InputError as error:
-            said.append(error.what)
-    raise damaged("; ".join(said))
-
-
-def is_folder_of_checkpoints(path: Path) -> bool:
-    """Whether a path names several, of which an older one can be taken."""
-    return not (path / INDEX).exists() and _STEP.fullmatch(path.name) is None
-
-
-def free_bytes(folder: Path) -> int:
-    """On the disk of a folder."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize

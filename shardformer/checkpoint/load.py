@@ -61,7 +61,7 @@ def load_checkpoint(
     Args:
         folder: a folder of checkpoints, of which the newest that is whole is loaded; or one of them.
         optimizer: one, several in a list, or what ``zero`` returned, of the classes and groups that were saved. None:
-            the weights alone are loaded.
+            the weights and buffers alone are loaded, and random numbers go on as they are.
         scheduler: what was given to ``save_checkpoint``.
 
     Raises, on all ranks, ConfigError for a checkpoint of another model or optimizer, DamagedError (an InputError) for
@@ -98,7 +98,7 @@ class _Loading:
         self.folder, self._tensors = folder, tensors
         self.items: list[Item] = []
         self._values: dict[str, tuple[str, Tensor]] = {}  # name of a parameter -> what is read of it, and where to
-        self._schedulers = schedulers
+        self._schedulers, self._goes_on = schedulers, bool(optimizers)
         self._then: list[Callable[[], None]] = []
         world = tensors.world
         self.index = all_do(lambda: Index.read(folder), world, f"Loading {folder}")
@@ -225,11 +225,12 @@ class _Loading:
         )
 
     def _check_schedulers(self) -> None:
-        saved = self.index.values["scheduler"]
-        if self._schedulers and len(saved) != len(self._schedulers):
+        saved = [each["kind"] for each in self.index.values["scheduler"]]
+        own = [type(each).__name__ for each in self._schedulers]
+        if own and saved != own:
             raise ConfigError(
-                f"{self.folder} holds the states of {len(saved)} schedulers, and {len(self._schedulers)} are to be "
-                "loaded",
+                f"{self.folder} holds the states of {', '.join(saved) or 'no scheduler'}, and {', '.join(own)} "
+                "is to be loaded",
                 rule="What is given as scheduler is what was saved, in its order",
                 remedy="Give what was given to save_checkpoint, or leave it out",
             )
@@ -237,7 +238,8 @@ class _Loading:
     def _want_random(self) -> None:
         """The random states of the rank that had this one's data, where there are as many data ranks as then."""
         own, coords = self._tensors.coords, self.index.values["coords"]
-        self.has_random = self.index.sizes.get("data", 1) == self._tensors.sizes.get("data", 1)
+        as_many = self.index.sizes.get("data", 1) == self._tensors.sizes.get("data", 1)
+        self.has_random = self._goes_on and as_many
         if not self.has_random:
             return
         same = [rank for rank, theirs in enumerate(coords) if theirs == own and self.index.sizes == self._tensors.sizes]
@@ -261,7 +263,7 @@ class _Loading:
         with zero.loading() if zero is not None else nullcontext():
             for each in self._then:
                 each()
-        if zero is not None and "loss_scale" in values:
+        if zero is not None and self._goes_on and "loss_scale" in values:
             for name, value in values["loss_scale"].items():
                 setattr(zero.loss_scale, name, value)
             zero.rounds = [values["rounds"]] * len(zero.rounds)
@@ -269,7 +271,7 @@ class _Loading:
             module = self._tensors.model.get_submodule(name.removesuffix(EXTRA_STATE).removesuffix("."))
             module.set_extra_state(from_json(values["extra_states"][name]))
         for scheduler, saved in zip(self._schedulers, values["scheduler"], strict=False):
-            scheduler.load_state_dict(from_json(saved))
+            scheduler.load_state_dict(from_json(saved["state"]))
 
 
 def _copy(tensor: Tensor, memory: Tensor) -> Callable[[], None]:

@@ -74,7 +74,8 @@ class ModelTensors:
 
     @property
     def device(self) -> torch.device:
-        return self._state.context.device
+        on_gpu = (x.device for x in self.tensors.values() if x.is_cuda)
+        return next(on_gpu, self._state.context.device)
 
     def name_of(self, tensor: Tensor) -> str | None:
         """In the plain model; None for one that is not of the model."""

@@ -172,6 +172,7 @@ def _begun(
         rule, snapshot = _take(tensors, check, optimizer, step, scheduler, extra)
         _check_alike((str(root), step), world)
         all_do(lambda: folders.begin(root, hidden) if world.rank == 0 else None, world, f"Saving into {root}")
+        all_do(lambda: folders.check_seen(hidden), world, f"Saving into {root}")
         yield Job(tensors.model, snapshot, hidden, root, rule, world)
 
 
@@ -241,7 +242,10 @@ def _values(tensors: ModelTensors, optimizers: Iterable[OptimizerStates], schedu
     values: dict[str, Any] = {
         "model": type(tensors.model).__name__,
         "optimizers": [each.values() for each in optimizers],
-        "scheduler": [to_json(s.state_dict(), f"the state of {type(s).__name__}") for s in as_list(scheduler)],
+        "scheduler": [
+            {"kind": type(s).__name__, "state": to_json(s.state_dict(), f"the state of {type(s).__name__}")}
+            for s in as_list(scheduler)
+        ],
         "extra": to_json(extra, "extra"),
         "coords": tensors.coords,
         "extra_states": {name: to_json(x, f"the state {name}") for name, x in tensors.extra_states.items()},

@@ -46,7 +46,9 @@ class Snapshot:
     pieces: list[tuple[str, Place, Tensor]] = field(default_factory=list)
 
     def add(self, item: Item, mine: dict[Cell, list[Stretch]]) -> None:
-        """Adds what of an item falls to this rank."""
+        """Adds what of an item falls to this rank; of one without numbers its name."""
+        if prod(item.shape) == 0:
+            self.entries[item.name] = name_of(item.dtype), item.shape
         for held in item.held:
             for start, size in mine.get((item.name, held.start, tuple(held.values.shape)), ()):
                 self.entries[item.name] = name_of(item.dtype), item.shape

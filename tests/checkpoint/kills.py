@@ -84,6 +84,7 @@ def one_round(number: int, folder: Path, step: int, wait_s: float) -> tuple[int,
     said = store.with_suffix(".said")
     while not said.exists():
         time.sleep(0.002)
+        assert os.waitpid(-1, os.WNOHANG) == (0, 0), "a process ended before it had saved"
     time.sleep(wait_s)
     random.shuffle(children)
     for pid in children if number % 3 else children[:1]:  # all at once, or one, whose peers then fail

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardformer.checkpoint import folder as folder_module
 from shardformer.checkpoint.folder import Keep
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.save import save_checkpoint
@@ -93,7 +95,7 @@ def test_two_schedulers_for_one(folder: Path) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for _ in range(2)]
-    with pytest.raises(ConfigError, match="states of 1 schedulers, and 2"):
+    with pytest.raises(ConfigError, match="states of StepLR, and StepLR, StepLR is to be loaded"):
         load_checkpoint(folder, model, optimizer, scheduler=schedulers)
 
 
@@ -185,3 +187,41 @@ def test_ranks_that_were_asked_for_different_things(what: str, tmp_path: Path) -
     assert said[0] == said[1]
     assert "Rank 0 was to save step 0 into" in said[0]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_other_hosts_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 1 and 2 look for what rank 0 made on a disk of their own."""
+    real = Path.is_dir
+
+    def is_dir(self: Path) -> bool:
+        return real(self) and not (self.name.startswith(".saving") and threading.current_thread().name != "rank-0")
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    monkeypatch.setattr(folder_module.check_seen, "__defaults__", (0.2,))
+
+    def do(context: ParallelContext) -> None:
+        model = Net()
+        optimizer = zero(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+        with pytest.raises(ConfigError, match="is not the folder of that name that the first rank has"):
+            save_checkpoint(tmp_path, model, optimizer)
+
+    run_as_threads(do, data=3)
+
+
+def test_tensors_without_numbers_and_kinds_that_files_do_not_have(tmp_path: Path) -> None:
+    model, again = Net(), Net()
+    for each in (model, again):
+        each.register_buffer("none", torch.empty(0, 3))
+    save_checkpoint(tmp_path, model)
+    load_checkpoint(tmp_path, again)
+    assert torch.equal(again.body.weight, model.body.weight)
+    model.register_buffer("pairs", torch.zeros(3, dtype=torch.complex128))
+    with pytest.raises(ConfigError, match="pairs holds numbers of the kind"):
+        save_checkpoint(tmp_path, model)
+
+
+def test_weights_alone_leave_random_numbers_as_they_are(folder: Path) -> None:
+    model = Net()
+    before = torch.get_rng_state()
+    assert not load_checkpoint(folder, model).has_random
+    assert torch.equal(torch.get_rng_state(), before)
