@@ -98,7 +98,7 @@ def _files_of(index: Index, most: int) -> dict[str, list[tuple[str, Entry]]]:
     for full, entry in sorted(index.tensors.items()):
         kind, _, name = full.partition("/")
         if kind == WEIGHTS:
-            size = prod(entry.shape) * getattr(torch, entry.dtype).itemsize
+            size = _bytes_of(entry)
             if used + size > most or not files:
                 files.append([])
                 used = 0
@@ -107,6 +107,10 @@ def _files_of(index: Index, most: int) -> dict[str, list[tuple[str, Entry]]]:
     if len(files) == 1:
         return {"model.safetensors": files[0]}
     return {f"model-{n:05d}-of-{len(files):05d}.safetensors": each for n, each in enumerate(files, 1)}
+
+
+def _bytes_of(entry: Entry) -> int:
+    return int(prod(entry.shape) * getattr(torch, entry.dtype).itemsize)
 
 
 def _put_together(path: Path, entries: Sequence[tuple[str, Entry]], parts: Path) -> None:
@@ -137,10 +141,10 @@ def _full(reader: BoxReader, name: str, entry: Entry) -> Tensor:
 def _finish(hidden: Path, target: Path, model: Any, files: dict[str, list[tuple[str, Entry]]], tokenizer: Any) -> None:
     """What stands beside the weights; then the folder gets its name."""
     folders.drop(hidden / PARTS)
-    sizes = {f: sum(prod(e.shape) * getattr(torch, e.dtype).itemsize for _, e in held) for f, held in files.items()}
     if len(files) > 1:
         where = {name: file for file, held in files.items() for name, _ in held}
-        found = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        total = sum(_bytes_of(entry) for held in files.values() for _, entry in held)
+        found = {"metadata": {"total_size": total}, "weight_map": where}
         (hidden / INDEX).write_text(json.dumps(found, indent=2, sort_keys=True))
     beside: list[Any] = [_config_of(model), getattr(model, "generation_config", None), tokenizer]
     for thing in beside:

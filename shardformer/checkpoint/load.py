@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ class _Loading:
         self.items: list[Item] = []
         self._values: dict[str, tuple[str, Tensor]] = {}  # name of a parameter -> what is read of it, and where to
         self._schedulers, self._goes_on = schedulers, bool(optimizers)
-        self._then: list[Callable[[], None]] = []
+        self._then: list[Callable[[], object]] = []
         world = tensors.world
         self.index = all_do(lambda: Index.read(folder), world, f"Loading {folder}")
 
@@ -162,11 +163,12 @@ class _Loading:
                 own = buffer_name(data, name)
                 best = own if as_many and own in self.index.tensors else self._best(name, tensor.dtype)
                 self._values[name] = best, self._want(best, self._tensors.region_of(tensor))
-                self._then.append(_copy(tensor, self._values[name][1]))
+                self._then.append(partial(tensor.detach().copy_, self._values[name][1]))
+        trained = {id(shard) for shard in (self._tensors.zero.shards if self._tensors.zero is not None else ())}
         for shard in self._tensors.shards():
             for piece in shard.pieces:
                 if shard.whole is None or shard.has_masters or shard.rounded is not None:
-                    self._want_piece(shard, piece)
+                    self._want_piece(shard, piece, trains=id(shard) in trained)
 
     def _best(self, name: str, dtype: torch.dtype) -> str:
         """The name of the saved value that is as precise as a tensor of this dtype can be."""
@@ -174,9 +176,8 @@ class _Loading:
         is_wider = dtype.is_floating_point and dtype.itemsize > getattr(torch, entry.dtype).itemsize
         return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{name}"
 
-    def _want_piece(self, shard: Shard, piece: Piece) -> None:
+    def _want_piece(self, shard: Shard, piece: Piece, *, trains: bool) -> None:
         name, region = self._tensors.name_of_piece(piece), self._tensors.region_of_piece(piece)
-        trains = any(shard is each for each in (self._tensors.zero.shards if self._tensors.zero else ()))
         best = self._best(name, shard.wide if trains else shard.dtype)
         there, values = self._values.get(name, ("", None))
         if there == best and values is not None and not piece.gradient.is_shared:
@@ -207,14 +208,8 @@ class _Loading:
             )
         for each, values in zip(optimizers, saved if optimizers else (), strict=True):
             each.check(values)
-            read = [(slot, key, self._want(name, region), name) for slot, key, name, region in each.wanted(self.index)]
-            self._then.append(self._take_up(each, values, read))
-
-    def _take_up(self, states: OptimizerStates, values: Any, read: Sequence[Any]) -> Callable[[], None]:
-        def commit() -> None:
-            states.take_up(values, [(slot, key, memory) for slot, key, memory, _ in read], exact=self._is_exact)
-
-        return commit
+            read = [(slot, key, self._want(name, region)) for slot, key, name, region in each.wanted(self.index)]
+            self._then.append(partial(each.take_up, values, read, exact=self._is_exact))
 
     @property
     def _is_exact(self) -> bool:
@@ -272,10 +267,3 @@ class _Loading:
             module.set_extra_state(from_json(values["extra_states"][name]))
         for scheduler, saved in zip(self._schedulers, values["scheduler"], strict=False):
             scheduler.load_state_dict(from_json(saved["state"]))
-
-
-def _copy(tensor: Tensor, memory: Tensor) -> Callable[[], None]:
-    def commit() -> None:
-        tensor.detach().copy_(memory)
-
-    return commit

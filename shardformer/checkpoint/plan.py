@@ -13,12 +13,11 @@ from shardformer.mesh.axis import Axis
 Cell = tuple[str, Place, Place]
 """The name of a tensor, where a piece that a rank holds begins in it, and its size."""
 
-
-Held = tuple[list[Cell], dict[str, tuple[Place, int]]]
+Holdings = tuple[list[Cell], dict[str, tuple[Place, int]]]
 """What a rank holds, and of each tensor its shape and the bytes of a number."""
 
 
-def held_by(items: Sequence[Item]) -> Held:
+def held_by(items: Sequence[Item]) -> Holdings:
     """What this rank says of what it holds."""
     cells = [(item.name, held.start, tuple(held.values.shape)) for item in items for held in item.held]
     return cells, {item.name: (item.shape, item.dtype.itemsize) for item in items}
@@ -29,7 +28,7 @@ def share_out(items: Sequence[Item], world: Axis) -> dict[Cell, list[Stretch]]:
     return shares(gather_objects(held_by(items), world), world)
 
 
-def shares(held: Sequence[Held], world: Axis) -> dict[Cell, list[Stretch]]:
+def shares(held: Sequence[Holdings], world: Axis) -> dict[Cell, list[Stretch]]:
     """What of the pieces that this rank holds falls to it, where ``held`` is what all ranks said.
 
     Ranks hold the same pieces, others, or some that overlap in any way.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from shardformer.comm.collectives import broadcast_object, gather_objects
 from shardformer.errors import InputError, ShardFormerError
@@ -28,8 +28,7 @@ def all_do(make: Callable[[], T], world: Axis, what: str) -> T:
         raise problem
     if failed:
         raise failed[0] from (None if isinstance(problem, ShardFormerError) else problem)
-    result: T = value  # type: ignore[assignment]
-    return result
+    return cast(T, value)
 
 
 def first_does(make: Callable[[], T], world: Axis, what: str) -> T:

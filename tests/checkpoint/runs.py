@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from shardformer.checkpoint.load import Loaded, load_checkpoint
 from shardformer.checkpoint.save import save_checkpoint
@@ -35,10 +35,6 @@ class Layout:
     stage: int | None = None
     sequence_parallel: bool = False
     options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def size(self) -> int:
-        return self.data * self.tensor * self.pipe
 
     def __str__(self) -> str:
         parts = [f"{name}{n}" for name in ("data", "tensor", "pipe") if (n := getattr(self, name)) > 1]
@@ -141,15 +137,3 @@ def save(run: Run, folder: Path, step: int) -> Path:
 
 def load(run: Run, folder: Path) -> Loaded:
     return load_checkpoint(folder, run.model, run.optimizer, scheduler=run.scheduler)
-
-
-def different_weights(model: nn.Module) -> None:
-    """What a fresh process would have: other weights than the saved ones."""
-    with torch.no_grad():
-        for tensor in [*model.parameters()]:
-            if not tensor.is_meta:
-                _scramble(tensor)
-
-
-def _scramble(tensor: Tensor) -> None:
-    tensor.detach().fill_(0.123)
