@@ -5,23 +5,20 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardformer.checkpoint import folder as folders
-from shardformer.checkpoint.files import Index, check_dtype
+from shardformer.checkpoint.files import Index
 from shardformer.checkpoint.folder import Keep
-from shardformer.checkpoint.held import Item, Region
+from shardformer.checkpoint.holding import hold
 from shardformer.checkpoint.model import ModelTensors
-from shardformer.checkpoint.optimizers import OptimizerStates, merged, optimizers_of
-from shardformer.checkpoint.plain import to_json
-from shardformer.checkpoint.plan import held_by, shares
-from shardformer.checkpoint.random_states import random_name, random_tensors
+from shardformer.checkpoint.plan import shares
 from shardformer.checkpoint.snapshot import Snapshot, write
 from shardformer.checkpoint.together import all_do
 from shardformer.comm.collectives import gather_objects
@@ -169,7 +166,12 @@ def _begun(
         return Keep.of(keep)
 
     with tensors.zero.reading() if tensors.zero is not None else nullcontext():
-        rule, snapshot = _take(tensors, check, optimizer, step, scheduler, extra)
+        rule, holding = hold(tensors, check, optimizer, scheduler, extra)
+        index = Index(step, time.time(), tensors.sizes, values=holding.values)
+        snapshot = Snapshot(world.rank, world.size, index)
+        mine = shares(holding.cells, world)
+        for item in holding.items:
+            snapshot.add(item, mine)
         _check_alike((str(root), step), world)
         all_do(lambda: folders.begin(root, hidden) if world.rank == 0 else None, world, f"Saving into {root}")
         all_do(lambda: folders.check_seen(hidden), world, f"Saving into {root}")
@@ -205,57 +207,3 @@ def _check_free(before: Saving | None) -> None:
             rule="One is written at a time, and a program looks whether it came to be there",
             remedy="Call wait() on what start_checkpoint returned, before the next save",
         )
-
-
-def _take(
-    tensors: ModelTensors, check: Callable[[], Keep], optimizer: Any, step: int, scheduler: Any, extra: Any
-) -> tuple[Keep, Snapshot]:
-    """What this rank writes. Communicates the names and sizes of what all have, and their plain values."""
-    world, own_buffers = tensors.world, tensors.own_buffers()
-
-    def collect() -> tuple[Keep, list[Item], dict[str, Any]]:
-        rule, optimizers = check(), optimizers_of(optimizer, tensors)
-        own, numbers = random_tensors(tensors.device)
-        items = [*tensors.items(own_buffers), *(item for each in optimizers for item in each.items())]
-        items += [Region(tuple(x.shape), None, {}).item(random_name(world.rank, n), x) for n, x in own.items()]
-        for item in items:
-            check_dtype(item.name, item.dtype)
-        return rule, items, _values(tensors, optimizers, scheduler, extra) | {"random": numbers}
-
-    rule, items, values = all_do(collect, world, "Saving a checkpoint")
-    said, held = zip(*gather_objects((values, held_by(items)), world), strict=True)
-    values = said[0] | {
-        "optimizers": [merged(each) for each in zip(*(one["optimizers"] for one in said), strict=True)],
-        "random": [one["random"] for one in said],
-        "coords": [one["coords"] for one in said],
-        "extra_states": {name: value for one in said for name, value in one["extra_states"].items()},
-    }
-    snapshot = Snapshot(world.rank, world.size, Index(step, time.time(), tensors.sizes, values=values))
-    mine = shares(held, world)
-    for item in items:
-        snapshot.add(item, mine)
-    return rule, snapshot
-
-
-def _values(tensors: ModelTensors, optimizers: Iterable[OptimizerStates], scheduler: Any, extra: Any) -> dict[str, Any]:
-    """What this rank has to say beside tensors."""
-    values: dict[str, Any] = {
-        "model": type(tensors.model).__name__,
-        "optimizers": [each.values() for each in optimizers],
-        "scheduler": [
-            {"kind": type(s).__name__, "state": to_json(s.state_dict(), f"the state of {type(s).__name__}")}
-            for s in as_list(scheduler)
-        ],
-        "extra": to_json(extra, "extra"),
-        "coords": tensors.coords,
-        "extra_states": {name: to_json(x, f"the state {name}") for name, x in tensors.extra_states.items()},
-    }
-    if tensors.zero is not None:
-        values["loss_scale"] = asdict(tensors.zero.loss_scale)
-        values["rounds"] = max(tensors.zero.rounds, default=0)
-    return values
-
-
-def as_list(given: Any) -> list[Any]:
-    """None, one or several."""
-    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]

@@ -12,7 +12,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardformer.errors import ConfigError
-from shardformer.lazy.recipe import Place, compute, place_of, view_of
+from shardformer.lazy.recipe import Place, compute, make_place, place_of, view_of
 from shardformer.lazy.recorder import VERSION, InitRecorder
 
 NOTES = "_shardformer_loading"
@@ -33,6 +33,22 @@ def copy_with_values(model: nn.Module) -> nn.Module:
     with recording(model):
         twin = copy.deepcopy(model)
     return fill(twin)
+
+
+def without_values(model: nn.Module) -> nn.Module:
+    """A copy of a plain model whose parameters have no values, and take no memory.
+
+    ``shard_model`` makes of it a model whose parameters are memory of this rank's part, with any numbers in it, for who
+    fills all of it; buffers have their values.
+    """
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+        empty.__dict__.update({name: value for name, value in vars(param).items() if name != VERSION})
+        make_place(empty)
+        memo[id(param)] = empty
+    with recording(model):
+        return copy.deepcopy(model, memo)
 
 
 def notes_of(model: nn.Module) -> list[str]:

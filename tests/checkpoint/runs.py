@@ -14,7 +14,7 @@ from torch import nn
 
 from shardformer.checkpoint.load import Loaded, load_checkpoint
 from shardformer.checkpoint.save import save_checkpoint
-from shardformer.engine import Pipeline
+from shardformer.engine.pipeline import Pipeline
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.zero import zero
 from shardformer.pipeline.stage_manager import PipelineStageManager

@@ -1,0 +1,474 @@
+"""Tensors that move between ranks: every number that a rank wants arrives, and none that it has or has got is sent."""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Callable, Sequence
+from itertools import pairwise, product
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from shardformer.checkpoint import move
+from shardformer.checkpoint.held import Held, Item, Region, Stretch, overlap
+from shardformer.checkpoint.move import Listed, Moved, Said, Send, chunks, move_items, order, plan
+from shardformer.checkpoint.plan import without
+from shardformer.comm.recorder import Recorder
+from shardformer.errors import ConfigError
+from shardformer.layout.spec import ShardSpec, transfers
+from shardformer.layout.split import EvenSplit, Split, even_bounds
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.threads import run_as_threads
+
+MANY = settings(deadline=None, max_examples=50)
+CHUNKS = st.sampled_from([1, 7, 32, move.CHUNK_BYTES])
+
+Pieces = list[Stretch]
+
+
+def part_of(full: Tensor, piece: Stretch) -> Tensor:
+    return full[tuple(slice(a, a + n) for a, n in zip(*piece, strict=True))]
+
+
+def numbered(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.arange(1, prod(shape) + 1).reshape(tuple(shape)).to(dtype)
+
+
+def item_of(name: str, full: Tensor, pieces: Pieces) -> Item:
+    """Pieces as memory of their own, not contiguous where they have several dims."""
+    held = []
+    for start, size in pieces:
+        memory = torch.empty(size[::-1], dtype=full.dtype).permute(tuple(reversed(range(len(size)))))
+        held.append(Held(start, memory.copy_(part_of(full, (start, size)))))
+    return Item(name, tuple(full.shape), full.dtype, held)
+
+
+def moved(
+    have: Sequence[Sequence[Item]], want: Sequence[Sequence[Item]], chunk_bytes: int = move.CHUNK_BYTES
+) -> list[Moved]:
+    """Moves them between as many threads as there are ranks, each of which notes what it sends."""
+
+    def do(context: ParallelContext) -> Moved:
+        rank = context.data.rank
+        with Recorder(context) as recorder:
+            found = move_items(have[rank], want[rank], context.data, chunk_bytes=chunk_bytes)
+        assert recorder.wire_bytes("send", purpose="move") == recorder.wire_bytes() == found.sent
+        return found
+
+    return run_as_threads(do, data=len(have))
+
+
+def mask_of(shape: Sequence[int], pieces: Pieces) -> Tensor:
+    mask = torch.zeros(tuple(shape), dtype=torch.bool)
+    for piece in pieces:
+        part_of(mask, piece).fill_(True)
+    return mask
+
+
+def test_the_examples_of_the_docstrings() -> None:
+    assert doctest.testmod(move).failed == 0
+
+
+# ------------------------------------------------------------------------------------------- any pieces, any ranks
+
+
+@st.composite
+def pieces_of(draw: Any, shape: tuple[int, ...]) -> Pieces:
+    """Some of the pieces of a grid of cuts, which share nothing; empty ones too."""
+    grid = []
+    for n in shape:
+        cuts = sorted([0, n, *draw(st.lists(st.integers(0, n), max_size=2))])
+        grid.append([(a, b - a) for a, b in pairwise(cuts)])
+    cells = [(tuple(a for a, _ in cell), tuple(n for _, n in cell)) for cell in product(*grid)]
+    return [cell for cell in cells if draw(st.booleans())]
+
+
+@st.composite
+def cases(draw: Any) -> tuple[list[tuple[int, ...]], list[list[Pieces]], list[list[Pieces]]]:
+    """Shapes of tensors, and what each rank has and wants of each; each number has a rank that has it."""
+    shapes = draw(st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=3))
+    ranks = range(draw(st.integers(1, 4)))
+    have = [[draw(pieces_of(shape)) for shape in shapes] for _ in ranks]
+    want = [[draw(pieces_of(shape)) for shape in shapes] for _ in ranks]
+    for i, shape in enumerate(shapes):
+        held = [piece for each in have for piece in each[i] if prod(piece[1])]
+        if prod(shape):
+            have[draw(st.sampled_from(ranks))][i] += without(((0,) * len(shape), shape), held)
+    return shapes, have, want
+
+
+@MANY
+@given(cases(), CHUNKS)
+def test_each_number_arrives_and_no_more_than_is_missing_is_sent(case: Any, chunk_bytes: int) -> None:
+    shapes, have, want = case
+    full = [numbered(shape) for shape in shapes]
+
+    def items(of: list[list[Pieces]], values: list[Tensor]) -> list[list[Item]]:
+        return [[item_of(f"x{i}", x, each[i]) for i, x in enumerate(values)] for each in of]
+
+    wanted = items(want, [torch.zeros_like(x) for x in full])
+    found = moved(items(have, full), wanted, chunk_bytes)
+    for rank, each in enumerate(wanted):
+        for x, item in zip(full, each, strict=True):
+            for held in item.held:
+                assert torch.equal(held.values, part_of(x, (held.start, tuple(held.values.shape))))
+        masks = [(mask_of(s, h), mask_of(s, w)) for s, h, w in zip(shapes, have[rank], want[rank], strict=True)]
+        assert found[rank].received == 4 * sum(int((w & ~h).sum()) for h, w in masks)
+        assert found[rank].copied == 4 * sum(int((w & h).sum()) for h, w in masks)
+    assert sum(each.sent for each in found) == sum(each.received for each in found)
+
+
+# ----------------------------------------------------------------------------------------------- layouts of a grid
+
+
+@st.composite
+def layouts(draw: Any, shape: tuple[int, ...], axes: dict[str, int]) -> ShardSpec:
+    """Each axis cuts a dim or none: evenly, behind another, as fused blocks, or with parts that two ranks share."""
+    cut: dict[int, list[Any]] = {}
+    for axis, ranks in axes.items():
+        dim = draw(st.sampled_from([None, *range(len(shape))]))
+        if dim is None:
+            continue
+        if dim in cut:
+            cut[dim].append(EvenSplit(axis, ranks))
+            continue
+        kind, n = draw(st.sampled_from(["even", "fused", "shared"])), shape[dim]
+        at = draw(st.integers(0, n))
+        if kind == "shared" and ranks > 1:
+            split = Split((((0, n),), *(((0, at),) if r % 2 else ((at, n),) for r in range(1, ranks))), (axis,))
+        else:
+            split = (Split.even(n, ranks) if kind == "even" else Split.fused([at, n - at], ranks)).over(axis)
+        cut[dim] = [split]
+    return ShardSpec(shape, cut)
+
+
+@st.composite
+def changes(draw: Any) -> tuple[dict[str, int], ShardSpec, ShardSpec]:
+    sizes = draw(st.sampled_from([{"tensor": 2}, {"tensor": 4}, {"tensor": 2, "data": 2}, {"tensor": 3}]))
+    shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple))
+    return sizes, draw(layouts(shape, sizes)), draw(layouts(shape, sizes))
+
+
+@MANY
+@given(changes(), CHUNKS)
+def test_a_layout_becomes_another_with_what_transfers_says(change: Any, chunk_bytes: int) -> None:
+    sizes, old, new = change
+    full = numbered(old.shape, torch.int64)
+
+    def do(context: ParallelContext) -> tuple[Moved, dict[str, int]]:
+        x = torch.zeros(new.local_shape(context.coords), dtype=torch.int64)
+        have = Region(old.shape, old, context.coords).item("x", old.slice(full, context.coords))
+        want = Region(new.shape, new, context.coords).item("x", x)
+        found = move_items([have], [want], context.merged("data", "tensor"), chunk_bytes=chunk_bytes)
+        assert torch.equal(x, new.slice(full, context.coords))
+        return found, context.coords
+
+    for found, coords in run_as_threads(do, **sizes):
+        own = [t for t in transfers(old, new) if all(coords[axis] == rank for axis, rank in t.target.items())]
+        stays = [t for t in own if all(coords[axis] == rank for axis, rank in t.source.items())]
+        assert found.received + found.copied == 8 * sum(prod(t.size) for t in own)
+        if old.is_partition or set(old.axes) <= set(new.axes):
+            assert found.copied == 8 * sum(prod(t.size) for t in stays)
+        else:  # a transfer of a number that ranks share is from the first of them, to all along an open axis
+            assert found.copied >= 8 * sum(prod(t.size) for t in stays)
+
+
+def stretches(shape: tuple[int, ...], ranks: int, rank: int) -> Region:
+    bounds = even_bounds(prod(shape), ranks)
+    return Region(shape, None, {}, slice(bounds[rank], bounds[rank + 1]))
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 5, 100])
+def test_stretches_over_four_ranks_become_stretches_over_three(chunk_bytes: int) -> None:
+    """Of tensors of odd sizes and several kinds of numbers, one without dims and one without numbers among them."""
+    full = {
+        "a": numbered((7, 5)),
+        "b": numbered((3, 1, 11), torch.bfloat16),
+        "c": numbered((13,), torch.complex128),
+        "d": torch.arange(9) % 2 == 0,
+        "e": torch.tensor(3.5, dtype=torch.float64),
+        "f": torch.empty(0, 3),
+    }
+
+    def items(ranks: int, rank: int, values: dict[str, Tensor]) -> list[Item]:
+        found = []
+        for name, x in values.items():
+            region = stretches(tuple(x.shape), ranks, rank)
+            found.append(region.item(name, x.reshape(-1)[region.stretch]))
+        return found
+
+    new = [{name: torch.zeros_like(x) for name, x in full.items()} for _ in range(4)]
+    have = [items(4, rank, full) for rank in range(4)]
+    want = [items(3, rank, new[rank]) if rank < 3 else [] for rank in range(4)]
+    found = moved(have, want, chunk_bytes)
+    for name, x in full.items():
+        joined = torch.stack([each[name] for each in new])
+        assert torch.equal(joined.any(0) if x.dtype == torch.bool else joined.sum(0), x)
+    assert found[3].received == found[3].copied == 0 < found[3].sent
+
+
+# -------------------------------------------------------------------------------------------------------- dtypes
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted", "width"),
+    [
+        (torch.float32, torch.bfloat16, 2),
+        (torch.bfloat16, torch.float32, 2),
+        (torch.float16, torch.bfloat16, 2),
+        (torch.float64, torch.float32, 4),
+        (torch.bool, torch.float32, 1),
+        (torch.int64, torch.float32, 4),
+    ],
+    ids=str,
+)
+def test_numbers_travel_in_the_narrower_dtype_and_are_those_of_to(
+    held: torch.dtype, wanted: torch.dtype, width: int
+) -> None:
+    full = (torch.randn(5, 3, generator=torch.Generator().manual_seed(0)) * 9).to(held)
+    new = torch.zeros(5, 3, dtype=wanted)
+    (sender, receiver) = moved(
+        [[item_of("x", full, [((0, 0), (5, 3))])], [item_of("x", full, [((0, 0), (1, 3))])]],
+        [[], [Item("x", (5, 3), wanted, [Held((0, 0), new)])]],
+        chunk_bytes=10,
+    )
+    assert torch.equal(new, full.to(wanted))
+    assert (sender.sent, receiver.received, receiver.copied) == (12 * width, 12 * width, 3 * width)
+
+
+def test_what_a_rank_wants_twice_is_sent_once_in_the_wider_dtype() -> None:
+    """A parameter in bf16 and a part of its fp32 master."""
+    full = torch.randn(10, generator=torch.Generator().manual_seed(0))
+    weight, master = torch.zeros(10, dtype=torch.bfloat16), torch.zeros(4)
+    want = [Item("x", (10,), x.dtype, [Held((at,), x)]) for at, x in ((0, weight), (3, master))]
+    _, found = moved([[item_of("x", full, [((0,), (10,))])], []], [[], want])
+    assert torch.equal(weight, full.bfloat16()) and torch.equal(master, full[3:7])
+    assert found == Moved(0, 4 * 4 + 6 * 2, 0)
+
+
+def test_of_what_a_rank_has_twice_the_wider_is_given() -> None:
+    full = torch.randn(10, generator=torch.Generator().manual_seed(0))
+    have = [item_of("x", full.bfloat16(), [((0,), (10,))]), item_of("x", full, [((3,), (4,))])]
+    new = torch.zeros(10)
+    _, found = moved([have, []], [[], [Item("x", (10,), torch.float32, [Held((0,), new)])]])
+    assert torch.equal(new, torch.cat([full[:3].bfloat16().float(), full[3:7], full[7:].bfloat16().float()]))
+    assert found.received == 4 * 4 + 6 * 2
+
+
+def test_one_rank_copies_into_memory_that_trains() -> None:
+    full, param = numbered((4, 6)), nn.Parameter(torch.zeros(4, 3))
+    found = moved(
+        [[item_of("x", full, [((0, 0), (4, 6))])]],
+        [[Item("x", (4, 6), torch.float32, [Held((0, 2), param)])]],
+    )
+    assert found == [Moved(0, 0, 48)]
+    assert torch.equal(param, full[:, 2:5]) and param.is_leaf
+
+
+# ------------------------------------------------------------------------------------------- who sends, and in what
+
+
+def whole(name: str, shape: tuple[int, ...]) -> Listed:
+    return Listed(name, shape, torch.float32, [((0,) * len(shape), shape)])
+
+
+def sent_by(said: Sequence[Said]) -> list[int]:
+    sent = [0] * len(said)
+    for send in plan(said):
+        if send.source != send.target:
+            sent[send.source] += send.num_bytes
+    return sent
+
+
+def test_ranks_that_have_the_same_share_the_sending_by_bytes() -> None:
+    names = {f"x{i}": (n, 5) for i, n in enumerate((9, 5, 4, 3, 3))}
+    owner = Said([whole(name, shape) for name, shape in names.items()], [])
+    taker = Said([], owner.have)
+    assert sorted(sent_by([owner, taker, owner, owner])) == [0, 7 * 20, 8 * 20, 9 * 20]
+    assert sent_by([taker, owner, taker]) == [0, 2 * 24 * 20, 0]
+
+
+def test_a_rank_that_must_send_what_it_alone_has_sends_less_of_the_rest() -> None:
+    alone, both = whole("a", (10, 1)), [whole(f"b{n}", (5, 1)) for n in range(2)]
+    assert sent_by([Said([alone, *both], []), Said(both, []), Said([], [alone, *both])]) == [40, 40, 0]
+
+
+def test_the_plan_is_the_same_whatever_the_order_of_names() -> None:
+    names = [whole(f"x{n}", (n % 3 + 1, 4)) for n in range(12)]
+    there = [Said(names, []), Said(names[::-1], []), Said([], names[::-1])]
+    again = [Said(names[::-1], []), Said(names, []), Said([], names)]
+    assert set(plan(there)) == set(plan(again))
+
+
+def test_a_pair_sends_one_message_where_all_fits_into_it() -> None:
+    full = [numbered((8, 3)), numbered((8, 2), torch.bfloat16)]
+    rows = [[((4 * r, 0), (4, x.shape[1])) for r in range(2)] for x in full]
+    have = [[item_of(f"x{i}", x, [rows[i][r]]) for i, x in enumerate(full)] for r in range(2)]
+    want = [[item_of(f"x{i}", torch.zeros_like(x), [rows[i][1 - r]]) for i, x in enumerate(full)] for r in range(2)]
+
+    def do(context: ParallelContext) -> tuple[int, int]:
+        with Recorder(context) as recorder:
+            move_items(have[context.data.rank], want[context.data.rank], context.data)
+        return recorder.count("send", purpose="move"), recorder.wire_bytes()
+
+    assert run_as_threads(do, data=2) == [(1, 12 * 4 + 8 * 2)] * 2
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([torch.float32, torch.bool, torch.complex128]), st.integers(1, 30)), max_size=4),
+    st.integers(1, 100),
+)
+def test_chunks_have_each_number_once_and_are_full(sends: list[tuple[torch.dtype, int]], chunk_bytes: int) -> None:
+    given = [Send(f"x{i}", (2, 1), (n, 3), dtype, 0, 1) for i, (dtype, n) in enumerate(sends)]
+    found = list(chunks(given, chunk_bytes))
+    count = {send.name: torch.zeros(40, 5) for send in given}
+    for chunk in found:
+        at = 0
+        for send in chunk:
+            part_of(count[send.name], (send.start, send.size)).add_(1)
+            assert at % send.dtype.itemsize == 0
+            at += send.num_bytes
+        assert at <= chunk_bytes or sum(prod(send.size) for send in chunk) == 1
+    for send in given:
+        assert torch.equal(count.pop(send.name), mask_of((40, 5), [(send.start, send.size)]).float())
+    total = sum(send.num_bytes for send in given)
+    assert len(found) <= 2 * -(-total // chunk_bytes)
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+def test_messages_that_start_when_both_ends_come_to_them_all_start(size: int) -> None:
+    """As NCCL runs them: each rank in its order, a message when it is the next of both."""
+    waiting = [list(order(rank, size)) for rank in range(size)]
+    assert all(len(each) == 2 * (size - 1) == len(set(each)) for each in waiting)
+    while any(waiting):
+        ready = [
+            (rank, peer)
+            for rank, each in enumerate(waiting)
+            for peer, sends in each[:1]
+            if sends and waiting[peer][0] == (rank, False)
+        ]
+        assert ready, waiting
+        for rank, peer in ready:
+            del waiting[rank][0], waiting[peer][0]
+
+
+def test_the_cost_of_a_plan_grows_as_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 ranks: comparing each pair of their pieces one by one would be 16 times as much as for 16."""
+
+    calls = 0
+
+    def counted(one: Stretch, other: Stretch) -> Stretch | None:
+        nonlocal calls
+        calls += 1
+        return overlap(one, other)
+
+    def cost(ranks: int, tensors: int) -> int:
+        nonlocal calls
+        calls, pieces = 0, [((a,), (b - a,)) for a, b in pairwise(even_bounds(1000, ranks))]
+        names = [f"x{i}" for i in range(tensors)]
+        have, want = (
+            [[Listed(name, (1000,), torch.float32, [piece]) for name in names] for piece in each]
+            for each in (pieces, [*pieces[1:], pieces[0]])
+        )
+        assert len(list(plan(list(map(Said, have, want))))) == ranks * tensors
+        return calls
+
+    monkeypatch.setattr(move, "overlap", counted)
+    assert cost(64, 3) <= 5 * cost(16, 3) + 64
+    assert cost(16, 12) == 4 * cost(16, 3)
+
+
+# ----------------------------------------------------------------------------------------------------- refusals
+
+
+Asked = Callable[[int, Tensor], tuple[list[Item], list[Item]]]
+
+
+def no_such_name(rank: int, x: Tensor) -> tuple[list[Item], list[Item]]:
+    return [item_of("layer.weight", x, [((0, 0), (4, 6))])], [Item("layer.weihgt", (4, 6), x.dtype, [])] if rank else []
+
+
+def a_missing_part(rank: int, x: Tensor) -> tuple[list[Item], list[Item]]:
+    have = [item_of("x", x, [((2 * min(rank, 1), 0), (2, 5 if rank else 6))])]
+    return have, [item_of("x", torch.zeros_like(x), [((0, 2), (4, 4))])] if rank else []
+
+
+def another_shape(rank: int, x: Tensor) -> tuple[list[Item], list[Item]]:
+    new = torch.zeros(6, 4) if rank else torch.zeros(4, 6)
+    return [item_of("x", x, [((0, 0), (4, 6))])], [item_of("x", new, [((0, 0), tuple(new.shape))])]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (no_such_name, r"Rank 1 wants layer.weihgt, which no rank has\. .* Did you mean 'layer.weight'\?"),
+        (a_missing_part, r"Rank 1 wants x from \[2, 5\] on, \[2, 1\] numbers, which no rank has"),
+        (another_shape, r"x has the shape \(4, 6\) on rank 0, and \(6, 4\) on rank 1\. "),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_cannot_be_is_refused_on_all_ranks_before_anything_moves(asked: Asked, message: str) -> None:
+    def do(context: ParallelContext) -> str:
+        have, want = asked(context.data.rank, numbered((4, 6)))
+        with Recorder(context) as recorder, pytest.raises(ConfigError, match=message) as raised:
+            move_items(have, want, context.data)
+        assert recorder.calls == []
+        assert all(not held.values.any() for item in want for held in item.held)
+        return str(raised.value)
+
+    assert len(set(run_as_threads(do, data=3))) == 1
+
+
+@pytest.mark.parametrize("given", [[0, 0], [8, 9], [True, True], [8, 2.5]])
+def test_chunks_without_bytes_and_unlike_ones_are_refused(given: list[Any]) -> None:
+    def do(context: ParallelContext) -> None:
+        with pytest.raises(ConfigError, match="chunk_bytes is"):
+            move_items([], [], context.data, chunk_bytes=given[context.data.rank])
+
+    run_as_threads(do, data=2)
+
+
+# ---------------------------------------------------------------------------------------------------- processes
+
+
+def rows_become_columns(chunk_bytes: int) -> Moved:
+    context = ParallelContext.from_world({"tensor": 2, "data": None})
+    world = context.merged("data", "tensor")
+    full = {f"x{i}": torch.randn(7, 9 + i, generator=torch.Generator().manual_seed(i)) for i in range(3)}
+    have, want, new = [], [], {}
+    for name, x in full.items():
+        old = ShardSpec(x.shape, {0: [Split.even(7, 2), EvenSplit("data", context.data.size)]})
+        spec = ShardSpec(x.shape, {1: Split.even(x.shape[1], 2)})
+        new[name] = spec, torch.zeros(spec.local_shape(context.coords), dtype=torch.bfloat16)
+        have.append(Region(old.shape, old, context.coords).item(name, old.slice(x, context.coords)))
+        want.append(Region(spec.shape, spec, context.coords).item(name, new[name][1]))
+    with Recorder(context) as recorder:
+        found = move_items(have, want, world, chunk_bytes=chunk_bytes)
+    assert recorder.wire_bytes("send", purpose="move") == found.sent
+    for name, (spec, values) in new.items():
+        assert torch.equal(values, spec.slice(full[name].bfloat16(), context.coords))
+    with pytest.raises(ConfigError, match="Rank 1 wants y, which no rank has"):
+        move_items(have, [Region((1,), None, {}).item("y", torch.zeros(1))] if world.rank else [], world)
+    return found
+
+
+@pytest.mark.parametrize("chunk_bytes", [20, move.CHUNK_BYTES])
+def test_processes_move_what_threads_do(pool4: WorkerPool, chunk_bytes: int) -> None:
+    found = pool4.run(rows_become_columns, chunk_bytes)
+    held = [(2, 0), (2, 1), (2, 0), (1, 1)]  # (rows, half of the columns)
+    widths = [(5, 4), (5, 5), (6, 5)]
+    assert [each.copied for each in found] == [sum(2 * rows * pair[half] for pair in widths) for rows, half in held]
+    assert [each.received for each in found] == [
+        sum(2 * (7 - rows) * pair[half] for pair in widths) for rows, half in held
+    ]
+    assert sum(each.sent for each in found) == sum(each.received for each in found)
+
+
+def test_two_processes_send_each_other(pool2: WorkerPool) -> None:
+    assert [each.sent for each in pool2.run(rows_become_columns, 64)] == [2 * 4 * 14, 2 * 3 * 16]
