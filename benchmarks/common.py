@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardformer.engine import Pipeline
+from shardformer.engine.pipeline import Pipeline
 from shardformer.testing.pool import WorkerPool
 
 MB = 1e6

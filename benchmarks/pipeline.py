@@ -30,7 +30,7 @@ from common import Llama, Timing
 from hand_cut import HandCut
 
 import shardformer
-from shardformer.engine import Pipeline
+from shardformer.engine.pipeline import Pipeline
 from shardformer.layout.state import state_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.schedule import SCHEDULES

@@ -13,7 +13,7 @@ from torch import Tensor
 import shardformer
 from shardformer.comm.recorder import Recorder
 from shardformer.demo.memory import measure_peak
-from shardformer.engine import Pipeline
+from shardformer.engine.pipeline import Pipeline
 from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.stage_manager import PipelineStageManager
 

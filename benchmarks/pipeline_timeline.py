@@ -14,7 +14,7 @@ import torch.distributed as dist
 from common import Llama
 
 import shardformer
-from shardformer.engine import Pipeline
+from shardformer.engine.pipeline import Pipeline
 from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.actions import Action, Kind
 from shardformer.pipeline.picture import colours, name_of

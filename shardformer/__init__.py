@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from shardformer.checkpoint.save import start_checkpoint as start_checkpoint
     from shardformer.comm.recorder import Recorder as Recorder
     from shardformer.config import ShardConfig as ShardConfig
-    from shardformer.engine import Pipeline as Pipeline
+    from shardformer.engine.build import initialize as initialize
+    from shardformer.engine.data import Batches as Batches
+    from shardformer.engine.engine import Engine as Engine
+    from shardformer.engine.parallel import Parallel as Parallel
+    from shardformer.engine.pipeline import Pipeline as Pipeline
     from shardformer.errors import ConfigError as ConfigError
     from shardformer.errors import InputError as InputError
     from shardformer.errors import LaunchError as LaunchError
@@ -82,7 +86,11 @@ _HOME = {
     "comm.recorder": ["Recorder"],
     "mesh.context": ["ParallelContext"],
     "mesh.launch": ["launch", "launch_from_slurm", "launch_from_torch"],
-    "engine": ["Pipeline"],
+    "engine.build": ["initialize"],
+    "engine.data": ["Batches"],
+    "engine.engine": ["Engine"],
+    "engine.parallel": ["Parallel"],
+    "engine.pipeline": ["Pipeline"],
     "errors": ["ConfigError", "InputError", "LaunchError", "PolicyError", "ShardFormerError", "WorkerError"],
     "layers.tensor.parallel_module": ["ParallelModule"],
     "layout.spec": ["ShardSpec"],

@@ -15,7 +15,7 @@ from shardformer.comm.recorder import Recorder
 from shardformer.demo.journal import Note, write_note
 from shardformer.demo.memory import Peak, measure_peak
 from shardformer.demo.settings import Settings
-from shardformer.engine import Pipeline
+from shardformer.engine.pipeline import Pipeline
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.grad_norm import clip_grad_norm_
 from shardformer.sharder import shard_model

@@ -7,9 +7,11 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from shardformer.errors import LaunchError
 
@@ -34,8 +36,27 @@ def join_process_group(device: torch.device, backend: str | None, timeout_s: flo
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    timeout, store = timedelta(seconds=timeout_s), _store_of_attempt(timedelta(seconds=timeout_s))
+    if store is None:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     atexit.register(leave_process_group)
+
+
+def _store_of_attempt(timeout: timedelta) -> Any:
+    """Where processes that were started once more by a launcher meet, apart from those before them.
+
+    torch's static rendezvous keeps its store from one attempt to the next, with the addresses of processes that are
+    gone, which gloo would try to reach. None where this is the first attempt, or the launcher brings no store.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, int(os.environ["WORLD_SIZE"]), is_master=False, timeout=timeout)
+    return PrefixStore(f"shardformer/attempt_{attempt}", store)
 
 
 def leave_process_group() -> None:

@@ -37,10 +37,11 @@ class Head:
         weights: LossWeights | None,
         loss_fn: LossFn | None,
     ) -> None:
-        self._parts, self._sizes, self._stage_forward = parts, sizes, stage_forward
+        self._parts, self.sizes, self._stage_forward = parts, sizes, stage_forward
         self._weights, self._loss_fn = weights, loss_fn
         self._outputs: dict[int, Any] = {}
         self.loss: Tensor | None = None
+        self.counted: float | None = None
         self.output: Any = None
 
     def before(self, micro_batch: int) -> None:
@@ -92,9 +93,10 @@ class Head:
     def finish(self) -> None:
         if self._weights is None:
             ordered = [self._outputs[i] for i in sorted(self._outputs)]
-            self.output = without_placeholders(merge_outputs(ordered, self._sizes)) if ordered else None
+            self.output = without_placeholders(merge_outputs(ordered, self.sizes)) if ordered else None
         elif self.loss is not None:
             self._weights.finish()
+            self.counted = self._weights.counted
 
 
 class NoOutput:

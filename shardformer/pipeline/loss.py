@@ -78,6 +78,7 @@ class LossWeights:
         over: (the data axis, the device to communicate from), where the whole batch is that of all data ranks. Parts
             are then this many times as large as there are ranks, since their gradients are averaged. Communicates one
             number for each loss, before the first backward.
+        counts: whether ``counted`` is wanted of a single micro-batch.
 
     The host waits for the device at the first forward and in ``finish`` alone; on the CPU all is checked at once.
     """
@@ -89,6 +90,8 @@ class LossWeights:
         loss_weight: LossWeight | None = None,
         found: dict[int, Form] | None = None,
         over: tuple[Axis, torch.device] | None = None,
+        *,
+        counts: bool = False,
     ) -> None:
         assert len(micro_batches) == len(sizes), (len(micro_batches), len(sizes))
         self._micro_batches, self._sizes = micro_batches, sizes
@@ -96,6 +99,7 @@ class LossWeights:
         self._over = over if over is not None and over[0].size > 1 else None
         self._num_ranks = 1 if self._over is None else self._over[0].size
         self._is_whole = len(micro_batches) == 1 and self._over is None
+        self._counts, self._weight = counts, 0.0
         self._shares = None if loss_weight is None else self._shares_by(loss_weight)
         self._losses: list[_Loss] = []
         self._first: int | None = None
@@ -120,14 +124,15 @@ class LossWeights:
     def start(self, index: int) -> None:
         """From here on losses are those of micro-batch ``index``, until ``stop()``, which must follow in any case."""
         self.stop()
-        if self._shares is not None or self._is_whole:
+        if self._shares is not None or (self._is_whole and not self._counts):
             return
         if self._first is None:
             self._first = index
         if index == self._first:
             self._losses = []
         self._forwards[index] = _Forward()
-        trace = LabelTracer(dict(tensors_of(self._micro_batches[index]))) if index == self._first else None
+        needs_labels = index == self._first and not self._is_whole
+        trace = LabelTracer(dict(tensors_of(self._micro_batches[index]))) if needs_labels else None
         self._watch = _Watch(self, index, trace)
         self._watch.__enter__()
 
@@ -170,11 +175,20 @@ class LossWeights:
                     raise problem()
         self._check_own_means()
 
+    @property
+    def counted(self) -> float | None:
+        """What the whole batch's loss is a mean over; None where it is a sum, or of means that count differently."""
+        if self._shares is not None:
+            return self._weight
+        return found.pop() if len(found := {x.total if x.is_mean else None for x in self._losses}) == 1 else None
+
     def call(self, index: int, trace: LabelTracer | None, call: LossCall) -> Tensor:
         """A watched loss of micro-batch ``index``: its part of the whole; a sum as it is."""
         forward = self._forwards[index]
         forward.reductions.append(call.reduction)
-        if call.reduction == "none":
+        if self._is_whole:
+            self._losses.append(_Loss(call.name, call.is_mean, total=float(call.count()) if call.is_mean else 0.0))
+        if self._is_whole or call.reduction == "none":
             return call.given()
         number = len(forward.parts)
         if index == self._first:
@@ -223,7 +237,7 @@ class LossWeights:
 
     def _shares_by(self, loss_weight: LossWeight) -> list[float]:
         weights = [float(loss_weight(m)) for m in self._micro_batches]
-        total = self._summed(sum(weights))
+        total = self._weight = self._summed(sum(weights))
         if not total > 0 or min(weights) < 0:
             raise ConfigError(
                 f"loss_weight gave {weights} for the micro-batches",

@@ -15,7 +15,7 @@ from shardformer.comm.collectives import all_reduce, broadcast_object, gather_ob
 from shardformer.comm.gather import gather_all
 from shardformer.comm.recorder import Recorder
 from shardformer.config import ShardConfig
-from shardformer.engine import Pipeline
+from shardformer.engine.pipeline import Pipeline
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.layers.dropout import silence_dropout
 from shardformer.layers.random_stream import seed_random

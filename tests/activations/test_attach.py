@@ -15,7 +15,7 @@ from shardformer.activations.parts import PURPOSE, joined, own_part
 from shardformer.activations.pieces import Figures
 from shardformer.comm.recorder import Recorder
 from shardformer.config import ShardConfig
-from shardformer.engine import Pipeline
+from shardformer.engine.pipeline import Pipeline
 from shardformer.errors import ConfigError, InputError
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.zero import zero

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import shardformer
-from shardformer.engine import Pipeline
+from shardformer.engine.pipeline import Pipeline
 from shardformer.errors import ConfigError, InputError
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.optimizer import ZeroOptimizer

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardformer.comm.collectives import Pending
 from shardformer.comm.recorder import Recorder
-from shardformer.engine import Pipeline
+from shardformer.engine.pipeline import Pipeline
 from shardformer.errors import ConfigError, InputError, WorkerError
 from shardformer.layout.state import live_states
 from shardformer.mesh.context import ParallelContext

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import Pending
-from shardformer.engine import Pipeline
+from shardformer.engine.pipeline import Pipeline
 from shardformer.errors import ConfigError
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.grad_norm import clip_grad_norm_, grad_norm

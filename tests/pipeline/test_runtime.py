@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardformer.config import ShardConfig
-from shardformer.engine import Pipeline
+from shardformer.engine.pipeline import Pipeline
 from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.actions import Action, Kind
 from shardformer.pipeline.schedule import make_schedule

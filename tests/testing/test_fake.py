@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardformer.comm.collectives import all_gather, gather_objects
 from shardformer.comm.recorder import Recorder
-from shardformer.engine import Pipeline
+from shardformer.engine.pipeline import Pipeline
 from shardformer.errors import ConfigError
 from shardformer.mesh.context import ParallelContext
 from shardformer.mesh.threads import ThreadTransport
@@ -227,7 +227,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from shardformer.comm.recorder import Recorder
-from shardformer.engine import Pipeline
+from shardformer.engine.pipeline import Pipeline
 from shardformer.sharder import shard_model
 from shardformer.testing.fake import LiveBytes, fake_context, fake_tensors
 

@@ -12,7 +12,7 @@ import torch
 
 from shardformer.comm.collectives import all_reduce, gather_objects
 from shardformer.comm.recorder import Recorder
-from shardformer.engine import Pipeline
+from shardformer.engine.pipeline import Pipeline
 from shardformer.errors import ConfigError, LaunchError, WorkerError
 from shardformer.layout.state import specs_of
 from shardformer.mesh.context import ParallelContext

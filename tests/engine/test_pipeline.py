@@ -17,7 +17,7 @@ from shardformer.comm.collectives import all_reduce
 from shardformer.comm.gather import gather_full
 from shardformer.comm.recorder import Recorder
 from shardformer.config import ShardConfig
-from shardformer.engine import Pipeline
+from shardformer.engine.pipeline import Pipeline
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.layout.state import specs_of, state_of
 from shardformer.lazy.recorder import LazyInit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardformer.comm.collectives import all_gather, all_reduce, broadcast, broadcast_object, checksum
 from shardformer.comm.values import numbers_in
+from shardformer.engine.batch import TARGET
 from shardformer.errors import InputError
 from shardformer.layers.random_stream import align_random, forked_random
 from shardformer.layout.state import ShardedState, state_of
@@ -48,6 +49,8 @@ class Pipeline:
         loss_weight: micro-batch -> how much counts in it, for a loss that is no mean of torch's functions.
         average_over_data: whether the batches of all data ranks are one batch, whose every token that counts weighs the
             same. Without it the loss is the mean of the data ranks' losses, as in other data-parallel training.
+        takes_short_batches: whether a batch with fewer samples than ``micro_batches``, as the last of an epoch may be,
+            is cut into as many parts as it has; where the schedule goes with that number.
 
     Every rank is given the same batch, but for data ranks, which each have their own.
     ``exchange`` knows what the stages hand to each other, which a rank that is traced alone has to be given.
@@ -62,6 +65,7 @@ class Pipeline:
         loss_fn: LossFn | None = None,
         loss_weight: LossWeight | None = None,
         average_over_data: bool = False,
+        takes_short_batches: bool = False,
     ) -> None:
         state = state_of(model)
         self._model, self._state, self._context = model, state, state.context
@@ -70,6 +74,7 @@ class Pipeline:
         check_sizes(micro_batches, micro_batch_size)
         self._micro_batches, self._micro_batch_size = micro_batches, micro_batch_size
         self._loss_fn, self._loss_weight, self._averages = loss_fn, loss_weight, average_over_data
+        self._takes_short = takes_short_batches
         self._stages: Stages = state.stages or _single_stage(model, state)
         self._found: dict[int, Any] = {}
         self._compares = bool(state.request.extra.get("check_inputs", True))
@@ -115,6 +120,27 @@ class Pipeline:
         assert loss is not None
         return loss
 
+    def mean_loss(self, batches: Iterable[Batch]) -> Tensor:
+        """The loss over several batches, on every rank, without a backward: of all that counts in any of them.
+
+        Batches are weighed by what their losses are means over; by their samples where the model's loss does not tell.
+        All ranks have as many batches.
+        """
+        total, weight = torch.zeros((), dtype=torch.float64), 0.0
+        for batch in batches:
+            with torch.no_grad():
+                head = self._run(batch, backward=False, counts=True)
+            counted = head.counted if head.counted is not None else float(sum(head.sizes))
+            assert head.loss is not None
+            # of nothing that counts the mean is not a number
+            total += head.loss.cpu().double() * counted if counted else 0.0
+            weight += counted
+        device, axis = self._context.device, self._stages.manager.axis
+        both = broadcast(
+            torch.stack([total, torch.tensor(weight).double()]).to(device), axis, self._stages.manager.last_stage
+        )
+        return both[0] / both[1]
+
     def forward(self, batch: Batch, *, gather: bool = False) -> Any:
         """The model's output for a batch, on the last stage; no gradients.
 
@@ -143,13 +169,20 @@ class Pipeline:
     # --- one batch
 
     def _run(
-        self, batch: Batch | Sequence[Batch], *, backward: bool, wants_output: bool = False, loss_scale: float = 1.0
+        self,
+        batch: Batch | Sequence[Batch],
+        *,
+        backward: bool,
+        wants_output: bool = False,
+        loss_scale: float = 1.0,
+        counts: bool = False,
     ) -> Head:
         self._runtime.check_goes_on()
         batches = _as_batches(batch)
         parts, sizes = self._cut(batches)
+        inputs = self._inputs(parts)
         if self._state.check_call is not None:  # here, where it is the same on all stages, and none waits for another
-            self._state.check_call(self._model, parts[0])
+            self._state.check_call(self._model, inputs[0])
         schedule = self._schedule(len(parts))
         if not backward:
             schedule = forward_only(schedule)
@@ -160,10 +193,10 @@ class Pipeline:
             keys, seed = self._agree(parts, backward, _next_seed() if self._draws() else 0)
             seeds = [(seed + 7919 * i) % 2**62 if seed and self._draws() else None for i in range(len(parts))]
             self._take_over_checkpointing()
-            head = self._head(parts, sizes, wants_output)
+            head = self._head(parts, sizes, wants_output, counts)
             try:
                 with self._stages.installed(self._model):
-                    self._runtime.run(StepJob(schedule, self._inputs(parts), keys, seeds, head, loss_scale))
+                    self._runtime.run(StepJob(schedule, inputs, keys, seeds, head, loss_scale))
             finally:
                 head.close()
         if self._draws():
@@ -180,12 +213,12 @@ class Pipeline:
             head.loss = loss if in_fp64 else loss.float()
         return head
 
-    def _head(self, parts: Sequence[Batch], sizes: Sequence[int], wants_output: bool) -> Head:
+    def _head(self, parts: Sequence[Batch], sizes: Sequence[int], wants_output: bool, counts: bool) -> Head:
         stage_forward, weights = self._stages.stage_forward, None
         assert stage_forward is not None
         if not wants_output:
             over = (self._context.data, self._context.device) if self._averages else None
-            weights = LossWeights(parts, sizes, self._loss_weight, self._found, over)
+            weights = LossWeights(parts, sizes, self._loss_weight, self._found, over, counts=counts)
         return Head(parts, sizes, stage_forward, weights, self._loss_fn)
 
     def _draws(self) -> bool:
@@ -203,6 +236,8 @@ class Pipeline:
             if count is not None and len(batches) > 1:
                 count = -(-count // len(batches))
             size = batch_size_of(batch, main)
+            if count is not None and self._takes_short:
+                count = min(count, max(size, 1))
             each = sizes_of(size, count, self._micro_batch_size)
             if self._micro_batch_size is not None and len(batches) == 1:
                 each = self._fitting(size, each)
@@ -213,6 +248,7 @@ class Pipeline:
     def _inputs(self, parts: Sequence[Batch]) -> Sequence[Batch]:
         """What the model is given: no cache, and nothing that only the loss function reads."""
         takes = inspect.signature(self._model.forward).parameters
+        parts = [{name: value for name, value in part.items() if name != TARGET} for part in parts]
         if "use_cache" in takes:
             parts = [{"use_cache": False, **part} for part in parts]
         if self._loss_fn is None or any(p.kind is p.VAR_KEYWORD for p in takes.values()):

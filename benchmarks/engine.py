@@ -1,0 +1,104 @@
+"""What the engine itself costs: ``engine.train_step`` beside a bare loop with the same parts.
+
+The bare loop calls the pipeline, clips, calls the optimizer and throws the gradients away. Two processes, three
+layouts; and one process beside the loop of plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import common
+import torch
+from common import Llama, Step
+
+import shardformer
+from shardformer.engine.pipeline import Pipeline
+from shardformer.mesh.axis import Axis
+from shardformer.mesh.context import ParallelContext
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "one process": {},
+    "data 2": {"data": 2},
+    "tensor 2": {"tensor": 2},
+    "pipe 2": {"pipe": 2},
+}
+
+
+def measure(size: Llama, batch: int, sizes: dict[str, int], repetitions: int, seconds: float) -> Any:
+    """Runs in every process."""
+    rank = torch.distributed.get_rank()
+    steps: dict[str, Step] = {}
+    if not sizes:
+        steps["plain PyTorch"] = plain(size, batch)
+    for name, make in (("bare loop", bare), ("engine", engine)):
+        alone = ParallelContext.from_group(Axis("tensor", ranks=(rank,)))
+        steps[name] = make(size, batch, ParallelContext.from_world(sizes) if sizes else alone)
+    return common.take_turns(steps, repetitions, seconds, at_least=9)
+
+
+def plain(size: Llama, batch: int) -> Step:
+    model, batches = size.build().train(), size.batches(batch)
+    optimizer = common.adamw(model)
+
+    def step(index: int) -> float:
+        loss = model(**batches[index % len(batches)], use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def bare(size: Llama, batch: int, context: ParallelContext) -> Step:
+    model, batches = shardformer.shard_model(size.build(), context=context).train(), size.batches(batch)
+    pipeline, optimizer = Pipeline(model, average_over_data=True), common.adamw(model)
+
+    def step(index: int) -> float:
+        loss = pipeline.step(batches[index % len(batches)])
+        shardformer.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return step
+
+
+def engine(size: Llama, batch: int, context: ParallelContext) -> Step:
+    model, batches = size.build(), size.batches(batch)
+    asked = {"max_grad_norm": 1.0, "on_nonfinite": "ignore"}
+    made = shardformer.initialize(model, common.adamw(model), context=context, parallel=asked)
+    return lambda index: float(made.train_step(batches[index % len(batches)]))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = common.arguments(__doc__, seconds=20.0)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=8000)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    args = parser.parse_args(argv)
+    size = common.llama(args.hidden, args.sequence, args.layers, args.vocabulary)
+    results, rows = {}, []
+    with common.two_processes(args.threads) as pool:
+        for name in args.layouts:
+            common.progress(f"measuring {name}")
+            timings = pool.run(measure, size, args.batch, LAYOUTS[name], args.repetitions, args.seconds)[0]
+            results[name] = common.timings_as_dict(timings)
+            base = timings["bare loop"].ms
+            rows += [[f"{name}, {kind}", common.ms(t.ms), f"{t.ms / base:.3f}"] for kind, t in timings.items()]
+    if args.json:
+        print(common.as_json("engine", vars(args), results))
+    else:
+        print(f"\nA step of a LLaMA: hidden {args.hidden}, batch {args.batch} x {args.sequence}, AdamW, clipped\n")
+        print(common.table(["layout", "ms", "of the bare loop"], rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""``initialize``: a model, an optimizer and data become an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardformer.engine.data import Batches
+from shardformer.engine.engine import Engine
+from shardformer.engine.optimizers import as_optimizers
+from shardformer.engine.parallel import Parallel
+from shardformer.engine.parts import grid_of, num_processes, pipeline_of, sharded, trained_by
+from shardformer.engine.reshape import Recipe, reshaped
+from shardformer.errors import ConfigError, nearest
+from shardformer.layout.state import ROOT
+from shardformer.lazy.materialize import without_values
+from shardformer.mesh.context import ParallelContext
+
+EVERY = ("step", "epoch")
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: Any = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    train_data: Any = None,
+    scheduler: Any = None,
+    parallel: Parallel | dict[str, Any] | Callable[[int], Parallel] | None = None,
+    *,
+    batch_size: int | None = None,
+    policy: Any = None,
+    context: ParallelContext | None = None,
+    loss_weight: Callable[[Any], float] | None = None,
+    scheduler_every: str = "step",
+    data_options: dict[str, Any] | None = None,
+) -> Engine:
+    """Shards a model, and gives the engine that trains it: the same script for one process and for many.
+
+    >>> engine = shardformer.initialize(model, optimizer, train_data=data, batch_size=32,         # doctest: +SKIP
+    ...                                 parallel=shardformer.Parallel(tensor=2, zero=1))
+    >>> for batch in engine.data:                                                                 # doctest: +SKIP
+    ...     engine.train_step(batch)
+
+    Args:
+        model: the plain model, of transformers or any other, the same on every rank.
+        optimizer: made of ``model.parameters()``, before anything is sharded; or several in a list; or a function that
+            makes one of the parameters that this rank will have.
+        loss_fn: (output, batch) -> loss, for a model that gives none itself; where batches are rows, (output, target),
+            as ``torch.nn.CrossEntropyLoss()``.
+        train_data: a data set, a list, an iterable, a HF data set or a DataLoader: see ``Batches``, which
+            ``engine.data`` becomes.
+        scheduler: of the learning rate, made of ``optimizer``; several in a list; or a function that makes one.
+        parallel: the layout, and how a step is made; or a function that makes it of the number of processes, for runs
+            that go on with fewer: ``shardformer.Parallel(tensor=4).fit``.
+        batch_size: samples of the whole batch, over all data ranks.
+        policy: the user's own policy of sharding; None takes the one that is found.
+        context: a grid that was laid already; None: over the processes that were launched, by the sizes in
+            ``parallel``, or this process alone.
+        loss_weight: micro-batch -> what counts in it, for a loss that is no mean of torch's functions.
+        scheduler_every: "step" or "epoch".
+        data_options: further arguments of ``Batches``: seed, shuffle, drop_last, collate_fn, num_workers, accumulate.
+
+    Raises ShardFormerError, on every rank and with the model as it was, when something cannot be. Communicates what
+    ``shard_model`` does.
+    """
+    asked = _asked(parallel, scheduler_every)
+    given = as_optimizers(optimizer)
+    grid = grid_of(context, asked)
+    data = None
+    if train_data is not None:
+        data = Batches(train_data, grid, batch_size=batch_size, **(data_options or {}))
+    twin = without_values(model) if ROOT not in model.__dict__ else None
+    model = sharded(model, given, policy, asked, grid)
+    optimizers, schedulers = trained_by(given, scheduler, model, asked)
+    engine = Engine(
+        model, optimizers, pipeline_of(model, asked, loss_fn, loss_weight), asked, grid,
+        scheduler=schedulers, scheduler_every=scheduler_every, data=data, has_target=loss_fn is not None,
+    )  # fmt: skip
+    engine.rebuild = partial(reshaped, engine, Recipe(twin, policy, loss_fn, loss_weight))
+    return engine
+
+
+def _asked(parallel: Any, scheduler_every: str) -> Parallel:
+    if scheduler_every not in EVERY:
+        rule = f"The scheduler steps every {' or '.join(EVERY)}"
+        raise ConfigError(f"scheduler_every={scheduler_every!r}", rule=rule, remedy=nearest(scheduler_every, EVERY))
+    return Parallel.of(parallel(num_processes()) if callable(parallel) else parallel)

@@ -1,0 +1,243 @@
+"""The batches of a training run: the part of each that this process trains on, in an order that all processes know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from shardformer.engine.data_sources import shuffled, source_of
+from shardformer.engine.data_streams import Collate, Share, Stream
+from shardformer.errors import ConfigError, InputError
+from shardformer.mesh.context import ParallelContext
+
+
+class NoLengthError(ConfigError, TypeError):
+    """What ``len`` raises; ``list`` goes on without a length where it is a TypeError."""
+
+
+class Batches:
+    """Goes through data in whole batches, of which each data rank gets its part: what ``engine.data`` is.
+
+    >>> batches = Batches(list(range(10)), ParallelContext.of({}), batch_size=4, shuffle=False)
+    >>> [batch.tolist() for batch in batches]
+    [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+    A loop that was broken off goes on where it was. Ranks that differ along other axes than data get the same.
+    The order of an epoch comes from the seed and the number of the epoch; random numbers that the data draw come from
+    these and the place of the sample, whatever the layout and the number of workers, and move no others.
+
+    Args:
+        source: a Dataset, a list, a HF data set or anything with ``__getitem__`` and ``__len__``; an iterable of
+            samples, which every rank reads as a whole; or a DataLoader, whose batches are shared out.
+        batch_size: samples of the whole batch, over all data ranks; a DataLoader has its own.
+        seed: of the order, and of random numbers that the data draws.
+        shuffle: whether each epoch has an order of its own; None: yes, where samples have numbers, and of a DataLoader
+            if it shuffles.
+        drop_last: whether what remains at the end of an epoch, and is less than a batch, is left out.
+        merge_last: whether it is joined with the batch before it where it has fewer samples than there are data ranks.
+        collate_fn: list of samples -> batch.
+        accumulate: how many batches of a DataLoader make a step; what is handed out is then a list of them.
+        num_workers: processes that read samples.
+
+    Attributes:
+        epoch: epochs that were finished.
+        seen: samples of the whole batches of this epoch that were handed out.
+        batch_samples: of the whole batch that was handed out last.
+        on_epoch_end: is called behind the last batch of an epoch.
+
+    Raises ConfigError for data that cannot be shared out.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        context: ParallelContext,
+        *,
+        batch_size: int | None = None,
+        seed: int = 0,
+        shuffle: bool | None = None,
+        drop_last: bool = False,
+        merge_last: bool = False,
+        collate_fn: Collate | None = None,
+        accumulate: int = 1,
+        num_workers: int = 0,
+    ) -> None:
+        for name, value, least in (("accumulate", accumulate, 1), ("num_workers", num_workers, 0)):
+            _check_number(name, value, least)
+        is_loader = isinstance(source, DataLoader)
+        if accumulate > 1 and not is_loader:
+            raise ConfigError(
+                f"accumulate={accumulate} without a DataLoader",
+                rule="It says how many batches of a loader make a step",
+                remedy="Say batch_size=, of the whole step; Parallel(micro_batch_size=) says how much runs at a time",
+            )
+        if is_loader:
+            _check_beside(source, num_workers, drop_last)
+        self._source = source_of(source, collate_fn, num_workers, shuffle)
+        self._share = Share(context.data.rank, context.data.size)
+        self._drop_last = bool(source.drop_last) if is_loader else drop_last
+        self._merge_last, self._accumulate = merge_last, accumulate
+        self.batch_size = self._size(batch_size, source if is_loader else None)
+        self.seed, self.collate_fn = seed, collate_fn
+        self.epoch = self.seen = self.batch_samples = 0
+        self.on_epoch_end: Callable[[], None] | None = None
+        self.check_ranks(context.data.size)
+
+    def __iter__(self) -> Iterator[Any]:
+        """What is left of this epoch."""
+        found = self._found()
+        while group := self._group(found):
+            self.batch_samples = sum(count for count, _ in group)
+            self.seen += self.batch_samples
+            yield group[0][1] if self._accumulate == 1 else [batch for _, batch in group]
+        if not self.seen:
+            raise InputError(
+                f"The training data, a {self._source.name}, gave nothing in epoch {self.epoch + 1}",
+                rule="There is a batch in every epoch, and an iterable is gone through once in each",
+                remedy="Give a list, or an object whose __iter__ begins anew, which a generator does not; and with"
+                " drop_last=True enough samples for a batch",
+            )
+        self.epoch, self.seen = self.epoch + 1, 0
+        if self.on_epoch_end is not None:
+            self.on_epoch_end()
+
+    def _group(self, found: Iterator[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        return [pair for _, pair in zip(range(self._accumulate), found)]
+
+    def _found(self) -> Iterator[tuple[int, Any]]:
+        if isinstance(self._source, Stream):
+            ends = (self._drop_last, self._merge_last)
+            return self._source.batches(self.epoch, self.seed, self.batch_size, self._share, self.seen, *ends)
+        return self._source.batches(self.epoch, self.seed, self._whole, self._share, self.seen)
+
+    def _whole(self, order: Sequence[Any]) -> list[Sequence[Any]]:
+        """What is left of an epoch's order, in whole batches."""
+        if self._source.makes_batches:
+            batches = list(_behind(order, self.seen))
+        else:
+            assert self.batch_size is not None
+            starts = range(self.seen, len(order), self.batch_size)
+            batches = [order[start : start + self.batch_size] for start in starts]
+            if batches and self._drop_last and len(batches[-1]) < self.batch_size:
+                batches.pop()
+        if self._merge_last and len(batches) > 1 and len(batches[-1]) < self._share.size:
+            last = batches.pop()
+            batches[-1] = [*batches[-1], *last]
+        return batches
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch. Raises NoLengthError where that is not known."""
+        batches, count, size = self._source.num_batches, self._source.count, self.batch_size
+        if batches is not None:
+            return -(-batches // self._accumulate)
+        if count is None or size is None:
+            raise NoLengthError(
+                "The training data does not know its length",
+                rule="A stream ends where it ends",
+                remedy="Say how many steps are to be made (steps=), or give data with a length",
+            )
+        batches = count // size if self._drop_last else -(-count // size)
+        merges = self._merge_last and batches > 1 and 0 < count % size < self._share.size
+        return -(-(batches - merges) // self._accumulate)
+
+    def generator(self, epoch: int) -> torch.Generator:
+        """What the order of an epoch is drawn from, by ``torch.randperm``."""
+        return shuffled(self.seed, epoch)
+
+    def share_among(self, context: ParallelContext) -> None:
+        """From the next loop on the data ranks are those of another grid. Raises ConfigError as the first time."""
+        self.check_ranks(context.data.size)
+        self._share = Share(context.data.rank, context.data.size)
+
+    def rewind(self) -> None:
+        """The next loop begins with the first batch of the first epoch."""
+        self.epoch = self.seen = 0
+
+    def state(self) -> dict[str, Any]:
+        """Where this run is in its data, in plain values."""
+        return {"epoch": self.epoch, "seen": self.seen, "seed": self.seed, "samples": self._source.count}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Goes on where ``state`` was. Raises ConfigError for that of other data."""
+        if state["samples"] != self._source.count:
+            raise ConfigError(
+                f"A position in {state['samples']} samples was to be loaded, and there are {self._source.count}",
+                rule="A run goes on in the data that it was trained on",
+                remedy="Give the same data; shardformer.load_checkpoint loads the model without a position",
+            )
+        self.epoch, self.seen, self.seed = state["epoch"], state["seen"], state["seed"]
+
+    # --- checks
+
+    def _size(self, asked: int | None, loader: DataLoader[Any] | None) -> int | None:
+        if loader is None:
+            if asked is None:
+                raise ConfigError(
+                    "The training data is given without batch_size",
+                    rule="A batch is shared out over the data ranks, and its size is that of the whole",
+                    remedy="Write batch_size=32",
+                )
+            _check_number("batch_size", asked, 1)
+            return asked
+        if asked is not None and asked != loader.batch_size:
+            raise ConfigError(
+                f"batch_size={asked} beside a DataLoader with batch_size={loader.batch_size}",
+                rule="A loader has its own batch size",
+                remedy="Leave one of the two out",
+            )
+        return loader.batch_size
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises ConfigError for so many data ranks that one of them would have no sample of a batch."""
+        count, size = self._source.count, self.batch_size
+        if size is not None and size < ranks:
+            raise ConfigError(
+                f"batch_size={size} for {ranks} data ranks",
+                rule="It is the size of the whole batch, and every data rank has a sample of it",
+                remedy=f"Use {ranks} or more",
+            )
+        if count is None or size is None:
+            return
+        if self._drop_last and count < size:
+            raise ConfigError(
+                f"{count} samples for batches of {size}, of which the last is dropped",
+                rule="An epoch has a batch at least",
+                remedy=f"Use a batch size of {count} or less, or leave drop_last out",
+            )
+        rest = count % size
+        merges = self._merge_last and count > size
+        if 0 < rest < ranks and not self._drop_last and not merges:
+            raise ConfigError(
+                f"{count} samples in batches of {size} leave a last one of {rest}, for {ranks} data ranks",
+                rule="Every data rank has a sample of each batch",
+                remedy="Give drop_last=True, or another batch size",
+            )
+
+
+def _behind(batches: Sequence[Sequence[Any]], seen: int) -> Iterator[Sequence[Any]]:
+    """The batches behind those of ``seen`` samples."""
+    for batch in batches:
+        if seen <= 0:
+            yield batch
+        seen -= len(batch)
+
+
+def _check_beside(loader: DataLoader[Any], num_workers: int, drop_last: bool) -> None:
+    """What is given beside a loader is what the loader has."""
+    for name, value in (("num_workers", num_workers), ("drop_last", drop_last)):
+        if value and value != getattr(loader, name):
+            raise ConfigError(
+                f"{name}={value!r} beside a DataLoader with {name}={getattr(loader, name)!r}",
+                rule="A loader says how its samples are read",
+                remedy=f"Give {name} to the DataLoader",
+            )
+
+
+def _check_number(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(
+            f"{name}={value!r}", rule=f"It is a whole number from {least} on", remedy=f"Write {name}={max(least, 1)}"
+        )

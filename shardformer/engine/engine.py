@@ -1,0 +1,388 @@
+"""The engine: one object that trains a model, by the same calls under every layout, one process included."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardformer.checkpoint.export import export_pretrained
+from shardformer.checkpoint.folder import Keep
+from shardformer.checkpoint.load import Loaded, load_checkpoint
+from shardformer.checkpoint.move import Moved
+from shardformer.checkpoint.save import Saving, save_checkpoint, start_checkpoint
+from shardformer.comm.collectives import all_reduce
+from shardformer.engine.batch import is_several, named_batch, on_device
+from shardformer.engine.data import Batches
+from shardformer.engine.parallel import Parallel
+from shardformer.engine.pipeline import Pipeline
+from shardformer.engine.saving import holds_checkpoint, packed, unpacked
+from shardformer.errors import ConfigError, InputError
+from shardformer.mesh.axis import Axis
+from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.grid import AXES
+from shardformer.optim.grad_norm import clip_grad_norm_
+from shardformer.optim.optimizer import ZeroOptimizer
+
+
+class Engine:
+    """Trains a model under any layout: what ``shardformer.initialize`` returns.
+
+    >>> engine = shardformer.initialize(model, optimizer, train_data=data, batch_size=32)         # doctest: +SKIP
+    >>> for batch in engine.data:                                                                 # doctest: +SKIP
+    ...     loss = engine(batch)
+    ...     engine.backward(loss)
+    ...     engine.step()
+
+    The three calls are one ``engine.train_step(batch)``.
+
+    Attributes:
+        model: the sharded model.
+        optimizers: what steps: the user's, or what ``zero`` made of them. Without any nothing is trained.
+        scheduler: the user's; it steps behind each step that was made, or behind each epoch.
+        data: the training data, this rank's part of each batch; None where none was given.
+        pipeline: through which every batch goes.
+        parallel, context: what was asked for, and the grid that it became.
+        steps: training steps that were made.
+        skipped: of these, how many left the weights as they were, since gradients were not finite.
+        grad_norm: of the last step, before it was clipped; None where it was not taken.
+        listener: is told the name of each moment of a step (see ``shardformer.trainer.hooks``); None: nobody.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        pipeline: Pipeline,
+        parallel: Parallel,
+        context: ParallelContext,
+        *,
+        scheduler: Any = None,
+        scheduler_every: str = "step",
+        data: Batches | None = None,
+        has_target: bool = False,
+    ) -> None:
+        self.model, self.optimizers, self.pipeline = model, optimizers, pipeline
+        self.parallel, self.context = parallel, context
+        self.scheduler, self._scheduler_every = scheduler, scheduler_every
+        self.data: Batches | None = None
+        self._has_target = has_target
+        self.steps = self.skipped = 0
+        self.grad_norm: Tensor | None = None
+        self.listener: Callable[[str], None] | None = None
+        self._pending: Tensor | None = None
+        self._is_backward_done = False
+        self._saving: Saving | None = None
+        self.rebuild: Callable[[Any], Moved] | None = None
+        if data is not None:
+            self.take_data(data)
+
+    # --- a step
+
+    @property
+    def optimizer(self) -> Any:
+        """What steps, as ``save_checkpoint`` takes it."""
+        return self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers or None
+
+    def __call__(self, batch: Any) -> Tensor:
+        """The loss of the whole batch, on all ranks.
+
+        Args:
+            batch: this data rank's part of it: a dict by name, a row ``(inputs, targets)``, or a list of such, which
+                then are one large batch. On ranks that differ along other axes it is the same.
+
+        In training it does the backward too, since the stages of a pipeline go forward and backward in turn;
+        ``backward`` is called all the same, so that the loop reads as any. In ``engine.eval()``, or under
+        ``torch.no_grad()``, the loss is all that is computed.
+        """
+        batch = self._taken(batch)
+        if not (self.model.training and torch.is_grad_enabled()):
+            return self._of_all_data(self.pipeline.evaluate(batch))
+        if self._pending is not None or self._is_backward_done:
+            raise InputError(
+                f"The engine was given a batch before {'step' if self._is_backward_done else 'backward'} was called "
+                "for the last one",
+                rule="A step is loss = engine(batch), engine.backward(loss), engine.step()",
+                remedy="Give all batches of a step at once: engine([first, second]); each token then weighs the same",
+            )
+        self._check_trains()
+        self._tell("before_forward")
+        self._pending = self._of_all_data(self.pipeline.step(batch))
+        self._tell("after_backward")
+        return self._pending
+
+    def backward(self, loss: Tensor) -> None:
+        """What brings the gradients of the batch: of the very loss that the engine gave."""
+        if self._pending is None or loss is not self._pending:
+            what = "another one than the engine gave last" if self._pending is not None else "not one that waits for it"
+            raise InputError(
+                f"backward was called with a loss that is {what}",
+                rule="The gradients are those of the loss as the engine gives it, which is that of the whole batch",
+                remedy="Write loss = engine(batch); engine.backward(loss). Do not divide it by a number of "
+                "batches: give them as a list. What is to be added to the loss belongs into loss_fn",
+            )
+        self._pending, self._is_backward_done = None, True
+
+    def step(self) -> bool:
+        """Clips, updates the weights, throws the gradients away, and lets the scheduler step.
+
+        Returns whether weights were updated: not where gradients were not finite, and such steps are to be skipped.
+        """
+        if not self._is_backward_done:
+            raise InputError(
+                "step was called before backward" if self._pending is not None else "step was called without a batch",
+                rule="A step is loss = engine(batch), engine.backward(loss), engine.step()",
+                remedy="Call engine.backward(loss) first, or use engine.train_step(batch)",
+            )
+        self._is_backward_done = False
+        self._tell("before_optimizer_step")
+        is_made = self._update()
+        self.steps += 1
+        self.skipped += not is_made
+        if is_made and self._scheduler_every == "step":
+            self._step_schedulers()
+        self._tell("after_optimizer_step")
+        return is_made
+
+    def train_step(self, batch: Any) -> Tensor:
+        """Forward, backward and update for a batch. Returns its loss, as ``engine(batch)``."""
+        loss = self(batch)
+        self.backward(loss)
+        self.step()
+        return loss
+
+    def evaluate(self, batches: Any) -> Tensor:
+        """The loss of a batch, or of many: of all that counts in them together. On all ranks, without a backward.
+
+        Args:
+            batches: a batch as for a step, or an iterable of such, of which all data ranks have as many.
+        """
+        several = batches if _is_stream(batches) else [batches]
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            return self._of_all_data(self.pipeline.mean_loss(self._taken(batch) for batch in several))
+        finally:
+            self.model.train(was_training)
+
+    def predict(self, batch: Any, *, gather: bool = True) -> Any:
+        """The model's output for a batch, in eval mode, without gradients; on all stages, unless not gathered."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            return self.pipeline.forward(self._taken(batch), gather=gather)
+        finally:
+            self.model.train(was_training)
+
+    def train(self, mode: bool = True) -> Engine:
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        return self.train(False)
+
+    def zero_grad(self) -> None:
+        """Throws away what a backward left that is not to be stepped with."""
+        self._pending, self._is_backward_done = None, False
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def _taken(self, batch: Any) -> Any:
+        if is_several(batch):
+            return [self._taken(each) for each in batch]
+        return on_device(named_batch(batch, self.model, has_target=self._has_target), self.context.device)
+
+    def _of_all_data(self, loss: Tensor) -> Tensor:
+        """Where each data rank has a loss of its own, their mean."""
+        if self.parallel.average == "ranks" and self.context.data.size > 1:
+            return all_reduce(loss, self.context.data, purpose="loss") / self.context.data.size
+        return loss
+
+    def _update(self) -> bool:
+        if isinstance(zero := self.optimizers[0], ZeroOptimizer):
+            before = zero.skipped
+            zero.step()
+            self.grad_norm, is_made = zero.grad_norm, zero.skipped == before
+        else:
+            is_made = self._clip()
+            for optimizer in self.optimizers if is_made else ():
+                optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        return is_made
+
+    def _clip(self) -> bool:
+        """Returns whether the step is to be made."""
+        asked = self.parallel
+        if asked.max_grad_norm is None:
+            return True
+        self.grad_norm = clip_grad_norm_(self.model, asked.max_grad_norm)
+        if asked.on_nonfinite == "ignore" or bool(torch.isfinite(self.grad_norm)):
+            return True
+        if asked.on_nonfinite == "skip":
+            return False
+        raise InputError(
+            f"The norm of the gradients of step {self.steps + 1} is {float(self.grad_norm)}",
+            rule="A step with gradients that are not finite would make the weights so too",
+            remedy="Lower the learning rate, look at the batch, or write on_nonfinite='skip'; no weight was changed",
+        )
+
+    @property
+    def schedulers(self) -> list[Any]:
+        """Those that were given, in a list."""
+        given = self.scheduler
+        return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+
+    def _step_schedulers(self) -> None:
+        for scheduler in self.schedulers:
+            if not needs_metric(scheduler):
+                scheduler.step()
+
+    def _end_epoch(self) -> None:
+        if self._scheduler_every == "epoch":
+            self._step_schedulers()
+
+    def _tell(self, moment: str) -> None:
+        if self.listener is not None:
+            self.listener(moment)
+
+    def _check_between_steps(self, what: str) -> None:
+        if self._pending is not None or self._is_backward_done:
+            raise InputError(
+                f"{what} in the middle of a step",
+                rule="It is done between two steps, where there are no gradients",
+                remedy="Call it behind engine.step(), or call engine.zero_grad() before it",
+            )
+
+    def _check_trains(self) -> None:
+        if not self.optimizers:
+            raise ConfigError(
+                "The engine was to train, and has no optimizer",
+                rule="An engine without one computes losses and outputs",
+                remedy="Give initialize(model, optimizer), or call engine.eval() first",
+            )
+
+    def take_data(self, data: Batches) -> None:
+        """Trains on other data from here on."""
+        self.data = data
+        data.on_epoch_end = self._end_epoch
+
+    # --- saving and going on
+
+    @property
+    def world(self) -> Axis:
+        """All ranks that train the model together."""
+        return self.context.merged(*AXES) if self.context.world is not None else Axis("world")
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that prints and writes what all know."""
+        return self.world.rank == 0
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        extra: Any = None,
+        keep: Keep | int | None = None,
+        in_background: bool = False,
+        position: Any = None,
+    ) -> Path | None:
+        """Saves all that training needs to go on, into ``folder/step-00000123``: see ``save_checkpoint``.
+
+        Args:
+            extra: plain values of your own, which ``load`` gives back.
+            in_background: whether a thread writes it while training goes on; it is waited for before the next save, in
+                ``engine.wait()``, and when a ``Trainer`` ends.
+            position: what ``engine.data.state()`` gave, where a batch was fetched since that is not trained on yet.
+
+        Returns the path of the checkpoint; None in the background.
+        """
+        self.wait()
+        self._check_between_steps("A checkpoint was to be saved")
+        if position is None and self.data is not None:
+            position = self.data.state()
+        said = packed(self.steps, self.skipped, position, extra)
+        make = start_checkpoint if in_background else save_checkpoint
+        made = make(
+            folder, self.model, self.optimizer, step=self.steps, scheduler=self.scheduler, extra=said, keep=keep
+        )
+        self._saving = made if isinstance(made, Saving) else None
+        return None if isinstance(made, Saving) else made
+
+    def wait(self) -> Path | None:
+        """Waits for the checkpoint that is written in the background. Returns its path; None where there is none."""
+        saving, self._saving = self._saving, None
+        return saving.wait() if saving is not None else None
+
+    def load(self, folder: str | os.PathLike[str]) -> Loaded:
+        """Goes on from a checkpoint that was saved under any layout: see ``load_checkpoint``.
+
+        Weights, optimizer, scheduler, random numbers, the number of steps and the position in the data.
+        """
+        self.wait()
+        self.zero_grad()
+        found = load_checkpoint(folder, self.model, self.optimizer, scheduler=self.scheduler)
+        self.steps, self.skipped, position, loaded = unpacked(found)
+        if self.data is not None and position is not None:
+            self.data.load_state(position)
+        return loaded
+
+    def resume(self, folder: str | os.PathLike[str]) -> Loaded | None:
+        """``load`` where the folder holds a checkpoint; None where training is to begin: for runs that start again."""
+        return self.load(folder) if holds_checkpoint(folder, self.world) else None
+
+    # --- under another layout
+
+    def reshape(self, parallel: Parallel | dict[str, Any]) -> Moved:
+        """Goes on under another layout of the same processes, without the disk.
+
+        Weights, masters, optimizer states and random numbers move as a checkpoint would bring them: what a rank has
+        under both layouts it copies, each other number that it will hold is sent to it once. ``engine.model`` and
+        ``engine.pipeline`` are new objects; optimizers that you gave, and the scheduler, stay the same ones. While it
+        moves, a rank has its parts under both layouts.
+
+        Returns the bytes that this rank sent, received and copied. All ranks call it, between two steps. Raises
+        ConfigError, on all ranks and with the engine as it was, for a layout that cannot be.
+        """
+        self.wait()
+        self._check_between_steps("The layout was to be changed")
+        assert self.rebuild is not None
+        return self.rebuild(parallel)
+
+    def take_over(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        pipeline: Pipeline,
+        parallel: Parallel,
+        context: ParallelContext,
+    ) -> None:
+        """Trains this model from here on."""
+        self.model, self.optimizers, self.pipeline = model, optimizers, pipeline
+        self.parallel, self.context = parallel, context
+        if self.data is not None:
+            self.data.share_among(context)
+
+    def export(self, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
+        """Writes a folder that ``from_pretrained`` of transformers reads: see ``export_pretrained``."""
+        export_pretrained(folder, self.model, tokenizer=tokenizer)
+
+
+def needs_metric(scheduler: Any) -> bool:
+    """Whether a scheduler is stepped with a metric, as torch's ``ReduceLROnPlateau`` is."""
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def _is_stream(batches: Any) -> bool:
+    """Whether this is not one batch, but an iterable of some."""
+    if isinstance(batches, (Mapping, Tensor)):
+        return False
+    return is_several(batches) if isinstance(batches, (list, tuple)) else isinstance(batches, Iterable)

@@ -1,0 +1,130 @@
+"""The parts of an engine: the grid, the model over it, what trains it, and the pipeline that runs it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from shardformer.activations.attach import store_activations
+from shardformer.engine.batch import loss_of_target
+from shardformer.engine.optimizers import Held, MakeOptimizer
+from shardformer.engine.parallel import Parallel
+from shardformer.engine.pipeline import Pipeline
+from shardformer.errors import ConfigError
+from shardformer.layout.state import ROOT
+from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.launch import launch_from_torch
+from shardformer.optim.zero import zero
+from shardformer.sharder import shard_model
+
+LAUNCHED = ("RANK", "SLURM_PROCID")
+"""What the environment of a process has that a launcher started."""
+Given = list[Optimizer] | MakeOptimizer | None
+
+
+def num_processes() -> int:
+    """That were launched."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
+
+
+def grid_of(context: ParallelContext | None, asked: Parallel) -> ParallelContext:
+    if context is None:
+        if dist.is_initialized() or any(name in os.environ for name in LAUNCHED):
+            return launch_from_torch(**asked.sizes)  # type: ignore[arg-type]
+        context = ParallelContext.of({})
+    differs = [name for name, size in asked.sizes.items() if size not in (None, 1) and context.sizes[name] != size]
+    if not differs:
+        return context
+    name = differs[0]
+    alone = context.world is None and all(size == 1 for size in context.sizes.values())
+    raise ConfigError(
+        f"parallel asks for {name}={asked.sizes[name]}, and "
+        + ("this process runs alone" if alone else f"the grid given has {name}={context.sizes[name]}"),
+        rule="The sizes of the axes multiply to the number of processes",
+        remedy="Start it with: shardformer run --nproc_per_node N script.py" if alone else "Give one of the two",
+    )
+
+
+@contextmanager
+def _held(given: Any, model: nn.Module) -> Iterator[Held | None]:
+    """The optimizers hold no parameters in here; where an error breaks it off they get those of the model back."""
+    held = Held(given, model) if isinstance(given, list) else None
+    if held is not None:
+        held.let_go()
+    try:
+        yield held
+    except BaseException:
+        if held is not None:
+            held.take(model)
+        raise
+
+
+def sharded(model: nn.Module, given: Given, policy: Any, asked: Parallel, grid: ParallelContext) -> nn.Module:
+    """The model over the grid, whose parameters the optimizers have that were made of the plain ones."""
+    with _held(given, model) as held:
+        if ROOT not in model.__dict__:
+            model = shard_model(model, policy, config=asked.shard_config(grid))
+        if held is not None:
+            held.take(model)
+    model.to(grid.device)
+    if asked.activations != "device":
+        store_activations(model, asked.activations)
+    return model.train()
+
+
+def trained_by(given: Given, scheduler: Any, model: nn.Module, asked: Parallel) -> tuple[list[Optimizer], Any]:
+    """What steps, and the scheduler."""
+    if given is None:
+        optimizers = []
+    elif isinstance(given, list):
+        optimizers = given
+    else:
+        optimizers = [given([p for p in model.parameters() if p.requires_grad])]
+    scheduler = _scheduler(scheduler, optimizers)
+    if asked.zero_stage is not None and optimizers:
+        optimizers = [zero_of(optimizers, model, asked)]
+    return optimizers, scheduler
+
+
+def pipeline_of(model: nn.Module, asked: Parallel, loss_fn: Any, loss_weight: Any) -> Pipeline:
+    return Pipeline(
+        model,
+        asked.micro_batches,
+        micro_batch_size=asked.micro_batch_size,
+        loss_fn=loss_of_target(loss_fn) if loss_fn is not None else None,
+        loss_weight=loss_weight,
+        average_over_data=asked.average == "tokens",
+        takes_short_batches=True,
+    )
+
+
+def _scheduler(given: Any, optimizers: list[Optimizer]) -> Any:
+    if given is None or hasattr(given, "step") or isinstance(given, (list, tuple)):
+        return given
+    if not callable(given) or len(optimizers) != 1:
+        raise ConfigError(
+            f"scheduler={given!r:.80} with {len(optimizers)} optimizers",
+            rule="It is a scheduler, a list of some, or a function that makes one of the optimizer",
+            remedy="Write scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, ...)",
+        )
+    return given(optimizers[0])
+
+
+def zero_of(optimizers: list[Optimizer], model: nn.Module, asked: Parallel) -> Optimizer:
+    return zero(
+        optimizers,
+        model,
+        stage=asked.zero_stage or 0,
+        precision=asked.precision,
+        offload=asked.offload,
+        max_grad_norm=asked.max_grad_norm,
+        on_nonfinite=asked.on_nonfinite,
+    )

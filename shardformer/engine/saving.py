@@ -1,0 +1,38 @@
+"""What a checkpoint has of an engine, beside its model and what trains it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardformer.checkpoint.folder import found_in
+from shardformer.checkpoint.load import Loaded
+from shardformer.checkpoint.together import first_does
+from shardformer.mesh.axis import Axis
+
+PLACE, USER = "engine", "user"
+"""Under which names the engine's own values, and those of the user, stand in ``extra``."""
+
+
+def packed(steps: int, skipped: int, position: Any, extra: Any) -> dict[str, Any]:
+    return {PLACE: {"steps": steps, "skipped": skipped, "data": position}, USER: extra}
+
+
+def unpacked(loaded: Loaded) -> tuple[int, int, Any, Loaded]:
+    """(steps, skipped steps, position in the data, what was loaded, with the user's own values).
+
+    Of a checkpoint that no engine saved its step is known.
+    """
+    said = loaded.extra
+    if not isinstance(said, dict) or said.keys() != {PLACE, USER}:
+        return loaded.step, 0, None, loaded
+    place = said[PLACE]
+    return place["steps"], place["skipped"], place["data"], replace(loaded, extra=said[USER])
+
+
+def holds_checkpoint(folder: str | os.PathLike[str], world: Axis) -> bool:
+    """Whether a folder has a checkpoint, as the first rank sees it."""
+    path = Path(folder)
+    return first_does(lambda: path.is_dir() and bool(found_in(path)), world, f"Looking into {folder}")

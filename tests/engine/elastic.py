@@ -1,0 +1,69 @@
+"""A run whose processes are killed, and that goes on from its last checkpoint.
+
+    shardformer run --nproc_per_node 4 --max-restarts 10 tests/engine/elastic.py FOLDER --kills 10
+
+Each time the launcher has started the processes, one of them kills itself at a random step, until it was done so often.
+The first process prints the weights at the end, in one number that any difference changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import signal
+
+import torch
+from torch import nn
+
+import shardformer
+
+STEPS = 12
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--zero", type=int, default=2)
+    args = parser.parse_args()
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    dice = random.Random(restart)
+    victim, fatal = dice.randrange(int(os.environ.get("WORLD_SIZE", 1))), dice.randrange(1, 4)
+    torch.manual_seed(0)
+    model = Net()
+    inputs = torch.rand(40, 6, generator=torch.Generator().manual_seed(1))
+    data = [(x, torch.tensor(i % 3)) for i, x in enumerate(inputs)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    asked = shardformer.Parallel(zero=args.zero).fit
+    engine = shardformer.initialize(model, optimizer, nn.CrossEntropyLoss(), data, parallel=asked, batch_size=8)
+    engine.resume(args.folder)
+    begun = engine.steps
+    while engine.steps < STEPS:
+        assert engine.data is not None
+        for batch in engine.data:
+            if restart < args.kills and engine.steps == begun + fatal and engine.world.rank == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            engine.train_step(batch)
+            engine.save(args.folder, keep=2, in_background=engine.steps % 2 == 0)
+            if engine.steps == STEPS:
+                break
+    engine.wait()
+    weights = shardformer.full_state_dict(engine.model)
+    digest = hashlib.sha256(b"".join(w.numpy().tobytes() for w in weights.values())).hexdigest()
+    if engine.is_first:
+        print(f"restarts {restart} processes {engine.world.size} weights {digest}", flush=True)
+
+
+main()

@@ -1,0 +1,62 @@
+"""Samples that are mappings become the batch that a model takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from shardformer.engine.data_collate import collated
+from shardformer.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1, 2], torch.tensor([1, 2])),
+        ([0.5, 1], torch.tensor([0.5, 1.0])),
+        ([True, False], torch.tensor([True, False])),
+        ([[1, 2], [3, 4]], torch.tensor([[1, 2], [3, 4]])),
+        ([[0.5], [1.0]], torch.tensor([[0.5], [1.0]])),
+        ([[[1], [2]], [[3], [4]]], torch.tensor([[[1], [2]], [[3], [4]]])),
+        ([numpy.ones(2, numpy.float16)] * 2, torch.ones(2, 2, dtype=torch.float16)),
+        ([[numpy.ones(2), numpy.ones(2)]] * 2, torch.ones(2, 2, 2, dtype=torch.float64)),
+        ([numpy.array(3), numpy.array(4)], torch.tensor([3, 4])),
+        ([torch.ones(2), torch.zeros(2)], torch.tensor([[1.0, 1.0], [0.0, 0.0]])),
+        ([[], []], torch.zeros(2, 0)),
+    ],
+)
+def test_numbers_become_a_tensor(values: list[Any], expected: Tensor) -> None:
+    found = collated([{"x": value} for value in values])["x"]
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
+
+
+def test_words_stay_a_list() -> None:
+    assert collated([{"text": "a"}, {"text": "bc"}]) == {"text": ["a", "bc"]}
+
+
+def test_other_samples_are_put_together_as_torch_does_it() -> None:
+    inputs, targets = collated([(torch.ones(2), 1), (torch.ones(2), 0)])
+    assert inputs.shape == (2, 2)
+    assert targets.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [
+        ([{"ids": [1]}, {"ids": [1, 2]}], r"'ids' of the shapes \(1,\) and \(2,\).*DataCollatorWithPadding"),
+        ([{"ids": torch.ones(3)}, {"ids": torch.ones(2)}], r"'ids' of the shapes \(2,\) and \(3,\)"),
+        ([{"ids": []}, {"ids": [1]}], r"'ids' of the shapes \(0,\) and \(1,\)"),
+        ([{"ids": [[1], [1, 2]]}], "'ids' of the shapes that no tensor has"),
+        ([{"words": ["a"]}, {"words": ["a", "b"]}], r"'words' of the shapes \(1,\) and \(2,\)"),
+        ([{"a": 1}, {"a": 1, "b": 1}], r"the keys \['a'\] and \['a', 'b'\]"),
+        ([{"a": 1, "b": 1}, {"a": 1}], r"the keys \['a', 'b'\] and \['a'\]"),
+    ],
+)
+def test_samples_that_do_not_fit_together_are_refused(samples: list[dict[str, Any]], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        collated(samples)

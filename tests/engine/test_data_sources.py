@@ -1,0 +1,154 @@
+"""Data with a number for each sample: the loaders, samplers and workers of the user."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+from shardformer.engine import data_random
+from shardformer.engine.data import Batches
+from shardformer.errors import ConfigError, InputError
+from shardformer.mesh.context import ParallelContext
+
+
+def place(rank: int = 0, ranks: int = 1) -> ParallelContext:
+    return ParallelContext.of({"data": ranks}, {"data": rank})
+
+
+class Process(Dataset[Any]):
+    """Each sample is the process that read it, and a number that it drew."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([os.getpid(), float(torch.rand(()))], dtype=torch.float64)
+
+
+def test_workers_that_persist_are_the_same_in_every_epoch() -> None:
+    options: dict[str, Any] = {"batch_size": 2, "num_workers": 1}
+    batches = Batches(DataLoader(Process(), persistent_workers=True, **options), place())
+    next(iter(batches))  # a loop that is broken off
+    rest, again = (torch.cat(list(batches)) for _ in range(2))
+    assert len({*rest[:, 0].tolist(), *again[:, 0].tolist(), os.getpid()}) == 2
+    plain = Batches(DataLoader(Process(), batch_size=2), place())
+    expected = [torch.cat(list(plain))[:, 1] for _ in range(2)]
+    assert torch.equal(rest[:, 1], expected[0][2:])
+    assert torch.equal(again[:, 1], expected[1])
+
+
+def test_what_a_worker_finds_wrong_is_said_as_it_is() -> None:
+    samples = [{"ids": [1]}, {"ids": [1, 2]}]
+    with pytest.raises(InputError, match=r"^The samples of a batch have 'ids' of the shapes"):
+        list(Batches(samples, place(), batch_size=2, num_workers=1))
+
+
+def test_batches_of_a_sampler_that_are_too_small() -> None:
+    loader: DataLoader[Any] = DataLoader(list(range(5)), batch_sampler=[[0, 1], [2, 3], [4]])  # type: ignore[arg-type]
+    assert len(Batches(loader, place())) == 3
+    with pytest.raises(InputError, match="A batch of 1 samples for 2 data ranks"):
+        next(iter(Batches(loader, place(0, 2))))
+    merged = [
+        torch.cat(parts).tolist() for parts in zip(*(Batches(loader, place(r, 2), merge_last=True) for r in (0, 1)))
+    ]
+    assert merged == [[0, 1], [2, 3, 4]]
+
+
+def test_what_is_left_for_more_ranks_than_it_has_samples() -> None:
+    before = Batches(list(range(12)), place(0, 3), batch_size=3)
+    for _ in zip(range(3), before):
+        pass
+    after = Batches(list(range(12)), place(3, 4), batch_size=4)
+    after.load_state(before.state())
+    with pytest.raises(InputError, match="A batch of 3 samples for 4 data ranks"):
+        next(iter(after))
+
+
+def test_a_generator_of_the_user_is_left_alone() -> None:
+    generator = torch.Generator().manual_seed(5)
+    before = generator.get_state()
+    data = list(range(6))
+    sampler = RandomSampler(data, replacement=True, generator=generator)
+    orders = [[b.tolist() for b in Batches(DataLoader(data, 3, sampler=sampler), place())] for _ in range(2)]  # type: ignore[arg-type]
+    assert orders[0] == orders[1]
+    assert sampler.generator is generator
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_a_sampler_may_give_names_and_tensors() -> None:
+    class Words(Dataset[str]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, key: str) -> str:
+            return key * 2
+
+    def numbers() -> Iterator[Tensor]:
+        return iter(torch.tensor([2, 0]))
+
+    class Numbers:
+        def __len__(self) -> int:
+            return 2
+
+        __iter__ = staticmethod(numbers)
+
+    assert list(Batches(DataLoader(Words(), 2, sampler=["a", "b"]), place())) == [["aa", "bb"]]  # type: ignore[arg-type]
+    (batch,) = Batches(DataLoader([5, 6, 7], 2, sampler=Numbers()), place())  # type: ignore[arg-type]
+    assert batch.tolist() == [7, 5]
+
+
+def test_shuffling_can_be_taken_from_a_loader() -> None:
+    data: Any = list(range(6))
+    found = Batches(DataLoader(data, 3, shuffle=True), place(), shuffle=False)
+    assert [batch.tolist() for batch in found] == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "said"),
+    [
+        (DataLoader([1, 2], 2), {"shuffle": True}, "shuffle=True is given beside"),  # type: ignore[arg-type]
+        (DataLoader([1, 2], 2), {"num_workers": 2}, "num_workers=2 beside"),  # type: ignore[arg-type]
+        (DataLoader([1, 2], 2), {"drop_last": True}, "drop_last=True beside"),  # type: ignore[arg-type]
+        (DataLoader([1, 2], 2, sampler=[]), {}, "a list, is empty"),  # type: ignore[arg-type]
+        (list, {"batch_size": 1}, "is a type"),
+        ({"a", "b"}, {"batch_size": 1}, "is a set"),
+        (torch.ones(3), {"batch_size": 1}, "is a Tensor.*TensorDataset"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(source: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Batches(source, place(), **options)
+
+
+def test_ranks_that_are_threads_draw_one_behind_the_other() -> None:
+    free: list[bool] = []
+
+    def look() -> None:
+        free.append(data_random._GENERATORS.acquire(blocking=False))
+        if free[-1]:
+            data_random._GENERATORS.release()
+
+    def ask() -> None:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+
+    own = data_random.OwnRandom(1)
+    with own.drawing():
+        ask()
+        first = torch.rand(3)
+    with own.drawing(), data_random.drawing_from(2):  # a data set that is made of another run's data
+        ask()
+    with own.drawing():
+        second = torch.rand(3)
+    ask()
+    assert free == [False, False, True]
+    with data_random.drawing_from(1):
+        assert torch.equal(torch.cat([first, second]), torch.rand(6))

@@ -1,0 +1,148 @@
+"""Streams: what was read is not lost and not read twice, and ranks draw alike."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from shardformer.engine.data import Batches
+from shardformer.errors import InputError
+from shardformer.mesh.context import ParallelContext
+
+
+def place(rank: int = 0, ranks: int = 1) -> ParallelContext:
+    return ParallelContext.of({"data": ranks}, {"data": rank})
+
+
+class Count(IterableDataset[Any]):
+    """Counts up; each sample draws from all three generators."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in range(self.count):
+            yield torch.tensor([i, float(torch.rand(())), numpy.random.rand(), random.random()])
+
+
+class Counted(Count):
+    """It knows its length, and has the ``__getitem__`` of every torch Dataset, which raises."""
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def rows(batches: Any) -> list[list[float]]:
+    return [row for batch in batches for row in batch.tolist()]
+
+
+MAKES: dict[str, Callable[[int, int], tuple[Any, dict[str, Any]]]] = {
+    "samples": lambda count, size: (Count(count), {"batch_size": size}),
+    "samples of a known number": lambda count, size: (Counted(count), {"batch_size": size}),
+    "an iterator": lambda count, size: (iter(Count(count)), {"batch_size": size}),
+    "batches": lambda count, size: (DataLoader(Count(count), size), {}),
+    "batches of a known number": lambda count, size: (DataLoader(Counted(count), size), {}),
+}
+
+
+@pytest.mark.parametrize("kind", MAKES)
+@given(first=st.integers(2, 5), then=st.integers(2, 5), steps=st.integers(0, 2))
+def test_a_run_goes_on_at_the_same_sample(kind: str, first: int, then: int, steps: int) -> None:
+    def made(size: int) -> Batches:
+        source, options = MAKES[kind](10, size)
+        return Batches(source, place(), **options)
+
+    expected = rows(made(first))
+    begun, goes_on = made(first), made(then)
+    found = [row for _, batch in zip(range(steps), begun) for row in batch.tolist()]
+    goes_on.load_state(begun.state())
+    found += rows(goes_on)
+    assert [row[0] for row in found] == list(range(10))
+    assert found == expected
+
+
+@pytest.mark.parametrize("kind", MAKES)
+def test_a_loop_that_was_broken_off_goes_on(kind: str) -> None:
+    source, options = MAKES[kind](10, 4)
+    batches = Batches(source, place(), **options)
+    found = [row for _, batch in zip(range(1), batches) for row in batch.tolist()]
+    assert [row[0] for row in [*found, *rows(batches)]] == list(range(10))
+    assert batches.epoch == 1
+
+
+def test_what_can_be_gone_through_once_does_not_go_back() -> None:
+    batches = Batches(iter(range(10)), place(), batch_size=4)
+    next(iter(batches))
+    batches.rewind()
+    with pytest.raises(InputError, match="read up to sample 4, and was to go on at 0"):
+        next(iter(batches))
+
+
+def test_ranks_that_put_samples_together_draw_other_numbers() -> None:
+    def noise(samples: list[Any]) -> Tensor:
+        return torch.rand(3)
+
+    one, other = (next(iter(Batches(Count(4), place(r, 2), batch_size=4, collate_fn=noise))) for r in (0, 1))
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ({"merge_last": True}, [[0, 1, 2, 3], [4, 5, 6, 7, 8]]),
+        ({"drop_last": True}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ({"drop_last": True, "merge_last": True}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ],
+)
+@pytest.mark.parametrize("make", [lambda: Count(9), lambda: Counted(9), lambda: iter(Count(9)), lambda: list(Count(9))])
+def test_the_end_is_the_same_as_that_of_a_list(ends: dict[str, bool], expected: Any, make: Any) -> None:
+    found = [Batches(make(), place(r, 2), batch_size=4, shuffle=None, **ends) for r in (0, 1)]
+    whole = [torch.cat(parts)[:, 0].tolist() for parts in zip(*found, strict=True)]
+    if isinstance(make(), list):
+        assert [len(batch) for batch in whole] == [len(batch) for batch in expected]
+    else:
+        assert whole == expected
+
+
+def test_merging_reads_nothing_ahead_that_a_broken_loop_would_lose() -> None:
+    batches = Batches(iter(range(9)), place(0, 2), batch_size=4, merge_last=True)
+    assert next(iter(batches)).tolist() == [0, 1]
+    assert [batch.tolist() for batch in batches] == [[4, 5, 6]]
+
+
+def test_a_stream_that_gives_no_batch_is_refused() -> None:
+    with pytest.raises(InputError, match="gave nothing in epoch 1"):
+        list(Batches(Count(0), place(), batch_size=4))
+    with pytest.raises(InputError, match="gave nothing in epoch 1"):
+        list(Batches(Count(3), place(), batch_size=4, drop_last=True))
+
+
+def test_lengths_that_are_known() -> None:
+    assert len(Batches(Counted(9), place(), batch_size=4)) == 3
+    assert len(Batches(DataLoader(Counted(9), 4), place())) == 3
+    assert len(Batches(DataLoader(Counted(9), 4), place(), accumulate=2)) == 2
+
+
+def test_random_numbers_of_a_loader_are_its_own_and_the_same_on_all_ranks() -> None:
+    """A map-style data set without batching is a stream of whole batches."""
+    generator = torch.Generator().manual_seed(5)
+    before = generator.get_state()
+    data = [torch.arange(4) + 4 * i for i in range(5)]
+
+    def found(ranks: int) -> list[list[int]]:
+        made = (DataLoader(data, batch_size=None, shuffle=True, generator=generator) for _ in range(ranks))  # type: ignore[arg-type]
+        parts = zip(*(Batches(loader, place(r, ranks)) for r, loader in enumerate(made)), strict=True)
+        return [torch.cat(each).tolist() for each in parts]
+
+    assert found(1) == found(2)
+    assert sorted(found(1)) == [x.tolist() for x in data]
+    assert torch.equal(generator.get_state(), before)

@@ -1,0 +1,406 @@
+"""One engine: the same three calls under every layout, and the weights that one process gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from shardformer.engine.build import initialize
+from shardformer.engine.data_sources import shuffled
+from shardformer.engine.engine import Engine
+from shardformer.engine.parallel import Parallel
+from shardformer.errors import ConfigError, InputError, ShardFormerError
+from shardformer.mesh.context import ParallelContext
+from shardformer.sharding.save import full_state_dict
+from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.testing.zoo import Sample
+
+GPT2 = Sample("gpt2", changes={"n_layer": 4})
+EXACT = 1e-6
+"""GPT-2 computes its loss in fp32: another cut of a batch rounds otherwise."""
+
+Losses = list[float]
+
+
+def plain(sample: Sample = GPT2) -> nn.Module:
+    torch.manual_seed(0)
+    return sample().double().train()
+
+
+def rows(count: int = 22, length: int = 9) -> list[dict[str, Tensor]]:
+    """Samples with another number of ignored labels in each."""
+    ids = torch.randint(3, 127, (count, length), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    for row in range(count):
+        labels[row, : row * 2 % length] = -100
+    return [{"input_ids": i, "labels": label} for i, label in zip(ids, labels, strict=True)]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def alone() -> tuple[Losses, dict[str, Tensor]]:
+    """The loop as it is without us: the order of the data is all that is ours."""
+    model = plain()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    losses = []
+    samples = rows()
+    for epoch in range(2):
+        order = torch.randperm(len(samples), generator=shuffled(0, epoch)).tolist()
+        for start in range(0, len(order), 6):
+            batch = [samples[i] for i in order[start : start + 6]]
+            loss = model(**{k: torch.stack([s[k] for s in batch]) for k in batch[0]}).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+    return losses, model.state_dict()
+
+
+def trained(parallel: dict[str, Any]) -> tuple[Losses, dict[str, Tensor]]:
+    model = plain()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    engine = initialize(
+        model, optimizer, train_data=rows(), batch_size=6, scheduler=scheduler,
+        parallel={"max_grad_norm": 1.0, **parallel},
+    )  # fmt: skip
+    assert engine.data is not None
+    losses = []
+    for _ in range(2):
+        for batch in engine.data:
+            loss = engine(batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
+    return losses, full_state_dict(engine.model)
+
+
+def difference(found: tuple[Losses, dict[str, Tensor]], expected: tuple[Losses, dict[str, Tensor]]) -> float:
+    losses = [abs(a - b) for a, b in zip(found[0], expected[0], strict=True)]
+    weights = [float((found[1][name] - value).abs().max()) for name, value in expected[1].items()]
+    return max(losses + weights)
+
+
+def _layout(parallel: dict[str, Any]) -> float:
+    return difference(trained(parallel), alone())
+
+
+def test_one_process_is_the_loop_as_it_was() -> None:
+    assert _layout({}) < 1e-12
+    assert _layout({"zero": 1}) < 1e-12
+    assert _layout({"micro_batch_size": 2}) < EXACT
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"tensor": 2},
+        {"pipe": 2, "micro_batches": 3},
+        {"data": 2, "zero": 2},
+        {"tensor": 2, "sequence_parallel": True, "zero": 0, "micro_batch_size": 2},
+    ],
+    ids=str,
+)
+def test_two_processes_give_the_weights_of_one(pool2: WorkerPool, parallel: dict[str, Any]) -> None:
+    assert max(pool2.run(_layout, parallel)) < EXACT
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"pipe": 2, "zero": 1}, {"tensor": 2, "zero": 3}, {"pipe": 2, "tensor": 2}, {}], ids=str
+)
+def test_four_processes_give_the_weights_of_one(pool4: WorkerPool, parallel: dict[str, Any]) -> None:
+    assert max(pool4.run(_layout, parallel)) < EXACT
+
+
+# -------------------------------------------------------------------------------------------------------- what it takes
+
+
+class Sum(nn.Module):
+    """A model without a config, which gives no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        out: Tensor = self.layers(x, **kwargs)
+        return out
+
+
+def pairs(count: int = 10) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.rand(count, 4, generator=generator), torch.randint(3, (count,), generator=generator))
+
+
+def made(**options: Any) -> Engine:
+    torch.manual_seed(0)
+    model = Sum()
+    return initialize(model, sgd(model), nn.CrossEntropyLoss(), **options)
+
+
+def test_rows_of_inputs_and_targets_are_batches() -> None:
+    data = pairs()
+    engine, plainly = made(train_data=data, batch_size=4, data_options={"shuffle": False}), Sum()
+    assert engine.data is not None
+    torch.manual_seed(0)
+    plainly = Sum()
+    optimizer = sgd(plainly)
+    for batch, start in zip(engine.data, range(0, 10, 4), strict=True):
+        x, y = data[start : start + 4]
+        expected = nn.functional.cross_entropy(plainly(x), y)
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert float(engine.train_step(batch)) == pytest.approx(float(expected.detach()), abs=1e-7)
+    assert engine.steps == 3
+
+
+def test_a_loader_of_the_user_goes_on_as_it_was_made() -> None:
+    engine = made(train_data=DataLoader(pairs(), batch_size=4, drop_last=True))
+    assert engine.data is not None
+    assert [len(batch[1]) for batch in engine.data] == [4, 4]
+
+
+def test_several_batches_at_once_are_one_large_batch() -> None:
+    data = pairs()
+    whole, parts = made(), made()
+    expected = whole.train_step(tuple(data[:10]))
+    found = parts.train_step([tuple(data[:3]), tuple(data[3:10])])
+    assert float(found) == pytest.approx(float(expected), abs=1e-6)
+    for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-7)
+
+
+def test_the_loss_of_many_batches_is_that_of_all_of_them() -> None:
+    data = pairs()
+    engine = made()
+    with torch.no_grad():
+        expected = nn.functional.cross_entropy(engine.model(data[:10][0]), data[:10][1])
+    found = engine.evaluate(iter([tuple(data[:2]), tuple(data[2:3]), tuple(data[3:10])]))
+    assert float(found) == pytest.approx(float(expected), abs=1e-6)
+    assert engine.model.training
+    assert float(engine.evaluate(tuple(data[:10]))) == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_in_eval_mode_a_batch_leaves_no_gradient_and_waits_for_nothing() -> None:
+    engine, batch = made(), tuple(pairs()[:4])
+    engine.eval()
+    first = engine(batch)
+    assert torch.equal(engine(batch), first)
+    engine.train()
+    with torch.no_grad():
+        assert torch.equal(engine(batch), first)
+    assert all(p.grad is None for p in engine.model.parameters())
+    assert engine.predict(batch).shape == (4, 3)
+
+
+def test_a_function_makes_the_optimizer_and_the_scheduler() -> None:
+    torch.manual_seed(0)
+    engine = initialize(
+        Sum(),
+        lambda parameters: torch.optim.AdamW(parameters, lr=1.0),
+        nn.CrossEntropyLoss(),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+    )
+    engine.train_step(tuple(pairs()[:4]))
+    assert engine.optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_an_optimizer_stays_the_object_that_it_was_and_trains() -> None:
+    torch.manual_seed(0)
+    model = Sum()
+    first, *others = model.parameters()
+    optimizer = (
+        torch.optim.LBFGS(model.parameters())
+        if False
+        else torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": others, "lr": 0.2}])
+    )
+    engine = initialize(model, optimizer, nn.CrossEntropyLoss())
+    assert engine.optimizer is optimizer
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 3]
+    before = [p.detach().clone() for p in model.parameters()]
+    engine.train_step(tuple(pairs()[:4]))
+    assert all(not torch.equal(p, b) for p, b in zip(engine.model.parameters(), before, strict=True))
+
+
+def test_schedulers_may_step_every_epoch() -> None:
+    model = Sum()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    engine = initialize(
+        model, optimizer, nn.CrossEntropyLoss(), pairs(), scheduler, batch_size=5, scheduler_every="epoch"
+    )
+    assert engine.data is not None
+    for batch in engine.data:
+        engine.train_step(batch)
+        assert scheduler.get_last_lr() == [0.05]
+    assert scheduler.get_last_lr() == [0.025]
+
+
+# --------------------------------------------------------------------------------------------------------- what it does
+
+
+def test_steps_that_are_not_finite_are_errors_or_skipped() -> None:
+    bad = (torch.full((4, 4), torch.inf), torch.zeros(4, dtype=torch.long))
+    engine = made(parallel={"max_grad_norm": 1.0})
+    before = [p.detach().clone() for p in engine.model.parameters()]
+    with pytest.raises(InputError, match="not finite"):
+        engine.train_step(bad)
+    skipping = made(parallel={"max_grad_norm": 1.0, "on_nonfinite": "skip"})
+    skipping.train_step(bad)
+    assert (skipping.steps, skipping.skipped) == (1, 1)
+    for each in (engine, skipping):
+        assert all(torch.equal(p, b) for p, b in zip(each.model.parameters(), before, strict=True))
+
+
+def _misused(engine: Engine, how: str) -> None:
+    batch = tuple(pairs()[:4])
+    if how == "another loss":
+        engine.backward(engine(batch) / 2)
+    elif how == "no batch":
+        engine.step()
+    elif how == "no backward":
+        engine(batch)
+        engine.step()
+    elif how == "twice":
+        engine.backward(engine(batch))
+        engine(batch)
+    elif how == "saved between":
+        engine(batch)
+        engine.save("nowhere")
+    else:
+        engine.train_step(how)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("another loss", "Do not divide it"),
+        ("no batch", "without a batch"),
+        ("no backward", "before backward"),
+        ("twice", r"engine\(\[first, second\]\)"),
+        ("saved between", "in the middle of a step"),
+        ("a word", "The batch is a str"),
+        ((torch.rand(4, 4), torch.rand(4), torch.zeros(4)), "has 2 inputs"),
+    ],
+    ids=lambda value: value[:12] if isinstance(value, str) else "too many",
+)
+def test_calls_in_another_order_are_refused(how: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        _misused(made(), how)
+
+
+def strange_optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optimizer": strange_optimizer()}, "none of the model's"),
+        ({"optimizer": torch.optim.SGD}, "optimizer=SGD"),
+        ({"parallel": {"tensr": 2}}, "Did you mean 'tensor'"),
+        ({"parallel": 3}, "parallel=3"),
+        ({"parallel": {"tensor": 2}}, "runs alone"),
+        ({"parallel": {"zero": 4}}, "zero=4"),
+        ({"parallel": {"cut": "even"}}, "pipe=1"),
+        ({"parallel": {"max_grad_norm": -1.0}}, "max_grad_norm=-1.0"),
+        ({"scheduler_every": "month"}, "scheduler_every='month'"),
+        ({"scheduler": lambda optimizer: None}, "0 optimizers"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else "",
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        initialize(Sum(), **options)
+
+
+def test_an_optimizer_that_has_made_steps_is_refused() -> None:
+    model = Sum()
+    optimizer = sgd(model)
+    model(torch.rand(2, 4)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ConfigError, match="has made steps already"):
+        initialize(model, optimizer)
+
+
+def test_where_it_is_refused_the_optimizer_has_its_parameters_still() -> None:
+    model = plain()
+    optimizer = sgd(model)
+    context = ParallelContext.of({"tensor": 3})
+    with pytest.raises(ShardFormerError):
+        initialize(model, optimizer, context=context, parallel=Parallel(tensor=3))
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("asked", "processes", "sizes"),
+    [
+        ({"tensor": 4, "pipe": 2}, 8, (1, 2, 4)),
+        ({"tensor": 4, "pipe": 2}, 6, (3, 1, 2)),
+        ({"tensor": 2, "pipe": 2}, 3, (3, 1, 1)),
+        ({"tensor": 2}, 6, (3, 1, 2)),
+        ({"tensor": 3, "pipe": 2, "cut": [2, 2]}, 3, (1, 1, 3)),
+    ],
+)
+def test_a_layout_fits_another_number_of_processes(
+    asked: dict[str, Any], processes: int, sizes: tuple[int, int, int]
+) -> None:
+    fitted = Parallel(**asked).fit(processes)
+    assert (fitted.data, fitted.pipe, fitted.tensor) == sizes
+
+
+# --------------------------------------------------------------------------------------------------------------- saving
+
+
+def _resumed(tmp: str, first: dict[str, Any], then: dict[str, Any], dropout: float = 0.1) -> float:
+    """Seven steps without a break, against three, a checkpoint, and four more under another layout."""
+
+    def run(parallel: dict[str, Any], start: Callable[[Engine], None], steps: int) -> tuple[Losses, Engine]:
+        model = plain(Sample("gpt2", changes={"n_layer": 4, "resid_pdrop": dropout}))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        engine = initialize(model, optimizer, train_data=rows(), batch_size=6, scheduler=scheduler, parallel=parallel)
+        start(engine)
+        losses: Losses = []
+        while engine.steps < steps:
+            assert engine.data is not None
+            for batch in engine.data:
+                losses.append(float(engine.train_step(batch)))
+                if engine.steps == steps:
+                    break
+        return losses, engine
+
+    torch.manual_seed(5)
+    whole, _ = run(first, lambda engine: None, 7)
+    torch.manual_seed(5)
+    before, engine = run(first, lambda engine: None, 3)
+    engine.save(tmp, in_background=True)
+    engine.wait()
+    torch.manual_seed(99)
+    after, engine = run(then, lambda engine: engine.load(tmp) and None, 7)
+    assert engine.steps == 7
+    assert engine.skipped == 0
+    return max(abs(a - b) for a, b in zip(before + after, whole, strict=True))
+
+
+def test_a_run_goes_on_in_the_middle_of_an_epoch_to_the_bit(tmp_path: Any) -> None:
+    assert _resumed(str(tmp_path), {}, {}) == 0.0
+
+
+def test_a_pipeline_goes_on_to_the_bit(pool2: WorkerPool, tmp_path: Any) -> None:
+    assert max(pool2.run(_resumed, str(tmp_path), {"pipe": 2, "zero": 1}, {"pipe": 2, "zero": 1})) == 0.0
+
+
+def test_it_goes_on_under_another_layout(pools: Pools, tmp_path: Any) -> None:
+    assert max(pools(4).run(_resumed, str(tmp_path), {"tensor": 2, "zero": 2}, {"pipe": 2, "tensor": 2}, 0.0)) < EXACT

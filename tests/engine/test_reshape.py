@@ -1,0 +1,138 @@
+"""An engine goes on under another layout, in memory: the losses of one that stayed, and no byte that need not move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardformer.checkpoint.move import Moved
+from shardformer.engine.build import initialize
+from shardformer.engine.engine import Engine
+from shardformer.errors import ConfigError, InputError
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.zoo import Sample
+from tests.engine.test_engine import rows
+
+Layout = dict[str, Any]
+LAYOUTS: list[Layout] = [
+    {"tensor": 2, "pipe": 2, "zero": 1},
+    {"data": 4, "zero": 2},
+    {"data": 2, "tensor": 2, "zero": 3},
+    {"tensor": 4, "sequence_parallel": True},
+    {"data": 2, "pipe": 2, "zero": 0, "offload": "cpu"},
+]
+
+
+def made(family: str, layout: Layout, **options: Any) -> Engine:
+    torch.manual_seed(0)
+    model = Sample(family)().double().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    data = [{**row, "labels": row["labels"].clamp(min=3)} for row in rows(24)]
+    return initialize(model, optimizer, None, data, scheduler, layout, batch_size=4, **options)
+
+
+def losses(engine: Engine, steps: int) -> list[float]:
+    found = []
+    assert engine.data is not None
+    for batch in engine.data:
+        found.append(float(engine.train_step(batch)))
+        if len(found) == steps:
+            break
+    return found
+
+
+def _moved(family: str, first: Layout, then: Layout) -> tuple[float, Moved, Moved]:
+    stays = made(family, first)
+    expected = losses(stays, 5)
+    engine = made(family, first)
+    found = losses(engine, 2)
+    moved = engine.reshape(then)
+    found += losses(engine, 2)
+    back = engine.reshape(first)
+    found += losses(engine, 1)
+    rates = [e.optimizers[0].param_groups[0]["lr"] for e in (stays, engine)]
+    assert rates[0] == rates[1], rates
+    return max(abs(a - b) for a, b in zip(found, expected, strict=True)), moved, back
+
+
+PAIRS = [
+    ("llama", LAYOUTS[0], LAYOUTS[1]),
+    ("gpt2", LAYOUTS[2], LAYOUTS[0]),
+    ("t5", LAYOUTS[3], LAYOUTS[2]),
+    ("llama", LAYOUTS[4], LAYOUTS[3]),
+    ("bert", LAYOUTS[1], LAYOUTS[4]),
+]
+
+
+@pytest.mark.parametrize(("family", "first", "then"), PAIRS, ids=str)
+def test_an_engine_goes_on_under_another_layout_and_back(
+    pool4: WorkerPool, family: str, first: Layout, then: Layout
+) -> None:
+    found = pool4.run(_moved, family, first, then)
+    assert max(difference for difference, *_ in found) < 1e-6
+    for number in (1, 2):
+        moved: list[Any] = [each[number] for each in found]
+        assert sum(m.sent for m in moved) == sum(m.received for m in moved) > 0
+
+
+def _stays() -> tuple[Moved, Moved]:
+    engine = made("llama", {"tensor": 2})
+    losses(engine, 1)
+    same = engine.reshape({"tensor": 2})
+    losses(engine, 1)
+    return same, engine.reshape({"data": 2})
+
+
+def test_what_a_rank_has_already_is_not_sent(pool2: WorkerPool) -> None:
+    for same, other in pool2.run(_stays):
+        assert (same.sent, same.received) == (0, 0)
+        assert 0 < other.received < other.copied
+
+
+def test_one_process_reshapes_too() -> None:
+    engine, stays = made("gpt2", {}), made("gpt2", {})
+    found = losses(engine, 2)
+    assert engine.reshape({"zero": 1, "micro_batch_size": 2}).sent == 0
+    assert found + losses(engine, 2) == pytest.approx(losses(stays, 4), abs=1e-6)
+
+
+def _refused() -> tuple[str, list[float]]:
+    engine = made("gpt2", {"data": 2})
+    found = losses(engine, 1)
+    said = ""
+    for layout in ({"tensor": 3}, {"pipe": 2, "schedule": "no such"}):
+        try:
+            engine.reshape(layout)
+        except ConfigError as error:
+            said += str(error)
+    return said, found + losses(engine, 2)
+
+
+def test_a_layout_that_cannot_be_leaves_the_engine_as_it_was(pool2: WorkerPool) -> None:
+    for said, found in pool2.run(_refused):
+        assert "tensor=3" in said
+        assert "no such" in said
+        assert found == pool2.run(_plain_losses)[0]
+
+
+def _plain_losses() -> list[float]:
+    return losses(made("gpt2", {"data": 2}), 3)
+
+
+def test_it_is_refused_in_the_middle_of_a_step_and_for_a_model_that_came_sharded() -> None:
+    from shardformer.sharder import shard_model
+
+    engine = made("gpt2", {})
+    assert engine.data is not None
+    engine(next(iter(engine.data)))
+    with pytest.raises(InputError, match="in the middle of a step"):
+        engine.reshape({})
+    context = ParallelContext.of({})
+    model: nn.Module = shard_model(Sample("gpt2")(), context=context)
+    with pytest.raises(ConfigError, match="plain model"):
+        initialize(model, context=context).reshape({})
