@@ -1,0 +1,203 @@
+"""What a run wrote down while it trained: a folder with a file ``records.jsonl``, one JSON object a line.
+
+    {"step": 10, "epoch": 0, "seconds": 4.2, "values": {"loss": 3.25, "tokens_per_s": 51200.0, "grad_norm": "nan"}}
+
+JSON has no NaN and no infinity: they are written as "nan", "inf" and "-inf".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from shardformer.errors import ConfigError, InputError, nearest
+
+FILE = "records.jsonl"
+_KEYS = ("step", "epoch", "seconds", "values")
+_EXAMPLE = '{"step": 10, "epoch": 0, "seconds": 4.2, "values": {"loss": 3.25}}'
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was measured behind one step.
+
+    Args:
+        step: optimizer steps done so far.
+        epoch: the pass over the data that the step belongs to.
+        seconds: since the run began.
+        values: by any name. Those that a picture knows by name: loss, learning_rate, tokens_per_s, flops_per_s,
+            memory_bytes, grad_norm; a name behind "validation/", as in validation/loss, is of the validation data.
+    """
+
+    step: int
+    epoch: int
+    seconds: float
+    values: dict[str, float]
+
+
+class RecordWriter:
+    """Writes records into ``folder/records.jsonl``, each at once, so that a killed run keeps all but the last.
+
+    One process of a run writes.
+
+    Args:
+        folder: of the run; it is made where there is none.
+        resume_at: the step from which a run goes on. Records of later steps are dropped, so that the file is the one
+            of a run that was never interrupted. None: a new run; the file of an earlier one is kept beside it, as
+            ``records.1.jsonl``, or the next free number.
+
+    Raises:
+        ConfigError: ``folder`` is a file.
+        InputError: the file of the run that goes on is damaged.
+        OSError: the folder cannot be made or written into.
+    """
+
+    def __init__(self, folder: str | Path, resume_at: int | None = None) -> None:
+        folder = Path(folder)
+        if folder.is_file():
+            raise ConfigError(
+                f"{str(folder)!r} is a file",
+                rule="A run writes into a folder, which is made where there is none",
+                remedy="Give the path of a folder",
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / FILE
+        if resume_at is not None:
+            _keep_up_to(path, resume_at)
+        elif path.exists() and path.stat().st_size > 0:
+            path.rename(_free_name(path))
+        self._file: TextIO = path.open("a" if resume_at is not None else "w", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        """Appends a line."""
+        self._file.write(_line(record))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_records(path: str | Path) -> list[Record]:
+    """The records of a run, in the order in which they were written.
+
+    Args:
+        path: the folder of a run, or a file of records. The last line is left out where it is half-written, as that
+            of a run is that was killed, or that goes on.
+
+    Raises:
+        ConfigError: there is no such file.
+        InputError: any other line is no record.
+    """
+    file = _file_of(Path(path))
+    lines = file.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            records.append(_parse(line))
+        except (ValueError, OverflowError) as error:  # what is no UTF-8 and what is no JSON are ValueErrors, too
+            if number == len(lines):  # no line break follows
+                break
+            raise InputError(
+                f"{file}, line {number}: {_shortened(line)} is no record: {error}",
+                rule=f"A line is a JSON object such as {_EXAMPLE}",
+                remedy="Mend the line, or take it out of the file",
+            ) from error
+    return records
+
+
+def _line(record: Record) -> str:
+    values = {name: _to_json(value) for name, value in record.values.items()}
+    line = {"step": record.step, "epoch": record.epoch, "seconds": _to_json(record.seconds), "values": values}
+    return json.dumps(line, allow_nan=False) + "\n"
+
+
+def _to_json(value: float) -> float | str:
+    number = float(value)  # also of a number of numpy or a tensor with one element
+    return number if math.isfinite(number) else str(number)
+
+
+def _parse(line: bytes) -> Record:
+    """Raises ValueError with what is wrong, OverflowError for a number that is no float."""
+    found = json.loads(line.decode("utf-8"))
+    if not isinstance(found, dict) or sorted(found) != sorted(_KEYS):
+        raise ValueError(f"its keys are not {', '.join(_KEYS)}")
+    for name in ("step", "epoch"):
+        if type(found[name]) is not int:
+            raise ValueError(f"{name} is not a whole number")
+    if not isinstance(found["values"], dict):
+        raise ValueError("values is not an object")
+    values = {name: _to_float(name, value) for name, value in found["values"].items()}
+    return Record(found["step"], found["epoch"], _to_float("seconds", found["seconds"]), values)
+
+
+def _to_float(name: str, value: Any) -> float:
+    if type(value) in (int, float) or value in ("nan", "inf", "-inf"):
+        return float(value)
+    raise ValueError(f"{name} is not a number")
+
+
+def _shortened(line: bytes) -> str:
+    text = line.decode("utf-8", errors="replace")
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")
+
+
+def _keep_up_to(path: Path, step: int) -> None:
+    """Drops the records of later steps. The file is at any time the old one or the new one."""
+    if not path.exists():
+        return
+    kept = [record for record in read_records(path) if record.step <= step]
+    new = path.with_name(f".{path.name}")
+    with new.open("w", encoding="utf-8") as file:
+        file.writelines(map(_line, kept))
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (free := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return free
+
+
+# ---------------------------------------------------------------------------------------------------- finding the file
+
+
+def _file_of(path: Path) -> Path:
+    """The file of records that ``path`` means. Raises ConfigError where there is none."""
+    if path.is_file():
+        return path
+    if (path / FILE).is_file():
+        return path / FILE
+    raise ConfigError(
+        f"{str(path)!r} {f'has no {FILE}' if path.is_dir() else 'does not exist'}",
+        rule=f"A run is a folder with a {FILE}, which training writes, or such a file itself",
+        remedy=_remedy(path),
+    )
+
+
+def _remedy(path: Path) -> str:
+    if inside := list(_runs_in(path)):
+        return f"It holds runs. Give {_listed([str(path / name) for name in inside])}"
+    above = next(folder for folder in path.resolve().parents if folder.is_dir())
+    names = [name for name in _runs_in(above) if name != path.name]
+    if not names:
+        return f"There is no run in {above} either. Give the folder that training was told to write into"
+    return f"{nearest(path.name, names)} Give one of the runs in {above}"
+
+
+def _runs_in(folder: Path) -> Iterator[str]:
+    yield from sorted(file.parent.name for file in folder.glob(f"*/{FILE}"))
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:4])
+    return shown if len(names) <= 4 else f"{shown} or another of its {len(names)}"

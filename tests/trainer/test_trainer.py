@@ -1,0 +1,236 @@
+"""The loop around an engine: the moments of a run, what hooks ask for, and how a run ends on all ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardformer.engine.build import initialize
+from shardformer.engine.engine import Engine
+from shardformer.errors import ConfigError, InputError
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+from shardformer.trainer.hooks import MOMENTS, Hook
+from shardformer.trainer.trainer import Trainer
+
+Pair = tuple[Tensor, Tensor]
+
+
+def pairs(count: int = 10, seed: int = 1) -> list[Pair]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.rand(4, generator=generator), torch.rand(1, generator=generator)) for _ in range(count)]
+
+
+def made(context: ParallelContext | None = None, data: Any = None, batch_size: int = 4) -> Engine:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Linear(4, 1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.rand(p.shape, generator=generator))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = pairs() if data is None else data
+    return initialize(model, optimizer, nn.MSELoss(), data, context=context, batch_size=batch_size)
+
+
+class Diary(Hook):
+    """Writes down each moment."""
+
+    def __init__(self) -> None:
+        self.moments: list[str] = []
+
+
+def _note(moment: str) -> Any:
+    def note(self: Diary, trainer: Trainer, *args: Any) -> None:
+        self.moments.append(moment)
+
+    return note
+
+
+for _moment in (*MOMENTS, "on_validation_batch"):
+    setattr(Diary, _moment, _note(_moment))
+
+STEP = [
+    "before_step", "before_forward", "after_backward", "before_optimizer_step", "after_optimizer_step", "after_step",
+]  # fmt: skip
+VALIDATION = ["before_validation", "on_validation_batch", "after_validation"]
+
+
+def test_the_moments_come_in_their_order() -> None:
+    diary = Diary()
+    Trainer(made(), [diary]).fit(epochs=2, validation=pairs(3))
+    epoch = ["before_epoch", *STEP * 3, "after_epoch", *VALIDATION]
+    assert diary.moments == ["before_train", *epoch * 2, "after_train"]
+
+
+def test_every_moment_is_a_method_of_a_hook() -> None:
+    assert all(callable(getattr(Hook, moment)) for moment in MOMENTS)
+
+
+def test_a_run_is_the_loop_of_its_engine() -> None:
+    engine, plainly = made(), made()
+    Trainer(engine, [Diary()]).fit(epochs=2, validation=pairs(3))
+    for _ in range(2):
+        assert plainly.data is not None
+        for batch in plainly.data:
+            plainly.train_step(batch)
+    for a, b in zip(engine.model.parameters(), plainly.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_steps_may_end_in_the_middle_of_an_epoch_and_go_on() -> None:
+    engine = made()
+    trainer = Trainer(engine)
+    trainer.fit(steps=4)
+    assert (engine.steps, trainer.epoch) == (4, 1)
+    trainer.fit(epochs=2)
+    assert (engine.steps, trainer.epoch) == (6, 2)
+    trainer.fit(epochs=2)
+    assert engine.steps == 6
+
+
+class Asks(Hook):
+    """Asks for something behind a step."""
+
+    def __init__(self, what: str, at: int) -> None:
+        self.what, self.at = what, at
+
+    def after_step(self, trainer: Trainer) -> None:
+        if trainer.step == self.at:
+            getattr(trainer, self.what)()
+
+
+def test_a_hook_may_stop_the_run_and_ask_for_a_validation() -> None:
+    diary = Diary()
+    trainer = Trainer(made(), [Asks("validate", 1), Asks("stop", 2), diary])
+    trainer.fit(steps=9, validation=pairs(3))
+    assert trainer.step == 2
+    assert trainer.stopped_by == "a hook asked for it"
+    assert diary.moments.count("before_validation") == 1
+
+
+def test_the_validation_is_that_of_all_that_counts() -> None:
+    engine, held_out = made(), pairs(7, seed=2)
+    values = Trainer(engine).fit(steps=3, validation=held_out, validate_every=3)
+    x, y = (torch.stack(each) for each in zip(*held_out, strict=True))
+    with torch.no_grad():
+        expected = float(nn.functional.mse_loss(engine.model(x), y))
+    assert values["validation/loss"] == pytest.approx(expected, abs=1e-7)
+
+
+class Signals(Hook):
+    def after_step(self, trainer: Trainer) -> None:
+        if trainer.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_ends_the_run_behind_its_step() -> None:
+    diary, before = Diary(), signal.getsignal(signal.SIGTERM)
+    trainer = Trainer(made(), [Signals(), diary])
+    trainer.fit(steps=9)
+    assert trainer.step == 2
+    assert trainer.stopped_by == "a signal"
+    assert "on_signal" in diary.moments
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+# -------------------------------------------------------------------------------------------------------- several ranks
+
+
+class Breaks(Hook):
+    def __init__(self, moment: str, rank: int) -> None:
+        def fail(trainer: Trainer, *args: Any) -> None:
+            if trainer.engine.world.rank == rank:
+                raise ValueError("no room")
+
+        setattr(self, moment, fail)
+
+
+def _ends(context: ParallelContext, engine: Engine, hook: Hook | None) -> tuple[str, int]:
+    trainer = Trainer(engine, [hook] if hook is not None else [])
+    try:
+        trainer.fit(epochs=2, validation=pairs(3))
+    except InputError as error:
+        return str(error), engine.steps
+    return "", engine.steps
+
+
+MOMENTS_THAT_COME = [m for m in MOMENTS if m not in ("on_signal", "on_exception", "before_save", "after_save")]
+
+
+@pytest.mark.parametrize("moment", [*MOMENTS_THAT_COME, "on_validation_batch"])
+def test_a_hook_that_fails_on_one_rank_ends_the_run_on_all(moment: str) -> None:
+    def run(context: ParallelContext) -> tuple[str, int]:
+        return _ends(context, made(context), Breaks(moment, 1))
+
+    (said, steps), (other, other_steps) = run_as_threads(run, data=2)
+    assert said == other
+    assert steps == other_steps
+    assert f"The hook Breaks ({moment}) failed on rank 1: ValueError: no room" in said
+
+
+class Faulty(list[Pair]):
+    """The seventh sample cannot be read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == 7:
+            raise OSError("disk is gone")
+        return super().__getitem__(index)
+
+
+def test_data_that_fails_on_one_rank_ends_the_run_on_all() -> None:
+    def run(context: ParallelContext) -> tuple[str, int]:
+        return _ends(context, made(context, Faulty(pairs())), None)
+
+    (said, steps), (other, other_steps) = run_as_threads(run, data=2)
+    assert said == other
+    assert steps == other_steps
+    assert "disk is gone" in said
+
+
+def test_what_one_rank_asks_for_all_do() -> None:
+    def run(context: ParallelContext) -> tuple[int, int, str | None]:
+        engine, diary = made(context), Diary()
+        hooks: list[Hook] = [diary]
+        if context.data.rank == 1:
+            hooks += [Asks("validate", 1), Asks("stop", 2)]
+        trainer = Trainer(engine, hooks)
+        trainer.fit(steps=9, validation=pairs(3))
+        return trainer.step, diary.moments.count("after_validation"), trainer.stopped_by
+
+    found = run_as_threads(run, data=2)
+    assert [each[:2] for each in found] == [(2, 1), (2, 1)]
+    assert "another rank" in str(found[0][2])
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "steps=None, epochs=None"),
+        ({"steps": 1, "epochs": 1}, "steps=1, epochs=1"),
+        ({"steps": -1}, "steps=-1"),
+        ({"steps": True}, "steps=True"),
+        ({"steps": 1, "validate_every": 1}, "without validation data"),
+        ({"steps": 1, "validate_every": 0, "validation": pairs()}, "validate_every=0"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_fitted_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Trainer(made()).fit(**given)
+
+
+def test_strange_hooks_and_engines_without_data_are_refused() -> None:
+    engine = made()
+    with pytest.raises(ConfigError, match="hooks holds"):
+        Trainer(engine, [print])  # type: ignore[list-item]
+    engine.data = None
+    with pytest.raises(ConfigError, match="no training data"):
+        Trainer(engine).fit(steps=1)
