@@ -75,6 +75,8 @@ if TYPE_CHECKING:
     from shardformer.sharder import shard_model as shard_model
     from shardformer.sharding.describe import describe as describe
     from shardformer.sharding.save import full_state_dict as full_state_dict
+    from shardformer.trainer.hook import Hook as Hook
+    from shardformer.trainer.trainer import Trainer as Trainer
 
 _HOME = {
     "activations.attach": ["store_activations"],
@@ -133,6 +135,8 @@ _HOME = {
         "StageNeeds",
     ],
     "sharder": ["ModelSharder", "ShardFormer", "measure_costs", "shard_model"],
+    "trainer.hook": ["Hook"],
+    "trainer.trainer": ["Trainer"],
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
 __all__ = sorted([*_WHERE, "__version__"])

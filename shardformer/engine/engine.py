@@ -52,7 +52,7 @@ class Engine:
         steps: training steps that were made.
         skipped: of these, how many left the weights as they were, since gradients were not finite.
         grad_norm: of the last step, before it was clipped; None where it was not taken.
-        listener: is told the name of each moment of a step (see ``shardformer.trainer.hooks``); None: nobody.
+        listener: is told the name of each moment of a step (see ``shardformer.trainer.hook``); None: nobody.
     """
 
     def __init__(

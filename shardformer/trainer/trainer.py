@@ -17,7 +17,7 @@ from shardformer.comm.collectives import all_reduce, gather_objects
 from shardformer.engine.data import Batches
 from shardformer.engine.engine import Engine, needs_metric
 from shardformer.errors import ConfigError, InputError, ShardFormerError
-from shardformer.trainer.hooks import Hook
+from shardformer.trainer.hook import Hook
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 FAILED, STOP, VALIDATE, SAVE, SIGNAL = range(5)

@@ -15,7 +15,7 @@ from shardformer.engine.engine import Engine
 from shardformer.errors import ConfigError, InputError
 from shardformer.mesh.context import ParallelContext
 from shardformer.testing.threads import run_as_threads
-from shardformer.trainer.hooks import MOMENTS, Hook
+from shardformer.trainer.hook import MOMENTS, Hook
 from shardformer.trainer.trainer import Trainer
 
 Pair = tuple[Tensor, Tensor]

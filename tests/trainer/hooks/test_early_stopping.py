@@ -14,8 +14,8 @@ from shardformer.engine.build import initialize
 from shardformer.errors import ConfigError, InputError
 from shardformer.mesh.context import ParallelContext
 from shardformer.testing.threads import run_as_threads
-from shardformer.trainer.early_stopping import EarlyStopping
-from shardformer.trainer.hooks import Hook, Run
+from shardformer.trainer.hook import Hook, Run
+from shardformer.trainer.hooks.early_stopping import EarlyStopping
 from shardformer.trainer.trainer import Trainer
 
 PAIRS = [(torch.full((2,), float(i)), torch.ones(1)) for i in range(4)]

@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from shardformer.errors import ConfigError, InputError, nearest
-from shardformer.trainer.hooks import Hook, Run
+from shardformer.trainer.hook import Hook, Run
 
 MODES = ("min", "max")
 
