@@ -40,7 +40,7 @@ FLOORS = [
     "cli",
 ]
 FLOOR = {part: floor for floor, part in enumerate(FLOORS)}
-LATE_ONLY = {"transformers", "timm", "torchvision", "triton", "flash_attn", "matplotlib", "tensorboard"}
+LATE_ONLY = {"transformers", "timm", "torchvision", "triton", "flash_attn", "matplotlib", "tensorboard", "sklearn", "torchmetrics", "datasets", "PIL"}
 
 
 def name_of(path: Path) -> str:

@@ -10,6 +10,7 @@ from shardformer.checkpoint.load import Loaded
 from shardformer.engine.engine import Engine
 
 MOMENTS = (
+    "setup",
     "before_train",
     "before_epoch",
     "before_step",
@@ -50,6 +51,8 @@ class Run(Protocol):
     @property
     def epoch(self) -> int: ...
     @property
+    def num_steps(self) -> int | None: ...
+    @property
     def seconds(self) -> float: ...
     @property
     def is_first(self) -> bool: ...
@@ -58,6 +61,7 @@ class Run(Protocol):
     def save(self) -> None: ...
     def on_save(self, save: Any) -> None: ...
     def load(self, folder: Any) -> Loaded: ...
+    def agree(self) -> None: ...
 
 
 class Hook:
@@ -70,9 +74,13 @@ class Hook:
 
     At each moment the hooks are called in the order in which the trainer was given them, on every rank. One that raises
     ends the run on all ranks, with its name. What a hook decides for all ranks it asks the trainer for: ``save()``,
-    ``validate()`` and ``stop()`` happen on all of them, if one asks. A hook that communicates does so at moments that
-    all ranks come to alike.
+    ``validate()`` and ``stop()`` happen on all of them, if one asks. A hook that communicates calls ``trainer.agree()``
+    right before, on all ranks, so that none waits for one on which another hook has failed; and not at the moments from
+    ``before_forward`` to ``after_optimizer_step``.
     """
+
+    def setup(self, trainer: Run) -> None:
+        """Before anything else; here a run that goes on loads its checkpoint."""
 
     def before_train(self, trainer: Run) -> None:
         """Before the first step of ``fit``; ``trainer.step`` is not 0 where a run goes on."""

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from shardformer.checkpoint.load import Loaded
-from shardformer.comm.collectives import all_reduce, gather_objects
+from shardformer.engine.batch import is_several
 from shardformer.engine.data import Batches
 from shardformer.engine.engine import Engine, needs_metric
-from shardformer.errors import ConfigError, InputError, ShardFormerError
+from shardformer.errors import ConfigError
+from shardformer.trainer.agreement import Agreement
 from shardformer.trainer.hook import Hook
+from shardformer.trainer.hooks.progress import Progress
+from shardformer.trainer.hooks.throughput import Throughput
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-FAILED, STOP, VALIDATE, SAVE, SIGNAL = range(5)
-HOOKS = "hooks"
-"""Where, in what a checkpoint holds beside the model, the states of the hooks are."""
+HOOKS, USER = "hooks", "user"
+"""Under which names the states of the hooks, and the user's own values, stand in a checkpoint."""
 
 
 class Trainer:
     """Trains with an engine, and calls hooks at the moments of the run.
 
-    >>> trainer = shardformer.Trainer(engine, hooks=[shardformer.hooks.Progress()])               # doctest: +SKIP
+    >>> trainer = shardformer.Trainer(engine)                                                     # doctest: +SKIP
     >>> trainer.fit(epochs=3, validation=held_out)                                                # doctest: +SKIP
 
     Communicates, beside what the engine does, five numbers a step: whether a hook failed on a rank, and what the hooks
@@ -36,19 +35,23 @@ class Trainer:
 
     Attributes:
         engine: what trains.
-        hooks: in the order in which they are called.
+        hooks: in the order in which they are called: those that measure before those that write. Where none are given
+            they are ``Throughput()`` and ``Progress()``.
         batch: this rank's part of the batch of the step.
         loss: of the last step.
         values: name -> number, of the last step and the last validation: "loss", "learning_rate", "validation/loss",
             and what hooks add. Loggers write all of it.
-        samples, tokens: of the whole batch of the last step.
+        samples, tokens: of the whole batch of the last step. A token is a number of ``input_ids``; where a batch has
+            none, a sample.
         last_step, last_epoch: where ``fit`` is to end; None where the other one says it.
         problem: the error that ends the run; None without.
         stopped_by: why it ended before its last step, in words; None where it did not.
+        extra: plain values of your own, which a checkpoint keeps.
     """
 
-    def __init__(self, engine: Engine, hooks: Sequence[Hook] = ()) -> None:
-        self.engine, self.hooks = engine, list(hooks)
+    def __init__(self, engine: Engine, hooks: Sequence[Hook] | None = None) -> None:
+        self.engine = engine
+        self.hooks: list[Hook] = [Throughput(), Progress()] if hooks is None else list(hooks)
         strange = next((hook for hook in self.hooks if not isinstance(hook, Hook)), None)
         if strange is not None:
             raise ConfigError(
@@ -65,11 +68,12 @@ class Trainer:
         self.problem: BaseException | None = None
         self.stopped_by: str | None = None
         self.extra: Any = None
-        self._failure: tuple[Hook | None, str, Exception] | None = None
-        self._asked = [False] * 5
+        self._agreement = Agreement()
         self._why = ""
         self._validation: Batches | None = None
-        self._saves: list[Any] = []
+        self._saves: list[Callable[..., Any]] = []
+        self._position: Any = None
+        self._validated_step = -1
         self._began = time.perf_counter()
 
     # --- what hooks read and ask for
@@ -85,6 +89,16 @@ class Trainer:
         return self._data.epoch
 
     @property
+    def num_steps(self) -> int | None:
+        """At which step ``fit`` is to end; None where that is not known."""
+        if self.last_step is not None or self.last_epoch is None:
+            return self.last_step
+        try:
+            return self.last_epoch * len(self._data)
+        except TypeError:
+            return None
+
+    @property
     def seconds(self) -> float:
         """Since ``fit`` was called."""
         return time.perf_counter() - self._began
@@ -96,15 +110,16 @@ class Trainer:
 
     def stop(self, why: str = "a hook asked for it") -> None:
         """The run ends on all ranks before the next step."""
-        self._asked[STOP], self._why = True, why
+        self._agreement.ask(stop=True)
+        self._why = why
 
     def validate(self) -> None:
         """All ranks try the model on the validation data before the next step."""
-        self._asked[VALIDATE] = True
+        self._agreement.ask(validate=True)
 
     def save(self) -> None:
         """All ranks save a checkpoint before the next step, where a hook says how: see ``Checkpoint``."""
-        self._asked[SAVE] = True
+        self._agreement.ask(save=True)
 
     # --- the loop
 
@@ -136,8 +151,8 @@ class Trainer:
             train: data in the place of the engine's, as ``initialize`` takes it.
             steps, epochs: how many in all; one of the two.
             validation: data to try the model on, as ``initialize`` takes it, or ``Batches``.
-            validate_every: steps from one validation to the next; None: behind every epoch.
-            batch_size: of ``train`` and ``validation``; None: that of the engine's data.
+            validate_every: steps from one validation to the next; None: behind every epoch. One more is at the end.
+            batch_size: of ``train`` and ``validation``; None: that of the engine's data. A DataLoader has its own.
 
         Returns the last values. Raises, on all ranks, what ended the run.
         """
@@ -145,15 +160,17 @@ class Trainer:
         self._take_data(train, validation, validate_every, batch_size)
         self.last_step, self.last_epoch = steps, epochs
         self.problem = self.stopped_by = None
-        self._began = time.perf_counter()
+        self._agreement, self._began = Agreement(), time.perf_counter()
         self.engine.listener = self._call
         try:
-            with self._signals():
-                self._call("before_train")
-                self._agree()
+            with self._agreement.signals():
+                self._moment("setup")
+                self._moment("before_train")
+                self._position = self._data.state()
                 self._run(validate_every)
-                self._call("after_train")
-                self._agree()
+                self._moment("after_train")
+                if self._agreement.take().save:
+                    self._save()
                 self.engine.wait()
         except BaseException as error:
             self.problem = error
@@ -162,28 +179,32 @@ class Trainer:
             raise
         finally:
             self.engine.listener = None
+            self._saves.clear()
         return self.values
 
     def _run(self, validate_every: int | None) -> None:
         data = self._data
         while not self._is_over():
-            self._call("before_epoch")
-            batches, position = iter(data), data.state()
+            self._moment("before_epoch")
+            batches = iter(data)
             while (batch := self._next(batches)) is not None:
-                self._between_steps(position)
+                self._between_steps()
                 if self.stopped_by is not None:
                     return
                 self._train(batch)
-                position = data.state()
+                self._position = data.state()
                 if validate_every is not None and self.step % validate_every == 0:
                     self.validate()
                 if self._is_over_at(self.step):
                     break
             if data.seen == 0:  # the epoch is finished
-                self._call("after_epoch")
-                if validate_every is None and self._validation is not None:
+                self._position = data.state()
+                self._moment("after_epoch")
+                if validate_every is None:
                     self.validate()
-            self._between_steps(data.state() if data.seen == 0 else position)
+            if self._is_over() and self._validated_step != self.step:
+                self.validate()
+            self._between_steps()
             if self.stopped_by is not None:
                 return
 
@@ -195,12 +216,13 @@ class Trainer:
                 self._call("before_step")
             return self.batch
         except Exception as error:
-            self._failure = self._failure or (None, "the training data", error)
+            self._agreement.fail(None, "the training data", error)
             return {}
 
     def _train(self, batch: Any) -> None:
         self.engine.train()
-        self.samples, self.tokens = self._data.batch_samples, self._data.batch_samples * _tokens_of(batch)
+        self.samples = self._data.batch_samples
+        self.tokens = round(self.samples * _tokens_of_sample(batch))
         self.loss = self.engine.train_step(batch)
         self.values["loss"] = float(self.loss)
         if (rate := _learning_rate(self.engine)) is not None:
@@ -209,50 +231,55 @@ class Trainer:
             self.values["grad_norm"] = float(self.engine.grad_norm)
         self._call("after_step")
 
-    def _between_steps(self, position: Any) -> None:
+    def _between_steps(self) -> None:
         """What was asked for since the last step, by any rank."""
-        asked = self._agree()
-        if asked[SIGNAL]:
-            self._call("on_signal")
-            asked = [a or b for a, b in zip(asked, self._agree(), strict=True)]
+        self.agree()
+        asked = self._agreement.take()
+        if asked.signal:
+            self._moment("on_signal")
             self.stopped_by = "a signal"
-        if asked[VALIDATE]:
+        if asked.validate:
             self._validate()
-            asked = [a or b for a, b in zip(asked, self._agree(), strict=True)]
-        if asked[SAVE]:
-            self._save(position)
-            self._agree()
-        if asked[STOP] and self.stopped_by is None:
+        asked |= self._agreement.take()
+        if asked.save:
+            self._save()
+        if asked.stop and self.stopped_by is None:
             self.stopped_by = self._why or "a hook of another rank asked for it"
 
     def _validate(self) -> None:
         if self._validation is None:
             return
-        self._call("before_validation")
+        self._validated_step = self.step
+        self._moment("before_validation")
         self._validation.rewind()
         self.values["validation/loss"] = float(self.engine.evaluate(self._each_of(self._validation)))
         for scheduler in self.engine.schedulers:
             if needs_metric(scheduler):
                 scheduler.step(self.values["validation/loss"])
-        self._call("after_validation")
+        self._moment("after_validation")
 
     def _each_of(self, batches: Batches) -> Iterator[Any]:
         for batch in batches:
             yield batch
             for hook in self.hooks:
                 self._try(hook, "on_validation_batch", batch)
+            if self.hooks:
+                self.agree()
 
-    def _save(self, position: Any) -> None:
+    def _save(self) -> None:
         if not self._saves:
             return
-        self._call("before_save")
-        states = [hook.state() for hook in self.hooks]
+        self._moment("before_save")
+        states = {name: hook.state() for name, hook in self._named_hooks().items()}
         for save in self._saves:
-            save(extra={HOOKS: states, "user": self.extra}, position=position)
-        self._call("after_save")
+            save(extra={HOOKS: states, USER: self.extra}, position=self._position)
+        self._moment("after_save")
 
-    def on_save(self, save: Any) -> None:
-        """Lets ``save(extra=, position=)`` be called where a checkpoint is asked for: for hooks that save."""
+    def on_save(self, save: Callable[..., Any]) -> None:
+        """Lets ``save(extra=, position=)`` be called where a checkpoint is asked for: for hooks that save.
+
+        Until ``fit`` ends; a hook says it in ``setup``.
+        """
         self._saves.append(save)
 
     def load(self, folder: Any) -> Loaded:
@@ -260,13 +287,36 @@ class Trainer:
         loaded = self.engine.load(folder)
         said = loaded.extra
         if isinstance(said, dict) and HOOKS in said:
-            self.extra = said["user"]
-            for hook, state in zip(self.hooks, said[HOOKS]):
-                if state is not None:
-                    hook.load_state(state)
+            self.extra = said[USER]
+            hooks, states = self._named_hooks(), {n: state for n, state in said[HOOKS].items() if state is not None}
+            for name in hooks.keys() & states.keys():
+                hooks[name].load_state(states[name])
+            if (left := states.keys() - hooks.keys()) and self.is_first:
+                warnings.warn(f"The checkpoint has states of hooks that are not here: {', '.join(left)}", stacklevel=2)
         return loaded
 
-    # --- hooks, on all ranks
+    def _named_hooks(self) -> dict[str, Hook]:
+        """By the names of their classes; of the second one of a class, ``Name 2``."""
+        named: dict[str, Hook] = {}
+        for hook in self.hooks:
+            kind, number = type(hook).__name__, 1
+            while (name := kind if number == 1 else f"{kind} {number}") in named:
+                number += 1
+            named[name] = hook
+        return named
+
+    def agree(self) -> None:
+        """All ranks learn whether a hook failed on one of them; a hook calls it before it communicates.
+
+        At any moment but those between ``before_forward`` and ``after_optimizer_step``. Raises, on all ranks, what
+        failed on one. Communicates five numbers.
+        """
+        self._agreement.check(self.engine)
+
+    def _moment(self, moment: str) -> None:
+        """One outside of steps, behind which all ranks agree."""
+        self._call(moment)
+        self.agree()
 
     def _call(self, moment: str) -> None:
         for hook in self.hooks:
@@ -274,47 +324,14 @@ class Trainer:
 
     def _try(self, hook: Hook, moment: str, *args: Any) -> None:
         """A hook that fails is the last one that is called on this rank, until all ranks hear of it."""
-        if self._failure is not None and moment != "on_exception":
+        if self._agreement.failure is not None and moment != "on_exception":
             return
         try:
             getattr(hook, moment)(self, *args)
         except Exception as error:
-            self._failure = self._failure or (hook, moment, error)
-
-    def _agree(self) -> list[bool]:
-        """What any rank asks for. Raises on all ranks what failed on one. Communicates five numbers."""
-        self._asked[FAILED] = self._failure is not None
-        world, device = self.engine.world, self.engine.context.device
-        mine = torch.tensor(self._asked, dtype=torch.int32, device=device)
-        asked = [bool(x) for x in all_reduce(mine, world, purpose="agreement").tolist()]
-        self._asked = [False] * 5
-        if asked[FAILED]:
-            failure, self._failure = self._failure, None
-            said = None if failure is None else _in_words(failure, world.rank)
-            first = next(said for said in gather_objects(said, world) if said is not None)
-            raise first from (failure[2] if failure is not None else None)
-        return asked
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT end the run behind the step that runs; a second one ends it at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.getsignal(number) for number in SIGNALS}
-
-        def note(number: int, frame: Any) -> None:
-            self._asked[SIGNAL] = True
-            for each, handler in before.items():
-                signal.signal(each, handler)
-
-        for number in SIGNALS:
-            signal.signal(number, note)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            if self._agreement.is_broken and moment != "on_exception":
+                raise
+            self._agreement.fail(hook, moment, error)
 
     # --- what fit was given
 
@@ -328,23 +345,29 @@ class Trainer:
             )
 
     def _take_data(self, train: Any, validation: Any, every: int | None, batch_size: int | None) -> None:
-        context, before = self.engine.context, self.engine.data
-        size = batch_size if batch_size is not None else before.batch_size if before is not None else None
+        before = self.engine.data
         if train is not None:
-            self.engine.take_data(train if isinstance(train, Batches) else Batches(train, context, batch_size=size))
-        if isinstance(validation, Batches) or validation is None:
-            self._validation = validation
-        else:
-            collate = before.collate_fn if before is not None else None
-            self._validation = Batches(
-                validation, context, batch_size=size, shuffle=False, merge_last=True, collate_fn=collate
-            )
+            self.engine.take_data(self._batches(train, batch_size, before))
+        if validation is not None:
+            validation = self._batches(validation, batch_size, before, shuffle=False, merge_last=True)
+        self._validation = validation
         if every is not None and (validation is None or isinstance(every, bool) or every < 1):
             raise ConfigError(
                 f"validate_every={every!r}" + (" without validation data" if validation is None else ""),
                 rule="It is a number of steps, from 1 on, behind which the model is tried on the validation data",
                 remedy="Write fit(..., validation=data, validate_every=100), or leave it out",
             )
+
+    def _batches(self, data: Any, batch_size: int | None, before: Batches | None, **options: Any) -> Batches:
+        """Of data that ``fit`` was given; what it does not say is as in the engine's data."""
+        if isinstance(data, Batches):
+            return data
+        if isinstance(data, DataLoader):
+            options = {"merge_last": True} if options else {}
+        elif before is not None:
+            batch_size = before.batch_size if batch_size is None else batch_size
+            options["collate_fn"] = before.collate_fn
+        return Batches(data, self.engine.context, batch_size=batch_size, **options)
 
     def _is_over(self) -> bool:
         return self._is_over_at(self.step) or (self.last_epoch is not None and self.epoch >= self.last_epoch)
@@ -353,22 +376,11 @@ class Trainer:
         return self.last_step is not None and step >= self.last_step
 
 
-def _in_words(failure: tuple[Hook | None, str, Exception], rank: int) -> ShardFormerError:
-    hook, moment, error = failure
-    if isinstance(error, ShardFormerError) and hook is None:
-        return error
-    where = moment if hook is None else f"The hook {type(hook).__name__} ({moment})"
-    return InputError(
-        f"{where[:1].upper()}{where[1:]} failed on rank {rank}: {type(error).__name__}: {error}",
-        rule="A hook, or the data, that fails on one rank ends the run on all of them",
-        remedy="Mend it, and go on from the last checkpoint",
-    )
-
-
-def _tokens_of(batch: Any) -> int:
-    """Of a sample: the length of ``input_ids``, or 1 where there are none."""
-    ids = batch.get("input_ids") if isinstance(batch, dict) else None
-    return int(ids.shape[1]) if isinstance(ids, Tensor) and ids.dim() > 1 else 1
+def _tokens_of_sample(batch: Any) -> float:
+    """Numbers of ``input_ids`` in a sample of this rank's part, on average; 1 where there are none."""
+    parts = [part.get("input_ids") for part in (batch if is_several(batch) else [batch]) if isinstance(part, Mapping)]
+    ids = [part for part in parts if isinstance(part, Tensor) and part.dim() > 1 and len(part)]
+    return sum(part.numel() for part in ids) / sum(len(part) for part in ids) if ids else 1.0
 
 
 def _learning_rate(engine: Engine) -> float | None:

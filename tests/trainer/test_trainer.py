@@ -64,7 +64,7 @@ def test_the_moments_come_in_their_order() -> None:
     diary = Diary()
     Trainer(made(), [diary]).fit(epochs=2, validation=pairs(3))
     epoch = ["before_epoch", *STEP * 3, "after_epoch", *VALIDATION]
-    assert diary.moments == ["before_train", *epoch * 2, "after_train"]
+    assert diary.moments == ["setup", "before_train", *epoch * 2, "after_train"]
 
 
 def test_every_moment_is_a_method_of_a_hook() -> None:

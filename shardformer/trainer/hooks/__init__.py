@@ -1,5 +1,10 @@
 """The hooks that come with the trainer: ``from shardformer.trainer.hooks import Checkpoint, Progress``."""
 
+from shardformer.trainer.hooks.checkpoint import Checkpoint
 from shardformer.trainer.hooks.early_stopping import EarlyStopping
+from shardformer.trainer.hooks.json_lines import JsonLines
+from shardformer.trainer.hooks.progress import Progress
+from shardformer.trainer.hooks.tensorboard import TensorBoard
+from shardformer.trainer.hooks.throughput import Throughput
 
-__all__ = ["EarlyStopping"]
+__all__ = ["Checkpoint", "EarlyStopping", "JsonLines", "Progress", "TensorBoard", "Throughput"]

@@ -1,0 +1,117 @@
+"""What all ranks of a run have to hear of before the next step: what hooks ask for, failures, signals."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import torch
+
+from shardformer.comm.collectives import all_reduce, gather_objects
+from shardformer.engine.engine import Engine
+from shardformer.errors import InputError, ShardFormerError
+from shardformer.trainer.hook import Hook
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What any rank asks for."""
+
+    stop: bool = False
+    validate: bool = False
+    save: bool = False
+    signal: bool = False
+
+    def __or__(self, other: Asked) -> Asked:
+        return Asked(*(a or b for a, b in zip(astuple(self), astuple(other))))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What failed on this rank, in a hook, or where there is none in what ``where`` says."""
+
+    hook: Hook | None
+    where: str
+    error: Exception
+
+    def in_words(self, rank: int) -> ShardFormerError:
+        error, hook = self.error, self.hook
+        if isinstance(error, ShardFormerError):
+            what = error.what if hook is None else f"{error.what} (said by the hook {type(hook).__name__})"
+            return type(error)(what, rule=error.rule, remedy=error.remedy)
+        where = self.where if hook is None else f"The hook {type(hook).__name__} ({self.where})"
+        return InputError(
+            f"{where[:1].upper()}{where[1:]} failed on rank {rank}: {type(error).__name__}: {error}",
+            rule="A hook, or the data, that fails on one rank ends the run on all of them",
+            remedy="Mend it, and go on from the last checkpoint",
+        )
+
+
+class Agreement:
+    """Notes what this rank asks for, until all ranks hear of it.
+
+    A rank on which something failed calls no more hooks, and comes to the next agreement; a hook of another rank that
+    is about to communicate agrees first, so that the two meet.
+
+    Attributes:
+        failure: the first one since the last agreement.
+        is_broken: whether an agreement found a failure: the run is ending.
+    """
+
+    def __init__(self) -> None:
+        self.failure: Failure | None = None
+        self.is_broken = False
+        self._mine = self._heard = Asked()
+
+    def ask(self, **what: bool) -> None:
+        """``ask(save=True)``: a field of ``Asked``."""
+        self._mine = replace(self._mine, **what)
+
+    def fail(self, hook: Hook | None, where: str, error: Exception) -> None:
+        self.failure = self.failure or Failure(hook, where, error)
+
+    def check(self, engine: Engine) -> None:
+        """All ranks hear of what any asks for. Raises, on all, what failed on one. Communicates five numbers."""
+        mine = torch.tensor([self.failure is not None, *astuple(self._mine)], dtype=torch.int32)
+        world = engine.world
+        failed, *asked = (bool(x) for x in all_reduce(mine.to(engine.context.device), world, purpose="agreement"))
+        self._mine, self._heard = Asked(), self._heard | Asked(*asked)
+        if failed:
+            self.is_broken = True
+            said = None if self.failure is None else self.failure.in_words(world.rank)
+            first = next(said for said in gather_objects(said, world) if said is not None)
+            raise first from (self.failure.error if self.failure is not None else None)
+
+    def take(self) -> Asked:
+        """What was asked for since the last time, as far as all ranks have heard of it."""
+        heard, self._heard = self._heard, Asked()
+        return heard
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT are noted while it lasts; the second one does what it did before."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+
+        def restore() -> None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+        def note(number: int, frame: Any) -> None:
+            self.ask(signal=True)
+            restore()
+
+        for number in SIGNALS:
+            signal.signal(number, note)
+        try:
+            yield
+        finally:
+            restore()

@@ -1,0 +1,45 @@
+"""Small runs that the tests of hooks train."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.engine.build import initialize
+from shardformer.engine.engine import Engine
+from shardformer.mesh.context import ParallelContext
+
+
+def pairs(count: int = 10, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+    """Samples with inputs of 4 and a target."""
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.rand(4, generator=generator), torch.rand(1, generator=generator)) for _ in range(count)]
+
+
+class Net(nn.Module):
+    """Whose dropout draws random numbers; not where ranks are threads, which share them."""
+
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
+        with torch.no_grad():
+            for number, p in enumerate(self.parameters()):
+                p.copy_(torch.linspace(-1, 1, math.prod(p.shape)).view(p.shape) / (number + 1))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layers(x)
+
+
+def engine_of(context: ParallelContext | None = None, **options: Any) -> Engine:
+    """For ``pairs()``, in batches of 4: an epoch is 3 steps."""
+    torch.manual_seed(0)
+    model = Net(dropout=0.2 if context is None else 0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    return initialize(model, optimizer, nn.MSELoss(), pairs(), context=context, batch_size=4, **options)
+
+
+def weights_of(engine: Engine) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in engine.model.named_parameters()}

@@ -1,0 +1,40 @@
+"""Every hook that comes with the trainer leaves the training as it is, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardformer.trainer import hooks
+from shardformer.trainer.hook import Hook
+from shardformer.trainer.trainer import Trainer
+from tests.trainer.hooks.runs import engine_of, pairs, weights_of
+
+OF_A_FOLDER: dict[str, Callable[[str], Hook]] = {
+    "Checkpoint": lambda folder: hooks.Checkpoint(folder, every_steps=2),
+    "JsonLines": lambda folder: hooks.JsonLines(folder),
+    "TensorBoard": lambda folder: hooks.TensorBoard(folder),
+}
+"""Those that write; every other one is made without arguments."""
+
+
+@pytest.mark.parametrize("name", hooks.__all__)
+def test_training_is_the_same_with_the_hook(name: str, tmp_path: Path) -> None:
+    hook = OF_A_FOLDER[name](str(tmp_path)) if name in OF_A_FOLDER else getattr(hooks, name)()
+    engine, plainly = engine_of(), engine_of()
+    torch.manual_seed(3)
+    found = Trainer(engine, [hook]).fit(steps=5, validation=pairs(4))
+    torch.manual_seed(3)
+    expected = Trainer(plainly, []).fit(steps=5, validation=pairs(4))
+    assert {n: found[n] for n in ("loss", "validation/loss")} == {n: expected[n] for n in ("loss", "validation/loss")}
+    torch.testing.assert_close(weights_of(engine), weights_of(plainly), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", hooks.__all__)
+def test_the_hook_has_a_file_of_its_own(name: str) -> None:
+    written = "".join(f"_{c.lower()}" if c.isupper() else c for c in name).removeprefix("_")
+    folder = Path(hooks.__file__).parent
+    assert (folder / f"{written.replace('tensor_board', 'tensorboard')}.py").is_file()

@@ -1,0 +1,124 @@
+"""A run that is saved, stopped and started again is the run that was never stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardformer.checkpoint.folder import found_in
+from shardformer.errors import ConfigError
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+from shardformer.trainer.hook import Hook, Run
+from shardformer.trainer.hooks import Checkpoint, EarlyStopping
+from shardformer.trainer.trainer import Trainer
+from tests.trainer.hooks.runs import engine_of, pairs, weights_of
+
+
+def steps_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("step-"))
+
+
+def trained(folder: Path, steps: int, context: ParallelContext | None = None, **options: Any) -> Any:
+    """The weights behind so many steps, the loss of the last, and at which step the run had begun."""
+    engine = engine_of(context)
+    torch.manual_seed(7)
+    began: list[int] = []
+
+    class Notes(Hook):
+        def before_train(self, trainer: Run) -> None:
+            began.append(trainer.step)
+
+    values = Trainer(engine, [Checkpoint(folder, **options), Notes()]).fit(steps=steps)
+    return weights_of(engine), values["loss"], began[0]
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_run_goes_on_to_the_bit_in_the_middle_of_an_epoch(tmp_path: Path, in_background: bool) -> None:
+    expected, loss, _ = trained(tmp_path / "whole", 8)
+    trained(tmp_path / "cut", 5, in_background=in_background)
+    found, found_loss, began = trained(tmp_path / "cut", 8, in_background=in_background)
+    assert began == 5
+    assert found_loss == loss
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_data_ranks_go_on_alike(tmp_path: Path) -> None:
+    expected = run_as_threads(lambda c: trained(tmp_path / "whole", 8, c), data=2)
+    run_as_threads(lambda c: trained(tmp_path / "cut", 4, c), data=2)
+    found = run_as_threads(lambda c: trained(tmp_path / "cut", 8, c), data=2)
+    assert [began for *_, began in found] == [4, 4]
+    torch.testing.assert_close([f[:2] for f in found], [e[:2] for e in expected], rtol=0, atol=0)
+
+
+def test_checkpoints_come_by_steps_and_old_ones_go(tmp_path: Path) -> None:
+    trained(tmp_path, 7, every_steps=2, keep=2, at_end=False)
+    assert steps_in(tmp_path) == ["step-00000004", "step-00000006"]
+
+
+def test_checkpoints_come_by_time(tmp_path: Path) -> None:
+    trained(tmp_path, 3, every_minutes=1e-9, keep=None, at_end=False)
+    assert len(steps_in(tmp_path)) == 3
+    trained(tmp_path / "long", 3, every_minutes=10)
+    assert steps_in(tmp_path / "long") == ["step-00000003"]
+
+
+def test_checkpoints_come_behind_epochs(tmp_path: Path) -> None:
+    trained(tmp_path, 7, every_epoch=True, at_end=False)
+    assert steps_in(tmp_path) == ["step-00000003", "step-00000006"]
+
+
+class Kills(Hook):
+    """Sends SIGTERM to the own process in its second step."""
+
+    def after_step(self, trainer: Run) -> None:
+        if trainer.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+
+
+def test_a_signal_leads_to_a_checkpoint_and_an_end(tmp_path: Path) -> None:
+    expected, *_ = trained(tmp_path / "whole", 6)
+    engine = engine_of()
+    torch.manual_seed(7)
+    trainer = Trainer(engine, [Kills(), Checkpoint(tmp_path / "cut")])
+    trainer.fit(steps=6)
+    assert trainer.stopped_by == "a signal"
+    assert trainer.step == 2
+    assert steps_in(tmp_path / "cut") == ["step-00000002"]
+    found, *_ = trained(tmp_path / "cut", 6)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_hooks_go_on_by_their_names(tmp_path: Path) -> None:
+    def run(steps: int, hooks: list[Hook]) -> None:
+        Trainer(engine_of(), hooks).fit(steps=steps, validation=pairs(4), validate_every=1)
+
+    stopping, again = EarlyStopping(patience=9), EarlyStopping(patience=9)
+    run(3, [stopping, Checkpoint(tmp_path)])
+    best = stopping.best
+    run(4, [Hook(), Checkpoint(tmp_path), again])
+    assert best is not None
+    assert again.best is not None and again.best <= best
+    assert again.without_progress + stopping.without_progress <= 3
+    with pytest.warns(UserWarning, match="states of hooks that are not here: EarlyStopping"):
+        run(4, [Checkpoint(tmp_path)])
+
+
+def test_a_new_run_does_not_mix_with_an_old_one(tmp_path: Path) -> None:
+    trained(tmp_path, 2)
+    with pytest.raises(ConfigError, match="resume=False"):
+        trained(tmp_path, 2, resume=False)
+    assert found_in(tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"every_steps": 0}, {"every_minutes": 0}, {"every_minutes": True}])
+def test_arguments_that_cannot_be_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"every"):
+        Checkpoint(tmp_path, **options)

@@ -1,0 +1,59 @@
+"""A run's values as lines of JSON, and of a run that goes on as of one that was never interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardformer.errors import ConfigError
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+from shardformer.trainer.hooks import Checkpoint, JsonLines
+from shardformer.trainer.records import read_records
+from shardformer.trainer.trainer import Trainer
+from tests.trainer.hooks.runs import engine_of, pairs
+
+
+def test_there_is_a_line_for_each_step_and_each_validation(tmp_path: Path) -> None:
+    values = Trainer(engine_of(), [JsonLines(tmp_path)]).fit(epochs=2, validation=pairs(4))
+    records = read_records(tmp_path)
+    assert [(r.step, sorted(r.values)) for r in records[2:5]] == [
+        (3, ["learning_rate", "loss"]),
+        (3, ["validation/loss"]),
+        (4, ["learning_rate", "loss"]),
+    ]
+    assert records[-2].values["loss"] == values["loss"]
+    assert [r.epoch for r in records] == [0, 0, 0, 1, 1, 1, 1, 2]
+
+
+def test_lines_may_be_further_apart(tmp_path: Path) -> None:
+    Trainer(engine_of(), [JsonLines(tmp_path, every=4)]).fit(steps=9)
+    assert [r.step for r in read_records(tmp_path)] == [4, 8]
+
+
+def test_a_run_that_goes_on_leaves_no_line_of_steps_that_were_lost(tmp_path: Path) -> None:
+    def hooks() -> list[JsonLines | Checkpoint]:
+        return [JsonLines(tmp_path / "log"), Checkpoint(tmp_path / "saved", every_steps=2, at_end=False)]
+
+    Trainer(engine_of(), hooks()).fit(steps=5)
+    before = read_records(tmp_path / "log")
+    Trainer(engine_of(), hooks()).fit(steps=7)
+    records = read_records(tmp_path / "log")
+    assert [r.step for r in records] == [1, 2, 3, 4, 5, 6, 7]
+    assert records[:4] == before[:4]
+    seconds = [r.seconds for r in records]
+    assert seconds == sorted(seconds)
+
+
+def test_one_rank_writes(tmp_path: Path) -> None:
+    def run(context: ParallelContext) -> None:
+        Trainer(engine_of(context), [JsonLines(tmp_path)]).fit(steps=2)
+
+    run_as_threads(run, data=2)
+    assert [r.step for r in read_records(tmp_path)] == [1, 2]
+
+
+def test_a_number_of_steps_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="every=0"):
+        JsonLines(tmp_path, every=0)

@@ -1,0 +1,46 @@
+"""What TensorBoard reads of a run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardformer.errors import ConfigError
+from shardformer.trainer.hooks import Checkpoint, TensorBoard
+from shardformer.trainer.trainer import Trainer
+from tests.trainer.hooks.runs import engine_of, pairs
+
+
+def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events: Any = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_each_value_stands_at_its_step(tmp_path: Path) -> None:
+    values = Trainer(engine_of(), [TensorBoard(tmp_path, every=2)]).fit(steps=6, validation=pairs(4))
+    found = read(tmp_path)
+    assert sorted(found) == ["learning_rate", "loss", "validation/loss"]
+    assert [step for step, _ in found["loss"]] == [2, 4, 6]
+    assert found["loss"][-1][1] == pytest.approx(values["loss"])
+    assert [step for step, _ in found["validation/loss"]] == [3, 6]
+
+
+def test_steps_that_were_lost_are_not_shown(tmp_path: Path) -> None:
+    def hooks() -> list[TensorBoard | Checkpoint]:
+        return [TensorBoard(tmp_path / "log"), Checkpoint(tmp_path / "saved", every_steps=2, at_end=False)]
+
+    Trainer(engine_of(), hooks()).fit(steps=5)
+    Trainer(engine_of(), hooks()).fit(steps=7)
+    assert [step for step, _ in read(tmp_path / "log")["loss"]] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_where_it_is_not_installed_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
+    with pytest.raises(ConfigError, match=r"shardformer\[tensorboard\]"):
+        TensorBoard(tmp_path)

@@ -1,0 +1,70 @@
+"""Tokens per second, operations and memory are those of the whole batch, whatever the layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardformer.errors import ConfigError
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+from shardformer.trainer.hook import Hook, Run
+from shardformer.trainer.hooks import Throughput
+from shardformer.trainer.trainer import Trainer
+from tests.trainer.hooks.runs import Net, engine_of, pairs
+
+
+def values_of(context: ParallelContext | None = None, hooks: Any = None, steps: int = 5) -> dict[str, float]:
+    return Trainer(engine_of(context), hooks or [Throughput(window=2)]).fit(steps=steps)
+
+
+def test_a_rate_is_that_of_the_whole_batch() -> None:
+    found = values_of()
+    assert found["tokens_per_s"] == pytest.approx(found["samples_per_s"])  # no tokens: samples
+    assert found["memory_bytes"] > 50e6
+
+
+def test_operations_are_those_that_torch_counts() -> None:
+    found = values_of()
+    counter = FlopCounterMode(display=False)
+    with counter:
+        Net()(torch.stack([x for x, _ in pairs(4)])).sum().backward()
+    assert found["flops_per_s"] / found["samples_per_s"] == pytest.approx(counter.get_total_flops() / 4)
+
+
+def test_data_ranks_are_counted_together() -> None:
+    alone = values_of()
+    for found in run_as_threads(values_of, data=2):
+        assert found["flops_per_s"] / found["samples_per_s"] == pytest.approx(
+            alone["flops_per_s"] / alone["samples_per_s"]
+        )
+
+
+def test_what_is_not_asked_for_is_not_counted() -> None:
+    assert "flops_per_s" not in values_of(hooks=[Throughput(flops=False)])
+
+
+class FailsOn(Hook):
+    """On the second rank."""
+
+    def after_step(self, trainer: Run) -> None:
+        if trainer.engine.world.rank == 1:
+            raise ValueError("broken on purpose")
+
+
+def test_no_rank_waits_for_one_whose_hook_failed_before() -> None:
+    def run(context: ParallelContext) -> str:
+        with pytest.raises(Exception, match="FailsOn") as caught:
+            values_of(context, [FailsOn(), Throughput(window=1)])
+        return str(caught.value)
+
+    assert all("broken on purpose" in said for said in run_as_threads(run, data=2))
+
+
+@pytest.mark.parametrize("window", [0, 1.5, True])
+def test_a_window_that_cannot_be_is_refused(window: Any) -> None:
+    with pytest.raises(ConfigError, match="window"):
+        Throughput(window=window)
