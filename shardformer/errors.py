@@ -62,7 +62,8 @@ class WorkerError(ShardFormerError):
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     """The known names nearest to ``name``, as a sentence: ``Did you mean 'a'?``, or a short listing."""
     names = sorted(set(known))
-    close = get_close_matches(name, names, n=count, cutoff=0.4)
+    same = [n for n in names if n.lower() == name.lower()]
+    close = same or get_close_matches(name, names, n=count, cutoff=0.4)
     if close:
         return "Did you mean " + " or ".join(repr(c) for c in close) + "?"
     shown = ", ".join(repr(n) for n in names[:8])

@@ -36,11 +36,24 @@ FLOORS = [
     "engine",
     "trainer",
     "verify",
+    "runs",
     "demo",
     "cli",
 ]
 FLOOR = {part: floor for floor, part in enumerate(FLOORS)}
-LATE_ONLY = {"transformers", "timm", "torchvision", "triton", "flash_attn", "matplotlib", "tensorboard", "sklearn", "torchmetrics", "datasets", "PIL"}
+LATE_ONLY = {
+    "transformers",
+    "timm",
+    "torchvision",
+    "triton",
+    "flash_attn",
+    "matplotlib",
+    "tensorboard",
+    "sklearn",
+    "torchmetrics",
+    "datasets",
+    "PIL",
+}
 
 
 def name_of(path: Path) -> str:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -285,7 +286,8 @@ def _is_alone(options: argparse.Namespace) -> bool:
 def _check_script(options: argparse.Namespace) -> None:
     script: str = options.training_script
     if options.module:
-        found = PathFinder.find_spec(script.partition(".")[0], [os.getcwd(), *sys.path]) is not None
+        name = script.partition(".")[0]  # which an editable install finds in its own way
+        found = bool(PathFinder.find_spec(name, [os.getcwd(), *sys.path]) or find_spec(name))
     elif options.no_python:
         found = shutil.which(script) is not None
     else:

@@ -223,9 +223,10 @@ class Trainer:
         self.engine.train()
         self.samples = self._data.batch_samples
         self.tokens = round(self.samples * _tokens_of_sample(batch))
+        rate = _learning_rate(self.engine)  # of this step: the scheduler is about to set that of the next
         self.loss = self.engine.train_step(batch)
         self.values["loss"] = float(self.loss)
-        if (rate := _learning_rate(self.engine)) is not None:
+        if rate is not None:
             self.values["learning_rate"] = rate
         if self.engine.grad_norm is not None:
             self.values["grad_norm"] = float(self.engine.grad_norm)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PLAIN = {"loss": "loss {:.4f}", "learning_rate": "rate {:.3g}"}
-SCALED = {"tokens_per_s": "tokens/s", "flops_per_s": "FLOP/s", "memory_bytes": "B"}
+SCALED = {"tokens_per_s": "{}{} tokens/s", "flops_per_s": "{} {}FLOP/s", "memory_bytes": "{} {}B"}
 UNITS = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
@@ -93,16 +93,14 @@ class Progress(Hook):
 def described(values: dict[str, float]) -> str:
     """The loss, the learning rate, speed and memory, as far as they are known, in a line."""
     shown = [text.format(values[name]) for name, text in PLAIN.items() if name in values]
-    shown += [f"{short(values[name])}{unit}" for name, unit in SCALED.items() if name in values]
+    shown += [text.format(*short(values[name])) for name, text in SCALED.items() if name in values]
     return "  ".join(shown)
 
 
-def short(value: float) -> str:
-    """51200 as 51.2 k."""
-    for unit, scale in UNITS:
-        if abs(value) >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value:.3g} "
+def short(value: float) -> tuple[str, str]:
+    """51200 as ("51.2", "k")."""
+    unit, scale = next(((unit, scale) for unit, scale in UNITS if abs(value) >= scale), ("", 1.0))
+    return f"{value / scale:.3g}", unit
 
 
 def _console() -> Console:

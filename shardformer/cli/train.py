@@ -1,0 +1,117 @@
+"""``shardformer train``: a run that a config file says."""
+
+from __future__ import annotations
+
+import os
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardformer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shardformer.engine.parallel import Parallel
+    from shardformer.runs.plan import RunPlan
+
+MODULE = "shardformer.runs"
+
+
+def train(
+    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The run, in TOML.")],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Another value for a key, as parallel.tensor=2. Repeatable."),
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many are started here; by default as the axes in [parallel] multiply to."),
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="How often all start again, from the last checkpoint, when one of them has died.")
+    ] = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Train nothing: print how the model is cut, and what each rank holds.")
+    ] = False,
+) -> None:
+    """Train a model as a config file says: model, data, layout, optimizer, schedule and hooks.
+
+    Started again with the same file it goes on where it was. Under a launcher (shardformer run, srun) it is one of the
+    processes; else it starts them.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # every process would say what one has said
+    from shardformer.engine.parts import LAUNCHED
+    from shardformer.runs.hooks import hooks_of
+    from shardformer.runs.read import read_config
+    from shardformer.runs.updates import optimizer_of
+
+    asked = list(changes or [])
+    found = read_config(config, asked)
+    if dry_run:
+        from rich.console import Console
+
+        from shardformer.runs.plan import plan_of
+
+        print_plan(Console(highlight=False), plan_of(found))
+        return
+    if any(name in os.environ for name in LAUNCHED) or _count(found.layout, processes) == 1:
+        from shardformer.runs.run import train as train_here
+
+        train_here(found)
+        return
+    hooks_of(found), optimizer_of(found.optimizer)  # refused here, once and not in every process
+    from shardformer.cli.run import run
+
+    count = _count(found.layout, processes)
+    run(["--nproc_per_node", str(count), "--max-restarts", str(max_restarts), "-m", MODULE, str(config), *asked])
+
+
+def _count(layout: Parallel, processes: int | None) -> int:
+    """How many processes are started. Raises ConfigError for a number that the layout does not fit."""
+    least = prod(size or 1 for size in layout.sizes.values())
+    count = least if processes is None else processes
+    if count % least or (layout.data is not None and count != least):
+        sizes = ", ".join(f"{name} = {size}" for name, size in layout.sizes.items() if size is not None)
+        raise ConfigError(
+            f"--processes {count} for {sizes}",
+            rule="The sizes of the axes multiply to the number of processes; data takes what is left if it is not said",
+            remedy=f"Use --processes {least}" + (" or a multiple of it" if layout.data is None else ""),
+        )
+    return count
+
+
+def print_plan(console: Console, plan: RunPlan) -> None:
+    from rich.table import Table
+
+    from shardformer.optim.memory import said_bytes
+
+    layout = ", ".join(f"{name} {size}" for name, size in plan.layout.items() if size > 1) or "one process"
+    console.print(f"[bold]{plan.model}[/], {plan.num_parameters:,} parameters", soft_wrap=True)
+    console.print(
+        f"{plan.num_samples:,} samples of {plan.data}, {plan.num_steps:,} steps, over {layout}", soft_wrap=True
+    )
+    console.print()
+    console.print(plan.description, soft_wrap=True, markup=False)
+    console.print()
+    table = Table(title="What each rank holds", title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    axes = [name for name in ("pipe", "tensor") if plan.layout[name] > 1]
+    for name in (*axes, "parameters", "gradients", "masters", "states", "a step", "in all", "host"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank in plan.ranks:
+        kept = rank.kept
+        step = "?" if rank.step is None else said_bytes(rank.step)
+        most = kept.total + max((rank.step or 0) - kept.gradients, 0)  # a step's peak has the gradients in it
+        cells = (kept.parameters + kept.gathered, kept.gradients, kept.masters, kept.states)
+        table.add_row(
+            *(str(rank.coords[name]) for name in axes),
+            *map(said_bytes, cells), step, ("?" if rank.step is None else said_bytes(most)), said_bytes(kept.host),
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        "A step: gradients, activations and scratch at its fullest moment, traced without values.", soft_wrap=True
+    )
+    if plan.why_untraced:
+        console.print(f"?: the step cannot be traced: {plan.why_untraced}", soft_wrap=True, markup=False)

@@ -1,0 +1,191 @@
+"""The file that says a training run: its tables, what each key means, and what cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from shardformer.engine.parallel import Parallel
+from shardformer.errors import ConfigError
+
+Task = Literal["causal", "masked", "sequence_to_sequence", "classification", "image_classification"]
+Format = Literal["text", "jsonl", "datasets", "images"]
+
+
+class Table(BaseModel):
+    """A table of the file; a key that it does not have is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelTable(Table):
+    """What is trained."""
+
+    name: str = Field(
+        description="A folder that `save_pretrained` wrote, a name on the Hugging Face hub, a `config.json`, or with "
+        "`random` a model type of transformers, such as `llama`."
+    )
+    task: Task = Field(
+        default="causal",
+        description="What it learns: `causal`, to guess the next token; `masked`, to guess those that are masked; "
+        "`sequence_to_sequence`, to write a text from another one; `classification` of texts; `image_classification`.",
+    )
+    head: str | None = Field(
+        default=None, description="The class of transformers; by default the one that transformers has for the task."
+    )
+    random: bool = Field(default=False, description="Whether the weights are random, and not those that were saved.")
+    config: dict[str, Any] = Field(default={}, description="Fields of the model's config that are to be others.")
+
+
+class DataTable(Table):
+    """What it is trained on."""
+
+    train: str | list[str] = Field(
+        description="A file or several, a folder with a folder of images for each class, or the name of a data set: "
+        "see `format`."
+    )
+    validation: str | list[str] | None = Field(default=None, description="Data of the same form to try the model on.")
+    format: Format | None = Field(
+        default=None,
+        description="`text`: plain text; `jsonl`: a JSON object a line; `datasets`: the name or the folder of a data "
+        "set of the library `datasets`; `images`. By default what the names end in, and a folder holds images.",
+    )
+    batch_size: int = Field(default=8, ge=1, description="Samples of a step, over all processes.")
+    sequence: int = Field(default=128, ge=2, description="Tokens of a sample, at most.")
+    tokenizer: str | None = Field(
+        default=None,
+        description="A folder, a name on the hub, or `bytes`: each byte is a token. By default the model's own, and "
+        "`bytes` where the weights are random.",
+    )
+    text: str = Field(default="text", description="The field of a text, in `jsonl` and `datasets`.")
+    pair: str | None = Field(default=None, description="The field of a second text, for `classification` of pairs.")
+    target: str = Field(default="target", description="The field of the text to write, for `sequence_to_sequence`.")
+    label: str = Field(default="label", description="The field of the class, for `classification`.")
+    image: str = Field(default="image", description="The field of the image, in `datasets`.")
+    split: str = Field(default="train", description="Which part of `datasets` is trained on.")
+    validation_split: str | None = Field(
+        default=None,
+        description="Which part the model is tried on, of `validation`, or where that is not said, of `train`.",
+    )
+    shuffle: bool = Field(default=True, description="Whether each epoch has an order of its own.")
+    drop_last: bool = Field(
+        default=False, description="Whether what remains at the end of an epoch, and is less than a batch, is left out."
+    )
+    workers: int = Field(default=0, ge=0, description="Processes that read samples, beside each that trains.")
+
+
+def _arguments(doc: str) -> dict[str, str]:
+    """What the part ``Args`` of a docstring says of each."""
+    said: dict[str, str] = {}
+    names: list[str] = []
+    for line in doc.partition("Args:")[2].splitlines():
+        head, colon, rest = line.strip().partition(": ")
+        if line.startswith(" " * 8) and not line.startswith(" " * 9) and colon:
+            names = head.split(", ")
+            said |= dict.fromkeys(names, rest)
+        elif line.startswith(" " * 12):
+            said |= {name: f"{said[name]} {line.strip()}" for name in names}
+        elif line.strip():
+            break
+    return {name: text.replace("``", "`") for name, text in said.items()}
+
+
+def _of_file(hint: Any) -> Any:
+    """A type as a file can say it: without classes of ours."""
+    kinds = [kind for kind in get_args(hint) if not is_dataclass(kind)] if isinstance(hint, UnionType) else [hint]
+    return reduce(or_, kinds)
+
+
+_SAID, _HINTS = _arguments(Parallel.__doc__ or ""), get_type_hints(Parallel)
+ParallelTable = create_model(
+    "ParallelTable",
+    __base__=Table,
+    __doc__="The layout, and how a step is made: the fields of `shardformer.Parallel`.",
+    **{f.name: (_of_file(_HINTS[f.name]), Field(f.default, description=_SAID[f.name])) for f in fields(Parallel)},
+)  # type: ignore[call-overload]
+
+
+class OptimizerTable(Table):
+    """What updates the weights. Further keys are arguments of the optimizer, such as `betas` and `weight_decay`."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    name: str = Field(default="AdamW", description="A class of `torch.optim`, or `LAMB`, `LARS`, `HybridAdam`.")
+    lr: float = Field(default=1e-4, gt=0, description="The learning rate.")
+
+
+class ScheduleTable(Table):
+    """How the learning rate changes over the run."""
+
+    name: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="How it falls behind the warm-up: not, in a line, or in half a wave."
+    )
+    warmup: float = Field(
+        default=0, ge=0, description="Over how many steps it rises from 0; below 1 it is a share of all steps."
+    )
+    final: float = Field(default=0, ge=0, le=1, description="What it falls to, as a share of `optimizer.lr`.")
+
+
+class TrainingTable(Table):
+    """How long the run is, and when the model is tried."""
+
+    steps: int | None = Field(default=None, ge=1, description="How many steps are made.")
+    epochs: int | None = Field(
+        default=None, ge=1, description="How often all data are gone through. One, if `steps` is not said."
+    )
+    validate_every: int | None = Field(
+        default=None, ge=1, description="Steps from one validation to the next; by default it is behind each epoch."
+    )
+    export: bool = Field(
+        default=False, description="Whether `folder/model` is written at the end, for `from_pretrained`."
+    )
+
+
+class RunConfig(Table):
+    """A whole run."""
+
+    folder: str = Field(default="run", description="Where records, checkpoints and the trained model lie.")
+    seed: int = Field(default=0, ge=0, description="Of weights, of the order of the data, and of all that is drawn.")
+    model: ModelTable
+    data: DataTable
+    parallel: ParallelTable = ParallelTable()  # type: ignore[valid-type]
+    optimizer: OptimizerTable = OptimizerTable()
+    schedule: ScheduleTable = ScheduleTable()
+    training: TrainingTable = TrainingTable()
+    hooks: dict[str, bool | dict[str, Any]] = Field(
+        default={},
+        description="Hooks by name, with their arguments: see there. `throughput`, `progress`, `json_lines` and "
+        "`checkpoint` are there if they are not switched off.",
+    )
+
+    def model_post_init(self, context: Any) -> None:
+        self.layout  # noqa: B018 - raises what its fields cannot be together
+        training, data = self.training, self.data
+        if training.steps is not None and training.epochs is not None:
+            raise ConfigError(
+                f"training.steps = {training.steps} and training.epochs = {training.epochs}",
+                rule="A run ends after a number of steps, or of epochs",
+                remedy="Leave one of the two out",
+            )
+        if training.validate_every is not None and data.validation is None and data.validation_split is None:
+            raise ConfigError(
+                f"training.validate_every = {training.validate_every} without data.validation",
+                rule="It is how often the model is tried on the validation data",
+                remedy="Say data.validation, or leave it out",
+            )
+
+    @property
+    def layout(self) -> Parallel:
+        table: BaseModel = self.parallel
+        return Parallel(**table.model_dump())
+
+    @property
+    def path(self) -> Path:
+        """Of the run's folder."""
+        return Path(self.folder)

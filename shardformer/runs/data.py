@@ -1,0 +1,122 @@
+"""The data of a run: samples to train on, samples to try it on, and how they become a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardformer.errors import ConfigError
+from shardformer.runs.config import RunConfig
+from shardformer.runs.images import Images, Look, images_in
+from shardformer.runs.samples import Classified, Padded, Stretches, Written, as_numbers, check_mask, classes_of
+from shardformer.runs.sources import column, format_of, names_of, read_rows, read_texts
+from shardformer.runs.tokens import Tokens, joined, tokens_of
+
+IMAGE_SIZE = 224
+"""Of a model whose config does not say."""
+
+
+@dataclass(frozen=True, eq=False)
+class RunData:
+    """What a run is trained on.
+
+    Args:
+        title: for people.
+        collate: samples -> batch; None: as ``Batches`` does it.
+        tokens: None for images.
+        classes: their names, where there are some.
+    """
+
+    title: str
+    train: Any
+    validation: Any = None
+    collate: Callable[[Sequence[Any]], Any] | None = None
+    tokens: Tokens | None = None
+    classes: Sequence[Any] | None = None
+
+
+def data_of(config: RunConfig, image_size: int | None = None) -> RunData:
+    """Reads the data that a config names. ``image_size`` is what the model's config says, if it does.
+
+    Raises ConfigError and InputError for data that there are not, or that do not fit the task.
+    """
+    if config.model.task == "image_classification":
+        return _image_data(config, image_size or IMAGE_SIZE)
+    tokens = tokens_of(config.data.tokenizer, config.model.name, random=config.model.random)
+    check_mask(config.model.task, tokens)
+    if config.model.task == "classification":
+        return _classified(config, tokens)
+    made = [_language(config, tokens, validation=which) for which in _parts(config)]
+    collate = Padded(tokens.pad) if isinstance(made[0], Written) else None
+    return RunData(_title(config), made[0], made[1] if len(made) > 1 else None, collate, tokens)
+
+
+def _parts(config: RunConfig) -> list[bool]:
+    """Training data, and validation data where there are some."""
+    has_validation = config.data.validation is not None or config.data.validation_split is not None
+    return [False, True] if has_validation else [False]
+
+
+def _title(config: RunConfig) -> str:
+    return ", ".join(names_of(config.data))
+
+
+def _rows(config: RunConfig, validation: bool) -> Any:
+    data = config.data
+    names = names_of(data, validation=validation)
+    split = data.validation_split or data.split if validation else data.split
+    kind = format_of(data, names)
+    if kind in ("text", "images") and not (kind == "images" and config.model.task == "image_classification"):
+        raise ConfigError(
+            f"model.task = {config.model.task!r} with data of the format {kind!r}",
+            rule="Classes and targets stand in fields of rows: data.format is 'jsonl' or 'datasets'",
+            remedy="Give such data, or another task",
+        )
+    return read_rows(data, kind, names, split)
+
+
+def _language(config: RunConfig, tokens: Tokens, *, validation: bool) -> Any:
+    data, task = config.data, config.model.task
+    names = names_of(data, validation=validation)
+    if format_of(data, names) == "text":
+        texts = read_texts(names)
+    else:
+        rows = _rows(config, validation)
+        texts = column(rows, data.text, "data.text")
+        if task == "sequence_to_sequence":
+            return Written(texts, column(rows, data.target, "data.target"), tokens, data.sequence)
+    return Stretches(joined(texts, tokens), data.sequence, task, tokens)
+
+
+def _classified(config: RunConfig, tokens: Tokens) -> RunData:
+    data = config.data
+    made: list[Classified] = []
+    classes: list[Any] = []
+    for validation in _parts(config):
+        rows = _rows(config, validation)
+        labels = column(rows, data.label, "data.label")
+        classes = classes or classes_of(labels)
+        pairs = column(rows, data.pair, "data.pair") if data.pair is not None else None
+        numbers = as_numbers(labels, classes, "validation" if validation else "training")
+        made.append(Classified(column(rows, data.text, "data.text"), pairs, numbers, tokens, data.sequence))
+    validation_data = made[1] if len(made) > 1 else None
+    return RunData(_title(config), made[0], validation_data, Padded(tokens.pad), tokens, classes)
+
+
+def _image_data(config: RunConfig, size: int) -> RunData:
+    data, look = config.data, Look.of(config.model.name, size)
+    made: list[Images] = []
+    classes: list[Any] = []
+    for validation in _parts(config):
+        names = names_of(data, validation=validation)
+        if data.format == "datasets" or not Path(names[0]).is_dir():
+            rows = _rows(config, validation)
+            images: Sequence[Any] = column(rows, data.image, "data.image")
+            labels = column(rows, data.label, "data.label")
+        else:
+            images, labels = images_in(names)
+        classes = classes or classes_of(labels)
+        made.append(Images(images, as_numbers(labels, classes, "validation" if validation else "training"), look))
+    return RunData(_title(config), made[0], made[1] if len(made) > 1 else None, None, None, classes)

@@ -1,0 +1,82 @@
+"""The hooks that a run's config names."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+from shardformer.errors import ConfigError, nearest
+from shardformer.runs.config import RunConfig
+from shardformer.runs.updates import check_arguments
+from shardformer.trainer import hooks as included
+from shardformer.trainer.hook import Hook
+
+DEFAULTS = ("throughput", "progress", "json_lines", "checkpoint")
+LAST = ("progress", "json_lines", "tensor_board", "checkpoint")
+"""Those that write what others have measured."""
+FOLDERS = {"json_lines": ".", "checkpoint": "checkpoints"}
+"""Inside of the run's folder; of any other hook with a folder it has the name of the hook."""
+
+
+def key_of(name: str) -> str:
+    """``EarlyStopping`` as ``early_stopping``, as the config has it."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+
+
+KNOWN = {key_of(name): getattr(included, name) for name in included.__all__}
+
+
+def hooks_of(config: RunConfig) -> list[Hook]:
+    """Those that measure before those that write.
+
+    Raises ConfigError for a hook that there is not, and for an argument that it does not take.
+    """
+    said: dict[str, Any] = {**dict.fromkeys(DEFAULTS, True), **config.hooks}
+    wanted = {name: arguments for name, arguments in said.items() if arguments is not False}
+    order = sorted(wanted, key=lambda name: LAST.index(name) if name in LAST else -1)
+    return [_made(config, name, {} if wanted[name] is True else wanted[name]) for name in order]
+
+
+def _made(config: RunConfig, name: str, arguments: dict[str, Any]) -> Hook:
+    kind = _kind(name)
+    if "folder" in inspect.signature(kind).parameters:
+        arguments = {"folder": str(config.path / FOLDERS.get(name, name)), **arguments}
+    check_arguments(kind, arguments, f"hooks.{name}")
+    hook: Hook = kind(**arguments)
+    return hook
+
+
+def _kind(name: str) -> Any:
+    file, colon, attribute = name.rpartition(":")
+    if not colon:
+        if name not in KNOWN:
+            raise ConfigError(
+                f"hooks.{name}",
+                rule='A hook is one of those that come with the trainer, or of your own as "my_hooks.py:MyHook"',
+                remedy=nearest(name, KNOWN),
+            )
+        return KNOWN[name]
+    found = getattr(_module(file, name), attribute, None)
+    if not (isinstance(found, type) and issubclass(found, Hook)):
+        raise ConfigError(
+            f"hooks.{name!r}: {file} has no hook {attribute!r}",
+            rule="It is a class that is derived from shardformer.Hook",
+            remedy="Correct the name",
+        )
+    return found
+
+
+def _module(file: str, name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file) if Path(file).is_file() else None
+    if spec is None or spec.loader is None:
+        raise ConfigError(
+            f"hooks.{name!r}: there is no file {file!r}",
+            rule='A hook of your own is named by its file and its class, as "my_hooks.py:MyHook"',
+            remedy="Correct the path",
+        )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

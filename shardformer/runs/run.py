@@ -1,0 +1,109 @@
+"""Trains what a config says, in each of the processes that were launched."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardformer.checkpoint.together import first_does
+from shardformer.engine.build import initialize
+from shardformer.engine.engine import Engine
+from shardformer.engine.parallel import Parallel
+from shardformer.engine.parts import grid_of, num_processes
+from shardformer.mesh.context import ParallelContext
+from shardformer.runs.config import RunConfig
+from shardformer.runs.data import RunData, data_of
+from shardformer.runs.hooks import hooks_of
+from shardformer.runs.models import model_of, own_config
+from shardformer.runs.updates import optimizer_of, scheduler_of
+from shardformer.trainer.trainer import Trainer
+
+
+def train(config: RunConfig) -> dict[str, float]:
+    """Trains, and goes on where the run's folder holds a checkpoint. Returns the last values.
+
+    Raises, on all ranks, what ended the run.
+    """
+    layout = layout_of(config)
+    context = grid_of(None, layout)
+    trainer, data = trainer_of(config, layout, context)
+    epochs = None if config.training.steps is not None else config.training.epochs or 1
+    values = trainer.fit(
+        steps=config.training.steps,
+        epochs=epochs,
+        validation=data.validation,
+        validate_every=config.training.validate_every,
+    )
+    if config.training.export:
+        tokenizer = data.tokens.tokenizer if data.tokens is not None else None
+        _export(trainer.engine, config.path / "model", tokenizer)
+    return values
+
+
+def _export(engine: Engine, folder: Path, tokenizer: Any) -> None:
+    """Writes the model; one that an earlier run left there goes when the new one is whole."""
+    fresh, old = folder.with_name(f".{folder.name}-new"), folder.with_name(f".{folder.name}-old")
+
+    def clear() -> None:
+        for left in (fresh, old):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def replace() -> None:
+        if folder.exists():
+            folder.rename(old)
+        fresh.rename(folder)
+        clear()
+
+    first_does(clear, engine.world, f"Making room beside {folder}")
+    engine.export(fresh, tokenizer)
+    first_does(replace, engine.world, f"Putting the model into {folder}")
+
+
+def layout_of(config: RunConfig) -> Parallel:
+    """As it is asked for; where a launcher has started the processes once more, the one that fits those it started."""
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return config.layout.fit(num_processes()) if is_restart else config.layout
+
+
+def trainer_of(config: RunConfig, layout: Parallel, context: ParallelContext) -> tuple[Trainer, RunData]:
+    """Everything that the config says, put together."""
+    hooks = hooks_of(config)
+    make_optimizer = optimizer_of(config.optimizer)
+    saved = own_config(config)
+    data = data_of(config, getattr(saved, "image_size", None))
+    model = model_of(config, data, saved)
+    return Trainer(_engine(config, layout, context, model, data, make_optimizer), hooks), data
+
+
+def _engine(
+    config: RunConfig, layout: Parallel, context: ParallelContext, model: Any, data: RunData, make_optimizer: Any
+) -> Engine:
+    torch.manual_seed(config.seed)
+    return initialize(
+        model,
+        make_optimizer,
+        train_data=data.train,
+        scheduler=scheduler_of(config.schedule, num_steps_of(config, data)),
+        parallel=layout,
+        batch_size=config.data.batch_size,
+        context=context,
+        data_options={
+            "seed": config.seed,
+            "shuffle": config.data.shuffle,
+            "drop_last": config.data.drop_last,
+            "collate_fn": data.collate,
+            "num_workers": config.data.workers,
+        },
+    )
+
+
+def num_steps_of(config: RunConfig, data: RunData) -> int:
+    """Steps of the whole run."""
+    if config.training.steps is not None:
+        return config.training.steps
+    samples, size = len(data.train), config.data.batch_size
+    return (config.training.epochs or 1) * (samples // size if config.data.drop_last else -(-samples // size))

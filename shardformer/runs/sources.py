@@ -1,0 +1,138 @@
+"""Reads what a run is trained on: texts, lines of JSON, data sets of the library ``datasets``, folders of images."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardformer.errors import ConfigError, InputError, nearest
+from shardformer.runs.config import DataTable
+
+SUFFIXES = {".txt": "text", ".md": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
+IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
+Rows = Sequence[Mapping[str, Any]]
+
+
+def names_of(data: DataTable, *, validation: bool = False) -> list[str]:
+    """What is to be read."""
+    said = data.validation if validation and data.validation is not None else data.train
+    return [said] if isinstance(said, str) else list(said)
+
+
+def format_of(data: DataTable, names: Sequence[str]) -> str:
+    """As the config says, or as the names end. Raises ConfigError where that does not tell."""
+    if data.format is not None:
+        return data.format
+    found = {"images" if Path(name).is_dir() else SUFFIXES.get(Path(name).suffix.lower(), "") for name in names}
+    if len(found) == 1 and "" not in found:
+        return found.pop()
+    raise ConfigError(
+        f"What is in {', '.join(map(repr, names))} cannot be told from the name{'s' * (len(names) > 1)}",
+        rule=f"A name ends in {', '.join(SUFFIXES)}, or is a folder of images",
+        remedy="Write data.format = 'text', 'jsonl', 'datasets' or 'images'",
+    )
+
+
+def read_texts(names: Sequence[str]) -> list[str]:
+    """The text of each file. Raises InputError for one that cannot be read, or is empty."""
+    texts = []
+    for name in names:
+        try:
+            texts.append(Path(name).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise _unreadable(name, getattr(error, "strerror", None) or str(error)) from error
+        if not texts[-1].strip():
+            raise InputError(f"{name!r} is empty", rule="A text has words", remedy="Give another file")
+    return texts
+
+
+def read_rows(data: DataTable, kind: str, names: Sequence[str], split: str) -> Rows:
+    """The rows of lines of JSON, or of a data set."""
+    return _read_lines(names) if kind == "jsonl" else _read_datasets(names, split)
+
+
+def column(rows: Rows, name: str, key: str) -> list[Any]:
+    """The values under one name. Raises InputError for a row that has none; ``key`` of the config says the name."""
+    for number, row in enumerate(rows):
+        if row.get(name) is None:
+            raise InputError(
+                f"Row {number + 1} of the data has no {name!r}",
+                rule=f"{key} = {name!r} says which field is read, and every row has it",
+                remedy=nearest(name, map(str, row)),
+            )
+    return [row[name] for row in rows]
+
+
+def _read_lines(names: Sequence[str]) -> list[Mapping[str, Any]]:
+    rows: list[Mapping[str, Any]] = []
+    for name in names:
+        try:
+            lines = Path(name).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise _unreadable(name, getattr(error, "strerror", None) or str(error)) from error
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise _no_row(name, number, line, str(error)) from error
+            if not isinstance(row, dict):
+                raise _no_row(name, number, line, "it is no object")
+            rows.append(row)
+    if not rows:
+        raise InputError(f"There is no row in {', '.join(names)}", rule="Data has rows", remedy="Give another file")
+    return rows
+
+
+def _no_row(name: str, number: int, line: str, why: str) -> InputError:
+    return InputError(
+        f"{name}, line {number}: {line!r:.60} is no row: {why}",
+        rule='Each line is a JSON object, such as {"text": "words"}',
+        remedy="Correct the line, or say data.format if the file is of another form",
+    )
+
+
+def _read_datasets(names: Sequence[str], split: str) -> Rows:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"data.format = 'datasets' for {names[0]!r}, and the library datasets is not installed",
+            rule="Data sets of the hub, and those that save_to_disk wrote, are read by it",
+            remedy="pip install 'shardformer[data]', or give files",
+        ) from error
+    if len(names) > 1:
+        raise ConfigError(
+            f"data.train names {len(names)} data sets", rule="One is read", remedy="Join them, and give one"
+        )
+    name = names[0]
+    try:
+        found: Any
+        if (Path(name) / "dataset_info.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
+            found = datasets.load_from_disk(name)
+            found = found[split] if isinstance(found, dict) else found
+        else:
+            path, _, configuration = name.partition(":")
+            found = datasets.load_dataset(path, configuration or None, split=split)
+    except (OSError, ValueError, KeyError) as error:  # what the library raises for what it does not find
+        raise ConfigError(
+            f"The data set {name!r} cannot be read: {str(error).splitlines()[0] if str(error) else error!r}",
+            rule="It is a name on the hub, as imdb or glue:mrpc, or a folder that save_to_disk wrote; data.split says "
+            "which part of it",
+            remedy="Correct data.train or data.split",
+        ) from error
+    rows: Rows = found
+    return rows
+
+
+def _unreadable(name: str, why: str) -> InputError:
+    folder = Path(name).absolute().parent
+    near = nearest(Path(name).name, (other.name for other in folder.glob("*")) if folder.is_dir() else ())
+    return InputError(
+        f"The data {name!r} cannot be read: {why}",
+        rule="data.train and data.validation name files that are there, in UTF-8",
+        remedy=near if near.startswith("Did") else "Correct the path",
+    )

@@ -1,0 +1,139 @@
+"""What a run is trained on, out of every kind of file, and what is said of one that cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardformer.errors import ConfigError, InputError, ShardFormerError
+from shardformer.runs.data import data_of
+from shardformer.runs.samples import IGNORED, Padded
+from shardformer.runs.sources import format_of
+from shardformer.runs.tokens import MASK, NOTHING
+from tests.runs.files import WORDS, config, labelled, write_images, write_rows, write_text
+
+
+def test_text_is_cut_into_stretches_of_bytes(tmp_path: Path) -> None:
+    found = data_of(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}))
+    assert len(found.train) == len(WORDS) * 20 // 16
+    assert bytes(found.train[1]["input_ids"].tolist()).decode() == (WORDS * 2)[16:32]
+    assert torch.equal(found.train[1]["labels"], found.train[1]["input_ids"])
+
+
+def test_texts_of_several_files_have_an_end_between_them(tmp_path: Path) -> None:
+    names = [write_text(tmp_path, name, times=1) for name in ("a.txt", "b.txt")]
+    found = data_of(config(tmp_path, "gpt2", {"train": names, "sequence": len(WORDS) + 1}))
+    assert found.train[0]["input_ids"][-1] == NOTHING
+
+
+def test_rows_of_json_are_texts_too(tmp_path: Path) -> None:
+    rows = [{"words": "abc"}, {"words": "defg"}]
+    found = data_of(config(tmp_path, "gpt2", {"train": write_rows(tmp_path, rows), "text": "words", "sequence": 8}))
+    assert found.train[0]["input_ids"].tolist() == [*b"abc", NOTHING, *b"defg"]
+
+
+def test_some_tokens_are_masked_anew_each_time(tmp_path: Path) -> None:
+    made = config(tmp_path, "bert", {"train": write_text(tmp_path), "sequence": 200}, model={"task": "masked"})
+    found = data_of(made).train
+    torch.manual_seed(0)
+    first, again = found[0], found[0]
+    chosen = first["labels"] != IGNORED
+    assert 10 < chosen.sum() < 55
+    assert (first["input_ids"] == MASK).sum() > 0.5 * chosen.sum()
+    assert torch.equal(first["input_ids"][~chosen], again["input_ids"][~chosen]) or not torch.equal(
+        chosen, again["labels"] != IGNORED
+    )
+    torch.manual_seed(0)
+    assert torch.equal(found[0]["labels"], first["labels"])
+
+
+def test_the_second_half_is_written_from_the_first(tmp_path: Path) -> None:
+    data = {"train": write_text(tmp_path)}
+    found = data_of(config(tmp_path, "t5", data, model={"task": "sequence_to_sequence"})).train[0]
+    assert bytes(found["input_ids"].tolist()) == WORDS[:8].encode()
+    assert bytes(found["labels"].tolist()) == WORDS[8:16].encode()
+
+
+def test_a_target_is_written_from_a_text(tmp_path: Path) -> None:
+    data = {"train": write_rows(tmp_path, labelled()), "target": "other"}
+    found = data_of(config(tmp_path, "t5", data, model={"task": "sequence_to_sequence"}))
+    batch = found.collate([found.train[0], found.train[11]])  # type: ignore[misc]
+    assert {name: tuple(value.shape) for name, value in batch.items()} == {
+        "input_ids": (2, 16), "labels": (2, 9), "attention_mask": (2, 16),
+    }  # fmt: skip
+    assert batch["labels"][0, -1] == IGNORED
+
+
+def test_texts_have_classes(tmp_path: Path) -> None:
+    data = {"train": write_rows(tmp_path, labelled()), "pair": "other"}
+    found = data_of(config(tmp_path, "bert", data, model={"task": "classification"}))
+    assert found.classes == ["bad", "good"]
+    assert [found.train[i]["labels"] for i in range(3)] == [0, 1, 0]
+    assert bytes(found.train[0]["input_ids"][:-1]) == b"sentence 0 \0rep"
+    assert isinstance(found.collate, Padded)
+
+
+def test_images_have_the_class_of_their_folder(tmp_path: Path) -> None:
+    made = config(tmp_path, "vit", {"train": write_images(tmp_path)}, model={"task": "image_classification"})
+    found = data_of(made, 32)
+    assert found.classes == ["cat", "dog"]
+    assert found.train[0]["pixel_values"].shape == (3, 32, 32)
+    assert -1 <= found.train[0]["pixel_values"].min() < found.train[0]["pixel_values"].max() <= 1
+    assert [found.train[i]["labels"] for i in range(6)] == [0, 0, 0, 1, 1, 1]
+
+
+def test_data_sets_of_the_library(tmp_path: Path) -> None:
+    import datasets
+
+    whole = datasets.Dataset.from_list(labelled())
+    datasets.DatasetDict({"train": whole, "test": whole.select(range(4))}).save_to_disk(str(tmp_path / "saved"))
+    data = {"train": str(tmp_path / "saved"), "format": "datasets", "validation_split": "test"}
+    found = data_of(config(tmp_path, "bert", data, model={"task": "classification"}))
+    assert (len(found.train), len(found.validation)) == (12, 4)
+    with pytest.raises(ConfigError, match=r"cannot be read"):
+        data_of(config(tmp_path, "bert", {**data, "split": "trian"}, model={"task": "classification"}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "task", "words"),
+    [
+        ({"train": "nothing.txt"}, "causal", r"'nothing.txt' cannot be read: No such file"),
+        ({"train": "text.txt", "sequence": 5000}, "causal", r"1260 tokens.*5000"),
+        ({"train": "empty.txt"}, "causal", r"'empty.txt' is empty"),
+        ({"train": "text.bin"}, "causal", r"cannot be told from the name.*data.format"),
+        ({"train": "bad.jsonl"}, "causal", r"bad.jsonl, line 2"),
+        ({"train": "rows.jsonl", "text": "txt"}, "causal", r"no 'txt'.*Did you mean 'text'"),
+        ({"train": "text.txt"}, "classification", r"'classification' with data of the format 'text'"),
+        ({"train": "rows.jsonl", "label": "score"}, "classification", r"labels are of float"),
+        ({"train": "rows.jsonl", "validation": "others.jsonl"}, "classification", r"validation data has the label"),
+        ({"train": "text.txt", "tokenizer": "no/folder"}, "causal", r"tokenizer 'no/folder' cannot be loaded"),
+        ({"train": ".", "format": "images"}, "image_classification", r"no image in"),
+    ],
+    ids=str,
+)
+def test_data_that_cannot_be_is_told(
+    changes: dict[str, Any], task: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_text(tmp_path)
+    (tmp_path / "empty.txt").write_text("\n", encoding="utf-8")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n', encoding="utf-8")
+    write_rows(tmp_path, [{**row, "score": 0.5} for row in labelled()])
+    write_rows(tmp_path, [{"text": "a", "label": "ugly"}], "others.jsonl")
+    with pytest.raises(ShardFormerError, match=words):
+        data_of(config(tmp_path, "gpt2", changes, model={"task": task}))
+
+
+def test_unlike_names_say_no_format(tmp_path: Path) -> None:
+    data = config(tmp_path, "gpt2", {"train": ["a.txt", "b.jsonl"]}).data
+    with pytest.raises(ConfigError, match=r"data.format"):
+        format_of(data, ["a.txt", "b.jsonl"])
+
+
+def test_labels_of_two_kinds_are_refused(tmp_path: Path) -> None:
+    rows = [{"text": "a", "label": 1}, {"text": "b", "label": "one"}]
+    with pytest.raises(InputError, match=r"int, str"):
+        data_of(config(tmp_path, "bert", {"train": write_rows(tmp_path, rows)}, model={"task": "classification"}))

@@ -1,0 +1,107 @@
+"""A run's file says what is trained; what cannot be in it is told with the key, the rule and the nearest names."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardformer.engine.parallel import Parallel
+from shardformer.errors import ConfigError
+from shardformer.runs.config import ParallelTable, RunConfig
+from shardformer.runs.read import config_of, read_config
+
+LEAST: dict[str, Any] = {"model": {"name": "gpt2"}, "data": {"train": "a.txt"}}
+
+
+def said(**changes: Any) -> RunConfig:
+    """``table__key=value``."""
+    tables: dict[str, Any] = {name: dict(table) for name, table in LEAST.items()}
+    for name, value in changes.items():
+        table, _, key = name.partition("__")
+        if key:
+            tables.setdefault(table, {})[key] = value
+        else:
+            tables[table] = value
+    return config_of(tables, "run.toml")
+
+
+def test_the_least_that_a_run_says() -> None:
+    found = said()
+    assert found.layout == Parallel()
+    assert (found.folder, found.seed, found.optimizer.name) == ("run", 0, "AdamW")
+
+
+def test_a_layout_has_the_fields_of_parallel() -> None:
+    assert list(ParallelTable.model_fields) == [field.name for field in fields(Parallel)]
+    assert all(field.description for field in ParallelTable.model_fields.values())
+    found = said(parallel__tensor=2, parallel__cut=[1, 3], parallel__pipe=2, parallel__precision="bf16")
+    assert found.layout == Parallel(tensor=2, pipe=2, cut=[1, 3], precision="bf16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"parallel__tensr": 2}, r"parallel\.tensr = 2.*Did you mean 'tensor'"),
+        ({"parallel__tensor": "2"}, r"parallel\.tensor = '2'.*valid integer"),
+        ({"parallel__tensor": 0}, r"tensor=0"),
+        ({"parallel__precision": "bf17"}, r"bf17"),
+        ({"parallel__chunks": 2}, r"pipe=1"),
+        ({"modle": 3}, r"modle = 3.*Did you mean 'model'"),
+        ({"model__task": "casual"}, r"model\.task = 'casual'.*Did you mean 'causal'"),
+        ({"data__batch_size": 0}, r"data\.batch_size = 0.*greater than or equal to 1"),
+        ({"data__train": 3}, r"data\.train = 3.*string; or .*list"),
+        ({"data__sequence": True}, r"data\.sequence = True"),
+        ({"optimizer__lr": -1.0}, r"optimizer\.lr = -1\.0"),
+        ({"schedule__name": "lineer"}, r"schedule\.name = 'lineer'.*Did you mean 'linear'"),
+        ({"training__steps": 3, "training__epochs": 2}, r"steps = 3 and training\.epochs = 2"),
+        ({"training__validate_every": 3}, r"validate_every = 3 without data\.validation"),
+        ({"hooks__progress": 3}, r"hooks\.progress = 3"),
+        ({"model": {}}, r"does not say model\.name"),
+        ({"model": 3}, r"model = 3"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_told_with_its_key(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        said(**changes)
+    assert all((caught.value.what, caught.value.rule, caught.value.remedy))
+
+
+def test_a_file_is_read_and_keys_are_changed(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\nname = "a"\n[data]\ntrain = "t.txt"\n', encoding="utf-8")
+    changes = [
+        "model.name=gpt2",
+        "parallel.tensor=2",
+        'data.train=["a.txt", "b.txt"]',
+        "hooks.progress=false",
+        "seed=3",
+    ]
+    found = read_config(file, changes)
+    assert (found.model.name, found.layout.tensor, found.data.train) == ("gpt2", 2, ["a.txt", "b.txt"])
+    assert found.hooks == {"progress": False}
+
+
+@pytest.mark.parametrize("change", ["parallel.tensor", "=3", "parallel.=2", ".x=2"])
+def test_a_change_is_a_key_and_a_value(change: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"--set"):
+        read_config(tmp_path / "run.toml", [change])
+
+
+def test_a_change_inside_of_what_is_no_table_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("folder = 'a'\n[hooks]\nprogress = true\n", encoding="utf-8")
+    for change in ("hooks.progress.every_s=2", "folder.x=2"):
+        with pytest.raises(ConfigError, match=r"no table"):
+            read_config(tmp_path / "run.toml", [change])
+
+
+def test_a_file_that_is_not_there_or_is_no_toml(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("model = \n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"Did you mean 'run.toml'"):
+        read_config(tmp_path / "rum.toml")
+    with pytest.raises(ConfigError, match=r"is no TOML.*line 1"):
+        read_config(tmp_path / "run.toml")

@@ -1,0 +1,150 @@
+"""A run trains what its config says, goes on where it was, and writes a model that transformers reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from shardformer.errors import ConfigError, ShardFormerError
+from shardformer.mesh.context import ParallelContext
+from shardformer.runs.config import RunConfig
+from shardformer.runs.run import train, trainer_of
+from shardformer.testing.pool import WorkerPool
+from shardformer.trainer.records import read_records
+from tests.runs.files import SMALL, config, labelled, write_images, write_rows, write_text
+
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def data_for(task: str, folder: Path) -> dict[str, Any]:
+    if task == "image_classification":
+        return {"train": write_images(folder), "batch_size": 3}
+    if task == "classification":
+        return {"train": write_rows(folder, labelled())}
+    return {"train": write_text(folder)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [
+        ("gpt2", "causal"),
+        ("bert", "masked"),
+        ("bert", "classification"),
+        ("t5", "sequence_to_sequence"),
+        ("vit", "image_classification"),
+    ],
+)
+def test_each_task_is_learnt_and_exported(kind: str, task: str, tmp_path: Path) -> None:
+    training = {"steps": 12, "export": True}
+    made = config(tmp_path, kind, data_for(task, tmp_path), model={"task": task}, training=training)
+    values = train(made)
+    losses = [record.values["loss"] for record in read_records(made.path)]
+    assert len(losses) == 12
+    assert losses[-1] == values["loss"]
+    assert sum(losses[-3:]) < sum(losses[:3])
+    head = next(line for line in (made.path / "model" / "config.json").read_text().splitlines() if kind in line.lower())
+    assert head
+    again = transformers.AutoModel.from_pretrained(made.path / "model")
+    assert again.config.model_type == kind
+
+
+def test_what_was_trained_is_trained_further(tmp_path: Path) -> None:
+    data = {"train": write_text(tmp_path)}
+    first = config(tmp_path, "gpt2", data, training={"steps": 3, "export": True})
+    train(first)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(first.path / "model")
+    model = {"name": str(first.path / "model"), "random": False, "config": {}}
+    second = config(tmp_path, "gpt2", {**data, "tokenizer": "bytes"}, folder=str(tmp_path / "second"), model=model)
+    trainer, _ = trainer_of(second, second.layout, ParallelContext.of({}))
+    torch.testing.assert_close(
+        dict(trainer.engine.model.named_parameters())["transformer.h.0.attn.c_attn.weight"],
+        saved.transformer.h[0].attn.c_attn.weight,
+    )
+
+
+def losses_of(made: RunConfig) -> list[float]:
+    train(made)
+    return [record.values["loss"] for record in read_records(made.path)]
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipe": 2}, {"data": 2, "zero": 1}], ids=str)
+def test_the_layout_changes_nothing(parallel: dict[str, Any], pool2: WorkerPool, tmp_path: Path) -> None:
+    data = {"train": write_text(tmp_path), "batch_size": 6}
+    model = {"config": {**SMALL["gpt2"], **NO_DROPOUT}}
+
+    def made(name: str, **tables: Any) -> RunConfig:
+        hooks = {"progress": False, "throughput": False}
+        return config(tmp_path, "gpt2", data, model=model, folder=str(tmp_path / name), hooks=hooks, **tables)
+
+    alone = losses_of(made("alone"))
+    for losses in pool2.run(losses_of, made("split", parallel=parallel)):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    def made(name: str, steps: int) -> RunConfig:
+        data = {"train": write_text(tmp_path), "validation": write_text(tmp_path, "other.txt")}
+        schedule = {"name": "constant", "warmup": 2}
+        training = {"steps": steps, "validate_every": 4}
+        return config(tmp_path, "gpt2", data, folder=str(tmp_path / name), training=training, schedule=schedule)
+
+    whole = train(made("whole", 9))
+    train(made("cut", 5))
+    cut = train(made("cut", 9))
+    for name in ("loss", "validation/loss", "learning_rate"):
+        assert cut[name] == whole[name]
+    steps = [record.step for record in read_records(tmp_path / "cut") if "loss" in record.values]
+    assert steps == list(range(1, 10))
+
+
+def test_hooks_are_named_with_their_arguments(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import shardformer\n"
+        "class Stops(shardformer.Hook):\n"
+        "    def __init__(self, at): self.at = at\n"
+        "    def after_step(self, trainer):\n"
+        "        if trainer.step == self.at: trainer.stop()\n",
+        encoding="utf-8",
+    )
+    hooks = {f"{tmp_path}/mine.py:Stops": {"at": 2}, "checkpoint": {"every_steps": 1, "keep": None}, "progress": False}
+    made = config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, hooks=hooks)
+    train(made)
+    assert sorted(path.name for path in (made.path / "checkpoints").glob("step-*")) == [
+        "step-00000001",
+        "step-00000002",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"hooks": {"progres": True}}, r"hooks.progres.*Did you mean 'progress'"),
+        ({"hooks": {"checkpoint": {"every": 3}}}, r"hooks.checkpoint.every = 3.*Did you mean"),
+        ({"hooks": {"nothing.py:Hook": True}}, r"no file 'nothing.py'"),
+        ({"optimizer": {"name": "Adamw"}}, r"optimizer.name = 'Adamw'.*Did you mean 'AdamW'"),
+        ({"optimizer": {"weight_decy": 0.1}}, r"optimizer.weight_decy = 0.1.*Did you mean 'weight_decay'"),
+        ({"optimizer": {"betas": 3}}, r"AdamW does not take"),
+        ({"model": {"name": "gpt3"}}, r"model.name = 'gpt3'.*Did you mean .*gpt"),
+        ({"model": {"config": {"n_embed": 3}}}, r"model.config has 'n_embed'.*Did you mean 'n_embd'"),
+        ({"model": {"config": {"n_embd": 15, "n_head": 2}}}, r"cannot build|divisible"),
+        ({"model": {"config": {"vocab_size": 100}}}, r"bytes.*258 tokens.*vocabulary of 100"),
+        ({"model": {"config": {"n_positions": 8}}}, r"data.sequence = 16.*8 positions"),
+        ({"model": {"head": "GPT2LMHead"}}, r"model.head = 'GPT2LMHead'.*Did you mean"),
+        ({"parallel": {"tensor": 2}}, r"tensor=2"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_told(tables: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ShardFormerError, match=words):
+        train(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, **tables))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_fewer_samples_than_a_batch_with_the_last_dropped(tmp_path: Path) -> None:
+    data = {"train": write_text(tmp_path, times=1), "batch_size": 100, "drop_last": True}
+    with pytest.raises(ConfigError, match=r"samples for batches of 100"):
+        train(config(tmp_path, "gpt2", data))
