@@ -3,8 +3,9 @@
 from shardformer.trainer.hooks.checkpoint import Checkpoint
 from shardformer.trainer.hooks.early_stopping import EarlyStopping
 from shardformer.trainer.hooks.json_lines import JsonLines
+from shardformer.trainer.hooks.metrics import Metrics
 from shardformer.trainer.hooks.progress import Progress
 from shardformer.trainer.hooks.tensorboard import TensorBoard
 from shardformer.trainer.hooks.throughput import Throughput
 
-__all__ = ["Checkpoint", "EarlyStopping", "JsonLines", "Progress", "TensorBoard", "Throughput"]
+__all__ = ["Checkpoint", "EarlyStopping", "JsonLines", "Metrics", "Progress", "TensorBoard", "Throughput"]

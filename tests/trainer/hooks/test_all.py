@@ -19,11 +19,13 @@ OF_A_FOLDER: dict[str, Callable[[str], Hook]] = {
     "TensorBoard": lambda folder: hooks.TensorBoard(folder),
 }
 """Those that write; every other one is made without arguments."""
+OF_ARGUMENTS: dict[str, Callable[[], Hook]] = {"Metrics": lambda: hooks.Metrics("perplexity")}
+"""Those whose defaults are not for a model without classes."""
 
 
 @pytest.mark.parametrize("name", hooks.__all__)
 def test_training_is_the_same_with_the_hook(name: str, tmp_path: Path) -> None:
-    hook = OF_A_FOLDER[name](str(tmp_path)) if name in OF_A_FOLDER else getattr(hooks, name)()
+    hook = OF_A_FOLDER[name](str(tmp_path)) if name in OF_A_FOLDER else OF_ARGUMENTS.get(name, getattr(hooks, name))()
     engine, plainly = engine_of(), engine_of()
     torch.manual_seed(3)
     found = Trainer(engine, [hook]).fit(steps=5, validation=pairs(4))

@@ -1,0 +1,123 @@
+"""Metrics are those of all validation samples, under every layout."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from sklearn import metrics as sklearn_metrics
+from torch import Tensor, nn
+
+from shardformer.engine.build import initialize
+from shardformer.engine.parallel import Parallel
+from shardformer.errors import ConfigError, InputError
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+from shardformer.trainer.hooks import Metrics
+from shardformer.trainer.trainer import Trainer
+
+Rows = list[tuple[Tensor, Tensor]]
+
+
+def rows(count: int, classes: int = 2) -> Rows:
+    generator = torch.Generator().manual_seed(3)
+    return [(torch.rand(4, generator=generator), torch.tensor(i * 7 % classes)) for i in range(count)]
+
+
+def net(classes: int = 2) -> nn.Linear:
+    model = nn.Linear(4, classes)
+    with torch.no_grad():
+        model.weight.copy_(torch.linspace(-1, 1, 4 * classes).view(classes, 4).roll(3))
+        model.bias.copy_(torch.linspace(0.1, 0, classes))
+    return model
+
+
+def values_of(hook: Metrics, data: Rows, classes: int = 2, context: ParallelContext | None = None) -> dict[str, float]:
+    model = net(classes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = initialize(model, optimizer, nn.CrossEntropyLoss(), data, context=context, batch_size=4)
+    return Trainer(engine, [hook]).fit(steps=1, validation=data)
+
+
+def expected(data: Rows, classes: int = 2) -> tuple[Any, Any]:
+    inputs = torch.stack([x for x, _ in data])
+    return torch.stack([y for _, y in data]).numpy(), net(classes)(inputs).argmax(-1).numpy()
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+def test_metrics_are_scikit_learn_s_over_all_samples(classes: int) -> None:
+    data = rows(10, classes)
+    labels, predictions = expected(data, classes)
+    average = "binary" if classes == 2 else "macro"
+    wanted = {
+        "validation/accuracy": sklearn_metrics.accuracy_score(labels, predictions),
+        "validation/f1": sklearn_metrics.f1_score(labels, predictions, average=average),
+        "validation/matthews_corrcoef": sklearn_metrics.matthews_corrcoef(labels, predictions),
+    }
+    names = [name.removeprefix("validation/") for name in wanted]
+    alone = values_of(Metrics(*names), data, classes)
+    assert {name: alone[name] for name in wanted} == pytest.approx(wanted)
+    for found in run_as_threads(lambda c: values_of(Metrics(*names), data, classes, c), data=2):
+        assert {name: found[name] for name in wanted} == pytest.approx(wanted)
+
+
+def test_functions_and_metrics_of_torchmetrics() -> None:
+    from torchmetrics.classification import BinaryAccuracy
+
+    data = rows(10)
+    hook = Metrics(wrong=lambda labels, predictions: (labels != predictions).sum(), of_torch=BinaryAccuracy())
+    labels, predictions = expected(data)
+    found = values_of(hook, data)
+    assert found["validation/wrong"] == (labels != predictions).sum()
+    assert found["validation/of_torch"] == pytest.approx((labels == predictions).mean())
+
+
+def language_model(context: ParallelContext | None, parallel: Parallel) -> dict[str, float]:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_embd=16, n_layer=2, n_head=2, vocab_size=23, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for number, p in enumerate(model.parameters()):
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(number)) * 0.3)
+    ids = torch.randint(23, (6, 9), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row.masked_fill(torch.arange(9) == 2, -100)} for row in ids]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = initialize(model, optimizer, None, data, context=context, parallel=parallel, batch_size=2)
+    return Trainer(engine, [Metrics("accuracy", "perplexity")]).fit(steps=1, validation=data)
+
+
+def test_a_language_model_is_compared_with_the_next_token() -> None:
+    alone = language_model(None, Parallel())
+    torch.manual_seed(0)
+    assert alone["validation/perplexity"] == pytest.approx(math.exp(alone["validation/loss"]))
+    assert alone["validation/accuracy"] * 42 == pytest.approx(round(alone["validation/accuracy"] * 42))  # 6 x (8 - 1)
+    for sizes in ({"tensor": 2}, {"pipe": 2}, {"data": 2}):
+        for found in run_as_threads(lambda c, sizes=sizes: language_model(c, Parallel(**sizes)), **sizes):
+            assert found["validation/accuracy"] == alone["validation/accuracy"]
+            assert found["validation/perplexity"] == pytest.approx(alone["validation/perplexity"], rel=1e-5)
+
+
+def test_a_batch_without_labels_is_told() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    data = [{"input": x} for x, _ in rows(4)]
+    engine = initialize(model, optimizer, lambda output, batch: output.mean(), data, batch_size=4)
+    with pytest.raises(InputError, match=r"no labels: input"):
+        Trainer(engine, [Metrics()]).fit(steps=1, validation=data)
+
+
+def test_a_metric_that_there_is_not_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean 'accuracy'"):
+        Metrics("acuracy")
+    with pytest.raises(ConfigError, match=r"Metrics\(mine=3\)"):
+        Metrics(mine=3)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(ConfigError, match=r"shardformer\[metrics\]"):
+        Metrics("accuracy")
+    Metrics("perplexity")
