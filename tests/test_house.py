@@ -39,6 +39,7 @@ FLOORS = [
     "runs",
     "demo",
     "cli",
+    "__main__",
 ]
 FLOOR = {part: floor for floor, part in enumerate(FLOORS)}
 LATE_ONLY = {

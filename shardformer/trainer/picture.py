@@ -22,7 +22,7 @@ Runs: TypeAlias = Mapping[str, Sequence[Record]]
 Series: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Steps, and the values that were recorded behind them."""
 
-_VALIDATION = "validation/"
+VALIDATION = "validation/"
 _TITLES = {
     "loss": "loss",
     "tokens_per_s": "tokens per second",
@@ -47,7 +47,7 @@ def panel_names(runs: Runs) -> list[str]:
 
     A value of the validation data is drawn with the one of the training data: validation/loss with loss.
     """
-    found = {name.removeprefix(_VALIDATION): None for records in runs.values() for r in records for name in r.values}
+    found = {name.removeprefix(VALIDATION): None for records in runs.values() for r in records for name in r.values}
     return [name for name in _TITLES if name in found] + [name for name in found if name not in _TITLES]
 
 
@@ -58,7 +58,7 @@ def series(records: Sequence[Record], name: str) -> Series:
     return table[:, 0], table[:, 1]
 
 
-def _finite(one: Series) -> Series:
+def finite(one: Series) -> Series:
     keep = np.isfinite(one[1])
     return one[0][keep], one[1][keep]
 
@@ -67,7 +67,7 @@ def _window(num_points: int) -> int:
     return min(num_points // 40, 250) * 2 + 1
 
 
-def _smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """The mean of the values around each; at the ends of those that are there."""
     window = np.ones(_window(len(values)))
     # no running sum: what follows a loss of 1e18 would be lost in it
@@ -82,8 +82,8 @@ def _is_log(name: str, values: NDArray[np.float64]) -> bool:
 
 def _all_of(runs: Runs, name: str) -> NDArray[np.float64]:
     """The finite values of a panel, of all runs."""
-    names = (name, _VALIDATION + name)
-    return np.concatenate([_finite(series(records, n))[1] for records in runs.values() for n in names])
+    names = (name, VALIDATION + name)
+    return np.concatenate([finite(series(records, n))[1] for records in runs.values() for n in names])
 
 
 def said_bytes(value: float) -> str:
@@ -93,23 +93,24 @@ def said_bytes(value: float) -> str:
     return f"{value:,.0f} B"
 
 
-def _title(name: str) -> str:
+def title_of(name: str) -> str:
     return _TITLES.get(name, name.replace("_", " "))
 
 
 # ----------------------------------------------------------------------------------------------------------- the chart
 
 
-def draw(runs: Runs, path: Path) -> None:
+def draw(runs: Runs, path: Path, names: Sequence[str] | None = None) -> None:
     """Draws a chart, a panel for each value that was recorded, into a file whose name ends in .svg or .png.
 
     Each run has a colour. Values of the validation data are dashed. A curve of more than 100 points is their moving
-    mean, above them. A cross on the lower edge is a value that is not finite.
+    mean, above them. A cross on the lower edge is a value that is not finite. ``names`` are those of the values; None:
+    all of them.
 
     Raises ConfigError where that cannot be: no value was recorded, no matplotlib, or the file cannot be written.
     """
     check_file(path)
-    names = panel_names(runs)
+    names = list(names) if names is not None else panel_names(runs)
     if not names:
         raise ConfigError(
             f"There is nothing to draw in {', '.join(runs) or 'no run'}",
@@ -119,14 +120,14 @@ def draw(runs: Runs, path: Path) -> None:
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     columns = 1 if len(names) == 1 else 2 if len(names) <= 4 else 3
     rows = ceil(len(names) / columns)
     size = (7.5, 11.0, 14.5)[columns - 1], (4.2, 3.1, 2.9)[columns - 1] * rows + 0.5
     style = {"svg.hashsalt": "shardformer", "agg.path.chunksize": 10_000, "font.size": 9, "text.parse_math": False}
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+        figure = Figure(figsize=size)
+        figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
         FigureCanvasAgg(figure)
         grid = figure.add_gridspec(rows, columns)
         wide = 1 + rows * columns - len(names)  # the first panel takes what the others leave
@@ -151,7 +152,7 @@ def _draw_panel(axes: Axes, runs: Runs, name: str, has_label: bool) -> None:
 
     for colour, records in zip(_colours(len(runs)), runs.values()):
         _draw_curve(axes, series(records, name), colour, name not in _NEVER_SMOOTHED)
-        _draw_validation(axes, series(records, _VALIDATION + name), colour)
+        _draw_validation(axes, series(records, VALIDATION + name), colour)
     values = _all_of(runs, name)
     if _is_log(name, values):
         axes.set_yscale("log")
@@ -159,7 +160,7 @@ def _draw_panel(axes: Axes, runs: Runs, name: str, has_label: bool) -> None:
     elif name in _FROM_ZERO and len(values) and values.min() >= 0:
         axes.set_ylim(bottom=0, top=1.1 * values.max() or 1.0)
     only_validation = all(name not in record.values for records in runs.values() for record in records)
-    axes.set_title(f"{_title(name)} (validation)" if only_validation else _title(name), loc="left", fontsize=10)
+    axes.set_title(f"{title_of(name)} (validation)" if only_validation else title_of(name), loc="left", fontsize=10)
     axes.grid(color=_GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[:].set_visible(False)
@@ -176,20 +177,21 @@ def _draw_panel(axes: Axes, runs: Runs, name: str, has_label: bool) -> None:
 
 
 def _draw_curve(axes: Axes, one: Series, colour: Any, may_be_smoothed: bool) -> None:
-    (steps, values), (finite_steps, finite) = one, _finite(one)
-    is_smoothed = may_be_smoothed and len(finite) > _MANY_POINTS
-    marker = "o" if len(finite) == 1 else ""
+    (steps, values), (kept_steps, kept) = one, finite(one)
+    is_smoothed = may_be_smoothed and len(kept) > _MANY_POINTS
+    marker = "o" if len(kept) == 1 else ""
     faint = {"alpha": 0.25, "linewidth": 0.8} if is_smoothed else {"linewidth": 1.6, "marker": marker}
     axes.plot(steps, np.where(np.isfinite(values), values, np.nan), color=colour, **faint)
     if is_smoothed:
-        axes.plot(finite_steps, _smoothed(finite), color=colour, linewidth=1.6)
+        axes.plot(kept_steps, smoothed(kept), color=colour, linewidth=1.6)
     bad = steps[~np.isfinite(values)]
     edge = axes.get_xaxis_transform()
-    axes.plot(bad, np.zeros_like(bad), "x", color=colour, transform=edge, clip_on=False, markersize=5, zorder=5)
+    if len(bad):  # a line without points has no place, and the layout none then
+        axes.plot(bad, np.zeros_like(bad), "x", color=colour, transform=edge, clip_on=False, markersize=5, zorder=5)
 
 
 def _draw_validation(axes: Axes, one: Series, colour: Any) -> None:
-    steps, values = _finite(one)
+    steps, values = finite(one)
     marker = "o" if len(steps) <= 40 else ""
     axes.plot(steps, values, "--", color=colour, marker=marker, markersize=3.5, linewidth=1.3)
 
@@ -229,8 +231,8 @@ def _draw_legend(figure: Figure, runs: Runs) -> None:
         for colour, run in zip(_colours(len(runs)), runs):
             entries[_short(run, 60)] = Line2D([], [], color=colour, linewidth=2)
     found = [(name, *series(records, name)) for records in runs.values() for name in _names(records)]
-    counts = [np.isfinite(v).sum() for n, _, v in found if not n.startswith(_VALIDATION) and n not in _NEVER_SMOOTHED]
-    if any(name.startswith(_VALIDATION) for name, *_ in found):
+    counts = [np.isfinite(v).sum() for n, _, v in found if not n.startswith(VALIDATION) and n not in _NEVER_SMOOTHED]
+    if any(name.startswith(VALIDATION) for name, *_ in found):
         entries["validation"] = Line2D([], [], color=_INK, linestyle="--", marker="o", markersize=3.5, linewidth=1.3)
     if max(counts, default=0) > _MANY_POINTS:
         entries["moving mean"] = Line2D([], [], color=_INK, linewidth=1.6)
