@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from shardformer.checkpoint.folder import Keep
 from shardformer.checkpoint.load import Loaded, load_checkpoint
 from shardformer.checkpoint.move import Moved
 from shardformer.checkpoint.save import Saving, save_checkpoint, start_checkpoint
-from shardformer.comm.collectives import all_reduce
+from shardformer.comm.collectives import all_reduce, gather_objects
 from shardformer.engine.batch import is_several, named_batch, on_device
 from shardformer.engine.data import Batches
 from shardformer.engine.parallel import Parallel
@@ -52,6 +53,7 @@ class Engine:
         steps: training steps that were made.
         skipped: of these, how many left the weights as they were, since gradients were not finite.
         grad_norm: of the last step, before it was clipped; None where it was not taken.
+        takes_grad_norm: whether it is taken without clipping, too; the same on all ranks.
         listener: is told the name of each moment of a step (see ``shardformer.trainer.hook``); None: nobody.
     """
 
@@ -75,6 +77,7 @@ class Engine:
         self._has_target = has_target
         self.steps = self.skipped = 0
         self.grad_norm: Tensor | None = None
+        self.takes_grad_norm = False
         self.listener: Callable[[str], None] | None = None
         self._pending: Tensor | None = None
         self._is_backward_done = False
@@ -206,7 +209,9 @@ class Engine:
 
     def _update(self) -> bool:
         if isinstance(zero := self.optimizers[0], ZeroOptimizer):
-            before = zero.skipped
+            before, is_taken = zero.skipped, self.parallel.max_grad_norm or self.parallel.on_nonfinite != "ignore"
+            if self.takes_grad_norm and not is_taken:
+                zero.clip_grad_norm_(math.inf)
             zero.step()
             self.grad_norm, is_made = zero.grad_norm, zero.skipped == before
         else:
@@ -220,18 +225,24 @@ class Engine:
     def _clip(self) -> bool:
         """Returns whether the step is to be made."""
         asked = self.parallel
-        if asked.max_grad_norm is None:
+        if asked.max_grad_norm is None and not self.takes_grad_norm:
             return True
-        self.grad_norm = clip_grad_norm_(self.model, asked.max_grad_norm)
+        self.grad_norm = clip_grad_norm_(self.model, asked.max_grad_norm or math.inf)
         if asked.on_nonfinite == "ignore" or bool(torch.isfinite(self.grad_norm)):
             return True
         if asked.on_nonfinite == "skip":
             return False
         raise InputError(
-            f"The norm of the gradients of step {self.steps + 1} is {float(self.grad_norm)}",
+            f"The norm of the gradients of step {self.steps + 1} is {float(self.grad_norm)}{self._nonfinite()}",
             rule="A step with gradients that are not finite would make the weights so too",
             remedy="Lower the learning rate, look at the batch, or write on_nonfinite='skip'; no weight was changed",
         )
+
+    def _nonfinite(self) -> str:
+        """The parameters whose gradients are not finite, on any rank. Communicates their names."""
+        mine = [n for n, p in self.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+        names = list(dict.fromkeys(name for found in gather_objects(mine, self.world) for name in found))
+        return f", not finite in {', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
 
     @property
     def schedulers(self) -> list[Any]:

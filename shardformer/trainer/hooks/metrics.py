@@ -55,7 +55,7 @@ class Metrics(Hook):
         self._found: list[tuple[Tensor, Tensor]] = []
 
     def before_validation(self, trainer: Run) -> None:
-        self._found.clear()
+        self._found = []
 
     def on_validation_batch(self, trainer: Run, batch: Any) -> None:
         if not self._functions:
@@ -83,13 +83,13 @@ class Metrics(Hook):
         if not self._functions:
             return
         trainer.agree()
-        everyone = gather_objects(self._found, trainer.engine.context.data)
+        mine, self._found = self._found, []
+        everyone = gather_objects(mine, trainer.engine.context.data)
         pairs = [pair for found in everyone for pair in found]
         labels = torch.cat([labels for labels, _ in pairs]).numpy()
         predictions = torch.cat([predictions for _, predictions in pairs]).numpy()
         for name, function in self._functions.items():
             trainer.values[f"validation/{name}"] = float(function(labels, predictions))
-        self._found.clear()
 
     def _shifts(self, model: Any) -> bool:
         if self.shift is not None:

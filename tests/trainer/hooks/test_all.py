@@ -17,10 +17,14 @@ OF_A_FOLDER: dict[str, Callable[[str], Hook]] = {
     "Checkpoint": lambda folder: hooks.Checkpoint(folder, every_steps=2),
     "JsonLines": lambda folder: hooks.JsonLines(folder),
     "TensorBoard": lambda folder: hooks.TensorBoard(folder),
+    "Profiler": lambda folder: hooks.Profiler(folder),
 }
 """Those that write; every other one is made without arguments."""
-OF_ARGUMENTS: dict[str, Callable[[], Hook]] = {"Metrics": lambda: hooks.Metrics("perplexity")}
-"""Those whose defaults are not for a model without classes."""
+OF_ARGUMENTS: dict[str, Callable[[], Hook]] = {
+    "Metrics": lambda: hooks.Metrics("perplexity"),
+    "MovingAverage": lambda: hooks.MovingAverage(validate=False),
+}
+"""Those whose defaults are not for a model without classes, or are meant to change what a validation says."""
 
 
 @pytest.mark.parametrize("name", hooks.__all__)

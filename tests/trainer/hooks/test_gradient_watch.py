@@ -1,0 +1,103 @@
+"""The norm of all gradients is recorded, jumps are told, and a run that has gone wrong ends on all ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardformer.engine.build import initialize
+from shardformer.engine.parallel import Parallel
+from shardformer.errors import ConfigError, InputError
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+from shardformer.trainer.hooks import GradientWatch
+from shardformer.trainer.trainer import Trainer
+from tests.trainer.hooks.runs import Net, engine_of, pairs
+
+
+def test_the_norm_is_that_of_the_plain_model() -> None:
+    torch.manual_seed(0)
+    model = Net(dropout=0.0)
+    engine = initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), nn.MSELoss(), pairs(), batch_size=10)
+    found = Trainer(engine, [GradientWatch()]).fit(steps=1)
+    plain = Net(dropout=0.0)
+    inputs, targets = (torch.stack(each) for each in zip(*pairs()))
+    nn.MSELoss()(plain(inputs), targets).backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), math.inf)
+    assert found["grad_norm"] == pytest.approx(float(norm))
+    assert not engine.takes_grad_norm
+
+
+@pytest.mark.parametrize("parallel", [Parallel(), Parallel(zero=1), Parallel(zero=2, on_nonfinite="ignore")], ids=str)
+def test_data_ranks_have_the_same_norm(parallel: Parallel) -> None:
+    def run(context: ParallelContext | None) -> dict[str, float]:
+        model = Net(dropout=0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = initialize(
+            model,
+            optimizer,
+            nn.MSELoss(),
+            pairs(),
+            context=context,
+            batch_size=4,
+            parallel=parallel if context else None,
+        )
+        return Trainer(engine, [GradientWatch()]).fit(steps=3)
+
+    alone = run(None)
+    for found in run_as_threads(run, data=2):
+        assert found["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
+        assert found["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+
+
+def test_a_jump_is_told() -> None:
+    data = [*pairs(20), (torch.full((4,), 1e4), torch.zeros(1))]
+    with pytest.warns(UserWarning, match=r"gradients of step 21 is .* times what is usual"):
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        options = {"shuffle": False}
+        engine = initialize(model, optimizer, nn.MSELoss(), data, batch_size=1, data_options=options)
+        Trainer(engine, [GradientWatch()]).fit(epochs=1)
+
+
+def broken(context: ParallelContext | None = None, **how: Any) -> Trainer:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [(torch.full((4,), math.nan), torch.zeros(1))] * 8
+    engine = initialize(model, optimizer, nn.MSELoss(), data, context=context, batch_size=4, parallel=Parallel(**how))
+    return Trainer(engine, [GradientWatch(patience=3)])
+
+
+def test_a_step_that_is_not_finite_names_the_parameters() -> None:
+    with pytest.raises(InputError, match=r"step 1 is nan, not finite in weight, bias"):
+        broken().fit(steps=5)
+
+
+def test_a_run_that_stays_not_finite_ends_on_all_ranks() -> None:
+    def run(context: ParallelContext | None) -> int:
+        trainer = broken(context, on_nonfinite="skip")
+        with pytest.raises(InputError, match=r"not finite in 3 steps in a row, up to step 3"):
+            trainer.fit(steps=9)
+        assert trainer.values["skipped_steps"] == 3
+        return trainer.step
+
+    assert run(None) == 3
+    assert run_as_threads(run, data=2) == [3, 3]
+
+
+@pytest.mark.parametrize("options", [{"factor": 1}, {"factor": True}, {"patience": 0}])
+def test_arguments_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        GradientWatch(**options)
+
+
+def test_it_goes_on_from_a_checkpoint_with_what_is_usual() -> None:
+    first, second = GradientWatch(), GradientWatch()
+    Trainer(engine_of(), [first]).fit(steps=4)
+    second.load_state(first.state())
+    assert second.state() == first.state()
+    assert len(first.state()["norms"]) == 4

@@ -1,0 +1,51 @@
+"""What the profiler writes of a run, on each rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardformer.errors import ConfigError
+from shardformer.trainer.hook import Hook, Run
+from shardformer.trainer.hooks import Profiler
+from shardformer.trainer.hooks.profiler import memory_over_time
+from shardformer.trainer.trainer import Trainer
+from tests.trainer.hooks.runs import engine_of
+
+
+def test_traces_tables_and_pictures_are_written(tmp_path: Path) -> None:
+    hook = Profiler(tmp_path, wait=0, active=1, repeat=2)
+    Trainer(engine_of(), [hook]).fit(steps=6)
+    names = sorted(path.name for path in (tmp_path / "rank0").iterdir())
+    assert names == [f"step-{n}{end}" for n in (2, 4) for end in ("-memory.png", ".json", ".txt")]
+    events = json.loads((tmp_path / "rank0/step-2.json").read_text())["traceEvents"]
+    assert any("addmm" in event.get("name", "") for event in events)
+    assert "addmm" in (tmp_path / "rank0/step-2.txt").read_text()
+    times, held = memory_over_time(tmp_path / "rank0/step-2.json")
+    assert times == sorted(times)
+    assert max(held) > 0
+
+
+class Fails(Hook):
+    def after_step(self, trainer: Run) -> None:
+        raise ValueError("on purpose")
+
+
+def test_an_error_stops_it(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"on purpose"):
+        Trainer(engine_of(), [Profiler(tmp_path, wait=0), Fails()]).fit(steps=6)
+    Trainer(engine_of(), [Profiler(tmp_path, wait=0, active=1)]).fit(steps=3)  # torch has one at a time
+
+
+def test_a_run_that_is_too_short_is_told(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"too short"):
+        Trainer(engine_of(), [Profiler(tmp_path, wait=9)]).fit(steps=2)
+
+
+@pytest.mark.parametrize("options", [{"wait": -1}, {"active": 0}, {"repeat": True}])
+def test_numbers_that_cannot_be_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        Profiler(tmp_path, **options)
