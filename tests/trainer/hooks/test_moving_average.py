@@ -34,10 +34,9 @@ def averaged(engine: Any, average: MovingAverage) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in full_state_dict(engine.model).items()}
 
 
-def expected(
-    steps: int, kind: Any = torch.optim.AdamW, decay: float = 0.9, *, warmup: bool = True
-) -> dict[str, Tensor]:
-    """By a plain loop."""
+def expected(steps: int, kind: Any = torch.optim.AdamW, *, warmup: bool = True) -> dict[str, Tensor]:
+    """By a plain loop, with a decay of 0.9."""
+    decay = 0.9
     engine = engine_of(kind=kind)
     average = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
     for number in range(steps):

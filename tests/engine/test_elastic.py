@@ -1,0 +1,41 @@
+"""A run whose processes are killed starts again from its last checkpoint, and ends as one that was never killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+SCRIPT = Path(__file__).with_name("elastic.py")
+
+
+def run(folder: Path, *options: str, processes: int, restarts: int = 0) -> tuple[int, int, str]:
+    """(exit status, restarts that were needed, a number of the weights)."""
+    launcher = [sys.executable, "-m", "shardformer", "run", "--nproc_per_node", str(processes)]
+    command = [*launcher, "--max-restarts", str(restarts), str(SCRIPT), str(folder), *options]
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TORCHELASTIC"))}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    said = re.search(r"restarts (\d+) processes \d+ weights (\w+)", done.stdout)
+    assert said or done.returncode, done.stderr
+    return done.returncode, int(said[1]) if said else -1, said[2] if said else ""
+
+
+def test_killed_processes_change_no_bit(tmp_path: Path) -> None:
+    _, none, weights = run(tmp_path / "whole", "--steps", "7", processes=2)
+    assert none == 0
+    assert run(tmp_path / "killed", "--steps", "7", "--kills", "2", processes=2, restarts=3) == (0, 2, weights)
+
+
+def test_a_run_goes_on_with_fewer_processes(tmp_path: Path) -> None:
+    options = ("--steps", "7", "--dropout", "0")  # which draws other numbers under another layout
+    status, _, _ = run(tmp_path / "killed", *options, "--kills", "1", processes=2)
+    assert status != 0
+    assert (tmp_path / "killed" / "latest").exists()
+    for name in ("killed", "whole"):
+        subprocess.run([sys.executable, str(SCRIPT), str(tmp_path / name), *options], check=True, timeout=100)
+    found, expected = (torch.load(tmp_path / name / "weights.pt") for name in ("killed", "whole"))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
