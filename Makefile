@@ -2,6 +2,7 @@
 # make test    install with the test tools and run every check; JOBS=2 tests at once
 # make lint    ruff and mypy only            make format   let ruff rewrite the files
 # make features  run the tests of the families and write docs/features.md from what they say
+# make pages   write docs/configuration.md and docs/commands.md from the code
 # make test-oldest  the tests of the families with the oldest transformers that is supported, in .venv-oldest
 # make bench   every script of benchmarks/   make clean    remove .venv and what the tools left
 
@@ -15,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # The package is read by hundreds of processes: its compiled files are kept, whatever the machine says of others.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
-.PHONY: demo test test-oldest features lint format bench clean
+.PHONY: demo test test-oldest features pages lint format bench clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
@@ -30,6 +31,9 @@ test-oldest: $(OLDEST)/.installed-test $(VENV)/.installed-timm
 
 features: $(VENV)/.installed-test $(VENV)/.installed-timm
 	$(TEST_ENV) $(BIN)/python -m pytest -m feature --write-features $(ARGS)
+
+pages: $(VENV)/.installed-test
+	$(TEST_ENV) $(BIN)/python -m tests.reference_pages
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

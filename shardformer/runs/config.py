@@ -160,8 +160,9 @@ class RunConfig(Table):
     training: TrainingTable = TrainingTable()
     hooks: dict[str, bool | dict[str, Any]] = Field(
         default={},
-        description="Hooks by name, with their arguments: see there. `throughput`, `progress`, `json_lines` and "
-        "`checkpoint` are there if they are not switched off.",
+        description="Hooks by name: `true`, `false`, or a table of their arguments. `throughput`, `progress`, "
+        "`json_lines` and `checkpoint` are there if they are not switched off. One of your own is named by its file "
+        'and its class: `"my_hooks.py:MyHook" = true`.',
     )
 
     def model_post_init(self, context: Any) -> None:

@@ -45,7 +45,10 @@ def _made(config: RunConfig, name: str, arguments: dict[str, Any]) -> Hook:
     if "folder" in inspect.signature(kind).parameters:
         arguments = {"folder": str(config.path / FOLDERS.get(name, name)), **arguments}
     check_arguments(kind, arguments, f"hooks.{name}")
-    hook: Hook = kind(**arguments)
+    arguments = dict(arguments)
+    several = [p.name for p in inspect.signature(kind).parameters.values() if p.kind is p.VAR_POSITIONAL]
+    given = [value for name in several for value in arguments.pop(name, ())]
+    hook: Hook = kind(*given, **arguments)
     return hook
 
 

@@ -110,7 +110,8 @@ def test_hooks_are_named_with_their_arguments(tmp_path: Path) -> None:
         "        if trainer.step == self.at: trainer.stop()\n",
         encoding="utf-8",
     )
-    hooks = {f"{tmp_path}/mine.py:Stops": {"at": 2}, "checkpoint": {"every_steps": 1, "keep": None}, "progress": False}
+    hooks: dict[str, Any] = {"metrics": {"names": ["perplexity"]}}
+    hooks |= {f"{tmp_path}/mine.py:Stops": {"at": 2}, "checkpoint": {"every_steps": 1, "keep": None}, "progress": False}
     made = config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, hooks=hooks)
     train(made)
     assert sorted(path.name for path in (made.path / "checkpoints").glob("step-*")) == [

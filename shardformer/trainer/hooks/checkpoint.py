@@ -20,7 +20,7 @@ class Checkpoint(Hook):
     >>> hooks = [Checkpoint("run/checkpoints", every_minutes=10, keep=3)]                         # doctest: +SKIP
 
     A run that is started again goes on from the newest whole checkpoint in the folder, in the middle of an epoch too,
-    with the states of all hooks. Give the hooks in the same order.
+    with the states of all hooks.
 
     Communicates what saving does.
 

@@ -1,0 +1,159 @@
+"""Pages of the docs that are written from the code: ``python -m tests.reference_pages`` writes them anew.
+
+docs/configuration.md has the keys of a run's config and its hooks, docs/commands.md what each command takes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import typer
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from shardformer.cli import build_app
+from shardformer.runs.config import RunConfig
+from shardformer.runs.hooks import DEFAULTS, FOLDERS, KNOWN
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+WRITTEN = "This page is written from the code: `make pages`.\n"
+EXAMPLE = """```toml
+folder = "runs/shakespeare"
+
+[model]
+name = "gpt2"                 # a model type of transformers, with random weights
+random = true
+config = { n_embd = 64, n_layer = 2, n_head = 4 }
+
+[data]
+train = "shakespeare.txt"
+batch_size = 8
+sequence = 64
+
+[parallel]
+tensor = 2
+
+[optimizer]
+lr = 1e-3
+weight_decay = 0.1
+
+[schedule]
+name = "cosine"
+warmup = 0.1
+
+[training]
+steps = 100
+
+[hooks]
+throughput = { window = 50 }
+tensor_board = true
+gradient_watch = { factor = 5.0 }
+```
+"""
+
+
+def configuration_page() -> str:
+    parts = [
+        "# The config of a run\n",
+        WRITTEN,
+        "`shardformer train --config run.toml` trains what a file in TOML says. Each key can be changed on the command "
+        "line: `--set parallel.tensor=2`. A key that there is not, a value of another type and keys that do not go "
+        "together are errors before anything is loaded.\n",
+        EXAMPLE,
+    ]
+    plain = {name: field for name, field in RunConfig.model_fields.items() if _table(field.annotation) is None}
+    parts += ["## Keys outside of tables\n", _rows({n: f for n, f in plain.items() if n != "hooks"})]
+    for name, field in RunConfig.model_fields.items():
+        table = _table(field.annotation)
+        if table is not None:
+            parts += [f"## [{name}]\n", f"{inspect.cleandoc(table.__doc__ or '')}\n", _rows(table.model_fields)]
+    parts += ["## [hooks]\n", f"{RunConfig.model_fields['hooks'].description}\n", *map(_hook, KNOWN)]
+    return "\n".join(parts)
+
+
+def _table(kind: Any) -> type[BaseModel] | None:
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _rows(fields: dict[str, Any]) -> str:
+    lines = ["| key | type | by default | |", "|---|---|---|---|"]
+    for name, field in fields.items():
+        default = "has to be said" if field.default is PydanticUndefined else _value(field.default)
+        said = (field.description or "").replace("|", "\\|").replace("None: ", "if it is not said, ")
+        said = said[:1].upper() + said[1:]
+        lines.append(f"| `{name}` | {_kind(field.annotation)} | {default} | {said} |")
+    return "\n".join(lines) + "\n"
+
+
+def _kind(kind: Any) -> str:
+    names = {str: "text", int: "whole number", float: "number", bool: "true or false", dict: "table"}
+    if kind in names:
+        return names[kind]
+    parts = [part for part in get_args(kind) if part is not type(None)]
+    origin = getattr(kind, "__origin__", None)
+    if str(kind).startswith("typing.Literal"):
+        return "one of " + ", ".join(f"`{part}`" for part in parts)
+    if origin in (list, dict) or (origin is not None and "Sequence" in str(origin)):
+        return "table" if origin is dict else f"list of {_kind(parts[0])}"
+    return " or ".join(dict.fromkeys(_kind(part) for part in parts))
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"`{str(value).lower() if isinstance(value, bool) else repr(value)}`".replace("'", '"')
+
+
+def _hook(key: str) -> str:
+    kind = KNOWN[key]
+    said = inspect.cleandoc(kind.__doc__ or "").replace("``", "`")
+    said = re.sub(r"^(>>>|\.\.\.) .*\n?", "", said, flags=re.MULTILINE)
+    said = re.sub(r" +# doctest.*$", "", said, flags=re.MULTILINE)
+    about, _, rest = said.partition("Args:\n")
+    arguments = re.split(r"\n\s*\n(?=\S)", rest)[0]
+    parameters = [p for p in inspect.signature(kind).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    lines = [f"### {key}\n"]
+    lines += ["It is there if it is not switched off.\n"] if key in DEFAULTS else []
+    lines += [re.sub(r"\n{3,}", "\n\n", about).strip() + "\n"]
+    texts = dict(re.findall(r"^    ([\w, ]+): ((?:.|\n {5,})+)", arguments, flags=re.MULTILINE))
+    by_name = {name.strip(): re.sub(r"\s+", " ", text) for names, text in texts.items() for name in names.split(",")}
+    for parameter in parameters:
+        if parameter.name == "folder":
+            default = f"`folder/{FOLDERS.get(key, key)}`".replace("/.`", "`") + " of the run"
+        else:
+            is_said = parameter.default is parameter.empty or parameter.default is None
+            default = "" if is_said else _value(parameter.default) or "`none`"
+        said = by_name.get(parameter.name, "where it writes.")
+        lines.append(f"- `{parameter.name}`" + (f" ({default})" if default else "") + f": {said}")
+    return "\n".join(lines) + "\n"
+
+
+def commands_page() -> str:
+    parts = ["# Commands\n", WRITTEN]
+    group: Any = typer.main.get_command(build_app())
+    for name, command in sorted(group.commands.items()):
+        parts += [f"## shardformer {name}\n", f"{inspect.cleandoc(command.help or '')}\n"]
+        rows = [_option(parameter) for parameter in command.params if parameter.name != "help"]
+        if rows:
+            parts += ["| | by default | |", "|---|---|---|", *rows, ""]
+        if name == "run":
+            parts += ["Its options are those of torchrun, beside `--hostfile` and `--host`; `-h` lists them.\n"]
+    return "\n".join(parts)
+
+
+def _option(parameter: Any) -> str:
+    names = ", ".join(f"`{name}`" for name in parameter.opts) if parameter.param_type_name == "option" else ""
+    names = names or f"`{parameter.metavar or parameter.name.upper()}`"
+    default = parameter.default
+    shown = "" if default in (None, False, "", []) or callable(default) else f"`{getattr(default, 'value', default)}`"
+    return f"| {names} | {shown} | {(getattr(parameter, 'help', '') or '').replace('|', chr(92) + '|')} |"
+
+
+PAGES = {"configuration.md": configuration_page, "commands.md": commands_page}
+
+if __name__ == "__main__":
+    for file, page in PAGES.items():
+        (DOCS / file).write_text(page(), encoding="utf-8")

@@ -1,0 +1,98 @@
+"""The pages on training run as they stand: their Python in one process after the other, and their commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import shardformer
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def small() -> dict[str, Any]:
+    """What a reader has: a model that gives its loss, an optimizer, a scheduler, data."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    model = transformers.BertForSequenceClassification(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rows = torch.randint(32, (16, 8), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row[0] % 2} for row in rows]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    found = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data, "held_out": data[:6]}
+    return {**found, "torch": torch, "shardformer": shardformer}
+
+
+@pytest.mark.parametrize("number", range(len(blocks("moving.md", "python"))))
+def test_a_script_that_moved_over_trains(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = small()
+    exec(compile(blocks("moving.md", "python")[number], "moving.md", "exec"), names)
+    assert names["engine"].steps == 2
+    assert bool(torch.isfinite(names["loss"]))
+
+
+def test_the_page_of_the_trainer_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = small()
+    names["engine"] = shardformer.initialize(names["model"], names["optimizer"], train_data=names["data"], batch_size=8)
+    for block in blocks("training.md", "python"):
+        exec(compile(block, "training.md", "exec"), names)
+    assert re.search(r"^step 6: 0\.\d{3}$", capsys.readouterr().out, re.MULTILINE)
+    assert (tmp_path / "run" / "records.jsonl").is_file()
+
+
+def test_the_page_of_the_trainer_has_every_moment() -> None:
+    from shardformer.trainer.hook import MOMENTS
+
+    said = (DOCS / "training.md").read_text(encoding="utf-8")
+    table = said[said.index("| moment |") : said.index("## When something fails")]
+    assert re.findall(r"`(\w+)(?:\([^)]*\))?`[,| ]", re.sub(r"\| [^|`]*\|\n", "|\n", table)) is not None
+    places = [table.find(f"`{moment}`") for moment in MOMENTS]
+    assert -1 not in places
+    assert places == sorted(places)
+
+
+def test_the_page_of_the_engine_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    block = blocks("engine.md", "python")[-1]
+    names = small()
+    exec(compile(block, "engine.md", "exec"), names)
+    assert names["engine"].steps == 0
+
+
+def test_the_first_run(tmp_path: Path) -> None:
+    (config,) = blocks("first-run.md", "toml")
+    (tmp_path / "run.toml").write_text(config, encoding="utf-8")
+    code = blocks("first-run.md", "python")
+    (tmp_path / "first.py").write_text(code[1], encoding="utf-8")
+    commands = [block.strip() for block in blocks("first-run.md", "sh")]
+    assert "pip install" in commands[0]
+    commands[0] = commands[0].splitlines()[1]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    said = ""
+    for command in [*commands[:-1], f"python -c '{code[0]}'", commands[-1]]:
+        done = subprocess.run(command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+        said += done.stdout
+    assert "goes on from step 60" in said
+    assert "step 90/90" in said
+    for file in ("first/curves.png", "first/model/model.safetensors", "scripted/model/model.safetensors"):
+        assert (tmp_path / file).is_file()

@@ -1,0 +1,30 @@
+"""The pages that are written from the code are those of this code."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+
+from shardformer.runs.config import RunConfig
+from shardformer.runs.hooks import KNOWN
+from shardformer.runs.read import config_of
+from tests.reference_pages import DOCS, PAGES
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_page_is_that_of_the_code(page: str) -> None:
+    assert (DOCS / page).read_text(encoding="utf-8") == PAGES[page](), "run: make pages"
+
+
+def test_every_key_and_every_hook_is_told() -> None:
+    said = PAGES["configuration.md"]()
+    assert [name for name in RunConfig.model_fields if f"## [{name}]" not in said and f"| `{name}` |" not in said] == []
+    assert [name for name in KNOWN if f"### {name}" not in said] == []
+    assert re.search(r"\|  \|\n", said) is None  # each has a word
+
+
+def test_the_example_is_a_config() -> None:
+    (example,) = re.findall(r"```toml\n(.*?)```", (DOCS / "configuration.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert config_of(tomllib.loads(example), "example").layout.tensor == 2
