@@ -1,24 +1,28 @@
-"""What each process of the demo runs: a training loop as anybody would write it, and one line more to split it."""
+"""What each process of the demo runs: a loop of plain PyTorch in one process, the trainer in several."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from shardformer.comm.recorder import Recorder
 from shardformer.demo.journal import Note, write_note
 from shardformer.demo.memory import Peak, measure_peak
 from shardformer.demo.settings import Settings
-from shardformer.engine.pipeline import Pipeline
+from shardformer.engine.build import initialize
+from shardformer.engine.parallel import Parallel
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.grad_norm import clip_grad_norm_
-from shardformer.sharder import shard_model
+from shardformer.trainer.hook import Hook, Run
+from shardformer.trainer.trainer import Trainer
 
 MAX_NORM = 1.0
 WARMUP_STEPS = 10
@@ -39,6 +43,48 @@ class DemoRun:
     step_s: float
 
 
+@dataclass
+class Probes:
+    """What is measured around each step."""
+
+    settings: Settings
+    context: ParallelContext
+    journal: str
+    peak: Peak = field(default_factory=Peak)
+    losses: list[float] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.recorder, self._around = Recorder(self.context), ExitStack()
+        self._began = 0.0
+
+    def before(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """``step`` is counted from 0."""
+        self._began = time.perf_counter()
+        if step == min(PROBED_STEP, self.settings.steps - 1):
+            self.peak = self._around.enter_context(measure_peak(model, optimizer))
+            self._around.enter_context(self.recorder)
+
+    def updated(self) -> None:
+        """The step is made, and its gradients are gone."""
+        self._around.close()
+
+    def after(self, step: int, loss: Tensor) -> None:
+        self.losses.append(float(loss.detach()))
+        self.times_s.append(time.perf_counter() - self._began)
+        if self.context.tensor.rank == self.context.pipe.rank == 0:
+            rate = self.settings.batch * self.settings.sequence / _typical(self.times_s)
+            write_note(self.journal, Note(step + 1, self.losses[-1], rate))
+
+    def result(self, model: nn.Module) -> DemoRun:
+        calls = self.recorder.calls
+        sent = round(sum(call.wire_bytes / (1 if call.op == "send" else call.ranks) for call in calls))
+        num_parameters = sum(p.numel() for p in model.parameters())
+        return DemoRun(
+            self.losses, num_parameters, self.peak.num_bytes, sent, self.recorder.count(), _typical(self.times_s)
+        )
+
+
 def train(
     settings: Settings,
     model_fn: Callable[[], nn.Module],
@@ -51,37 +97,86 @@ def train(
     context = ParallelContext.from_world({"tensor": None, "pipe": pipe, "data": 1}, device=torch.device("cpu"))
     torch.manual_seed(SEED)
     model = model_fn().float().train()
-    if context.tensor.size * context.pipe.size > 1:
-        model = shard_model(model, context=context, enable_sequence_parallelism=settings.sequence_parallel)
-    pipeline = Pipeline(model, settings.num_parts) if context.pipe.size > 1 else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_and_fall(step, settings.steps))
-    losses: list[float] = []
-    times_s: list[float] = []
-    peak, recorder = Peak(), Recorder(context)
+    schedule = LambdaLR(optimizer, lambda step: warm_up_and_fall(step, settings.steps))
+    probes = Probes(settings, context, journal)
+    if context.tensor.size * context.pipe.size == 1:
+        return _plainly(settings, model, optimizer, schedule, batch_fn, probes)
+    engine = initialize(
+        model,
+        optimizer,
+        train_data=Steps(batch_fn, settings.steps),
+        scheduler=schedule,
+        parallel=Parallel(
+            tensor=context.tensor.size,
+            pipe=pipe,
+            micro_batches=settings.num_parts,
+            sequence_parallel=settings.sequence_parallel,
+            max_grad_norm=MAX_NORM,
+        ),
+        context=context,
+        batch_size=settings.batch,
+        data_options={"shuffle": False},
+    )
+    Trainer(engine, [Measures(probes)]).fit(steps=settings.steps)
+    return probes.result(engine.model)
+
+
+def _plainly(
+    settings: Settings,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: LambdaLR,
+    batch_fn: Callable[[int], Mapping[str, Tensor]],
+    probes: Probes,
+) -> DemoRun:
+    """A loop as anybody would write it."""
     for step in range(settings.steps):
-        start = time.perf_counter()
-        with ExitStack() as probes:
-            if step == min(PROBED_STEP, settings.steps - 1):
-                peak = probes.enter_context(measure_peak(model, optimizer))
-                probes.enter_context(recorder)
-            if pipeline is not None:
-                loss = pipeline.step(batch_fn(step))
-            else:
-                loss = model(**batch_fn(step)).loss
-                loss.backward()
-            clip_grad_norm_(model, MAX_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
+        probes.before(step, model, optimizer)
+        loss = model(**batch_fn(step)).loss
+        loss.backward()
+        clip_grad_norm_(model, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        probes.updated()
         schedule.step()
-        losses.append(float(loss.detach()))
-        times_s.append(time.perf_counter() - start)
-        if context.tensor.rank == context.pipe.rank == 0:
-            rate = settings.batch * settings.sequence / _typical(times_s)
-            write_note(journal, Note(step + 1, losses[-1], rate))
-    num_parameters = sum(p.numel() for p in model.parameters())
-    sent = round(sum(call.wire_bytes / (1 if call.op == "send" else call.ranks) for call in recorder.calls))
-    return DemoRun(losses, num_parameters, peak.num_bytes, sent, recorder.count(), _typical(times_s))
+        probes.after(step, loss)
+    return probes.result(model)
+
+
+class Steps:
+    """The samples of so many batches, one after the other."""
+
+    def __init__(self, batch_fn: Callable[[int], Mapping[str, Tensor]], num_steps: int) -> None:
+        self._batch_fn, self._step, self._batch = batch_fn, 0, batch_fn(0)
+        self._size = len(next(iter(self._batch.values())))
+        self._count = num_steps * self._size
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        step, row = divmod(index, self._size)
+        if step != self._step:
+            self._step, self._batch = step, self._batch_fn(step)
+        return {name: value[row] for name, value in self._batch.items()}
+
+
+class Measures(Hook):
+    """Measures the steps of a trainer as those of the plain loop."""
+
+    def __init__(self, probes: Probes) -> None:
+        self._probes = probes
+
+    def before_forward(self, trainer: Run) -> None:
+        self._probes.before(trainer.step, trainer.engine.model, trainer.engine.optimizer)
+
+    def after_optimizer_step(self, trainer: Run) -> None:
+        self._probes.updated()
+
+    def after_step(self, trainer: Run) -> None:
+        loss: Any = trainer.loss
+        self._probes.after(trainer.step - 1, loss)
 
 
 def warm_up_and_fall(step: int, num_steps: int) -> float:
