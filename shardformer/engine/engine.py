@@ -28,7 +28,7 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext
 from shardformer.mesh.grid import AXES
-from shardformer.optim.grad_norm import clip_grad_norm_
+from shardformer.optim.grad_norm import grad_norm, scale_gradients
 from shardformer.optim.optimizer import ZeroOptimizer
 
 
@@ -225,15 +225,15 @@ class Engine:
     def _clip(self) -> bool:
         """Returns whether the step is to be made."""
         asked = self.parallel
-        if asked.max_grad_norm is None and not self.takes_grad_norm:
-            return True
-        self.grad_norm = clip_grad_norm_(self.model, asked.max_grad_norm or math.inf)
-        if asked.on_nonfinite == "ignore" or bool(torch.isfinite(self.grad_norm)):
-            return True
-        if asked.on_nonfinite == "skip":
-            return False
+        self.grad_norm = norm = grad_norm(self.model) if asked.max_grad_norm or self.takes_grad_norm else None
+        is_right = norm is None or asked.on_nonfinite == "ignore" or bool(torch.isfinite(norm))
+        if norm is not None and is_right:  # else they stay as they are, for what is not finite to be found
+            scale_gradients(self.model, norm, asked.max_grad_norm or math.inf)
+        if is_right or asked.on_nonfinite == "skip":
+            return is_right
+        assert norm is not None
         raise InputError(
-            f"The norm of the gradients of step {self.steps + 1} is {float(self.grad_norm)}{self._nonfinite()}",
+            f"The norm of the gradients of step {self.steps + 1} is {float(norm)}{self._nonfinite()}",
             rule="A step with gradients that are not finite would make the weights so too",
             remedy="Lower the learning rate, look at the batch, or write on_nonfinite='skip'; no weight was changed",
         )

@@ -41,11 +41,18 @@ def clip_grad_norm_(
     total = grad_norm(model, norm_type) if kept is None else kept.clip_grad_norm_(max_norm, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"The norm of the gradients is {total.item()}: they cannot be clipped")
-    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    scale_gradients(model, total, max_norm)
+    return total
+
+
+def scale_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
+    """Scales all gradients, of which the norm is known, so that it is at most ``max_norm``; ``inf`` changes nothing."""
+    if math.isinf(max_norm):
+        return  # also where the norm is not finite, and inf / inf would make all of them NaN
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for p in model.parameters():
         if p.grad is not None:
             p.grad.mul_(scale.to(p.grad))
-    return total
 
 
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
@@ -227,6 +228,8 @@ class ZeroOptimizer(Optimizer):
 
     def _clip(self, max_norm: float) -> None:
         assert self.grad_norm is not None
+        if math.isinf(max_norm):
+            return  # also where the norm is not finite, and inf / inf would make all gradients NaN
         scale = (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
         for shard in self.shards:
             if shard.sum is not None:

@@ -9,6 +9,7 @@ from collections import deque
 from typing import Any
 
 from shardformer.errors import ConfigError, InputError
+from shardformer.optim.settings import Precision
 from shardformer.trainer.hook import Hook, Run
 
 REMEMBERED = 100
@@ -56,8 +57,9 @@ class GradientWatch(Hook):
         norm = trainer.values.get("grad_norm", math.nan)
         if trainer.engine.skipped:
             trainer.values["skipped_steps"] = float(trainer.engine.skipped)
-        if not (math.isfinite(norm) and math.isfinite(trainer.values["loss"])):
-            self._bad += 1
+        has_scale = Precision.of(trainer.engine.parallel.precision).parameters == "fp16"  # which looks for its size
+        if not math.isfinite(norm) or not math.isfinite(trainer.values["loss"]):
+            self._bad += not (has_scale and math.isfinite(trainer.values["loss"]))
             if self._bad >= self.patience:
                 raise InputError(
                     f"The loss is {trainer.values['loss']} and the norm of the gradients {norm}: not finite in "
@@ -88,5 +90,5 @@ class GradientWatch(Hook):
         return {"norms": list(self._norms), "bad": self._bad}
 
     def load_state(self, state: Any) -> None:
-        self._norms.extend(state["norms"])
+        self._norms = deque(state["norms"], maxlen=REMEMBERED)
         self._bad = state["bad"]

@@ -88,6 +88,12 @@ class Metrics(Hook):
         pairs = [pair for found in everyone for pair in found]
         labels = torch.cat([labels for labels, _ in pairs]).numpy()
         predictions = torch.cat([predictions for _, predictions in pairs]).numpy()
+        if len(labels) == 0:
+            raise InputError(
+                "The validation data has no label that counts",
+                rule=f"A label is the number of a class; {IGNORED} says that there is none",
+                remedy="Give validation data with labels, or leave the hook Metrics out",
+            )
         for name, function in self._functions.items():
             trainer.values[f"validation/{name}"] = float(function(labels, predictions))
 

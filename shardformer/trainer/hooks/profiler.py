@@ -48,7 +48,8 @@ class Profiler(Hook):
         self._schedule = schedule(wait=wait, warmup=1, active=active, repeat=repeat)
         self._profile: Any = None
         self._place = self.folder
-        self._step = 0
+        self._step = self._made = 0
+        self._active, self._cycle, self._is_ending = active, wait + 1 + active, False
         self.written: list[Path] = []
 
     def before_train(self, trainer: Run) -> None:
@@ -64,11 +65,13 @@ class Profiler(Hook):
             profile_memory=self.memory,
             acc_events=True,
         )
+        self._made, self._is_ending = 0, False
         self._profile.__enter__()
 
     def after_step(self, trainer: Run) -> None:
         self._step = trainer.step
         if self._profile is not None:
+            self._made += 1
             self._profile.step()
 
     def after_train(self, trainer: Run) -> None:
@@ -80,11 +83,13 @@ class Profiler(Hook):
         self._stop()
 
     def _stop(self) -> None:
-        running, self._profile = self._profile, None
+        running, self._profile, self._is_ending = self._profile, None, True
         if running is not None:
             running.__exit__(None, None, None)
 
     def _write(self, running: Any) -> None:
+        if self._is_ending and self._made % self._cycle <= self._cycle - self._active:
+            return  # the run ended before, or in, what warms the profiler up
         trace = self._place / f"step-{self._step}.json"
         running.export_chrome_trace(str(trace))
         order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
@@ -121,9 +126,12 @@ def draw_memory(trace: Path, picture: Path) -> None:
 
 
 def memory_over_time(trace: Path) -> tuple[list[float], list[float]]:
-    """(milliseconds, megabytes) of each allocation in a trace, in the order in which they were."""
+    """(milliseconds, megabytes) of each allocation in a trace: on the GPU where there is one, else on the host."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    found = sorted((float(e["ts"]), int(e["args"]["Bytes"])) for e in events if e.get("name") == "[memory]")
+    seen = [e for e in events if e.get("name") == "[memory]"]
+    kinds = {e["args"].get("Device Type", 0) for e in seen}
+    device = max(kinds, default=0)  # the GPU's where there is one: 0 is the host
+    found = sorted((float(e["ts"]), int(e["args"]["Bytes"])) for e in seen if e["args"].get("Device Type", 0) == device)
     times, held, now = [], [], 0
     for at, count in found:
         now += count

@@ -112,6 +112,15 @@ def test_a_batch_without_labels_is_told() -> None:
         Trainer(engine, [Metrics()]).fit(steps=1, validation=data)
 
 
+def test_labels_that_do_not_count_are_told() -> None:
+    data = [(x, torch.tensor(-100)) for x, _ in rows(4)]
+    with pytest.raises(InputError, match=r"no label that counts"):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        engine = initialize(model, optimizer, nn.CrossEntropyLoss(), rows(4), batch_size=4)
+        Trainer(engine, [Metrics()]).fit(steps=1, validation=[*data[:3], rows(1)[0]][:3])
+
+
 def test_a_metric_that_there_is_not_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"Did you mean 'accuracy'"):
         Metrics("acuracy")

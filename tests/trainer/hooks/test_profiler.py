@@ -45,6 +45,12 @@ def test_a_run_that_is_too_short_is_told(tmp_path: Path) -> None:
         Trainer(engine_of(), [Profiler(tmp_path, wait=9)]).fit(steps=2)
 
 
+def test_a_run_that_ends_behind_the_warm_up_is_told_too(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"too short"):
+        Trainer(engine_of(), [Profiler(tmp_path, wait=1)]).fit(steps=2)
+    assert list((tmp_path / "rank0").iterdir()) == []
+
+
 @pytest.mark.parametrize("options", [{"wait": -1}, {"active": 0}, {"repeat": True}])
 def test_numbers_that_cannot_be_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):

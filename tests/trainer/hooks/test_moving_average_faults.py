@@ -1,0 +1,260 @@
+"""The average is that of a plain loop under every layout, validation tries it, and checkpoints keep it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from shardformer.engine.build import initialize
+from shardformer.engine.engine import Engine
+from shardformer.engine.parallel import Parallel
+from shardformer.errors import ConfigError, ShardFormerError
+from shardformer.mesh.context import ParallelContext
+from shardformer.sharding.save import full_state_dict
+from shardformer.testing.threads import run_as_threads
+from shardformer.trainer.hook import Hook, Run
+from shardformer.trainer.hooks import Checkpoint, MovingAverage
+from shardformer.trainer.trainer import Trainer
+from tests.trainer.hooks.runs import Net, engine_of, pairs, weights_of
+
+DECAY = 0.9
+
+
+def averaged(engine: Engine, hook: MovingAverage) -> dict[str, Tensor]:
+    with hook.applied(engine):
+        return {name: value.clone() for name, value in full_state_dict(engine.model).items()}
+
+
+def plain_loop(steps: int, decay: float, every: int = 1, warmup: bool = False, **options: Any) -> dict[str, Tensor]:
+    engine = engine_of(**options)
+    average, updates = weights_of(engine), 0
+    assert engine.data is not None
+    torch.manual_seed(3)
+    while engine.steps < steps:
+        for batch in engine.data:
+            engine.train_step(batch)
+            if engine.steps % every == 0:
+                now = min(decay, (1 + updates) / (10 + updates)) if warmup else decay
+                updates += 1
+                for name, p in engine.model.named_parameters():
+                    average[name] = now * average[name] + (1 - now) * p.detach()
+            if engine.steps == steps:
+                break
+    return average
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 2}, {"warmup": True}], ids=str)
+def test_the_average_is_that_of_a_plain_loop(options: dict[str, Any]) -> None:
+    hook, engine = MovingAverage(DECAY, **{"warmup": False, **options}), engine_of()
+    torch.manual_seed(3)
+    Trainer(engine, [hook]).fit(steps=5)
+    torch.testing.assert_close(averaged(engine, hook), plain_loop(5, DECAY, **options), rtol=1e-6, atol=1e-7)
+
+
+def language_model(
+    context: ParallelContext | None, make: Any, **parallel: Any
+) -> tuple[dict[str, Tensor], float, bool]:
+    """(averaged weights, loss of the validation, whether the weights were what they were behind it)."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_embd=16, n_layer=2, n_head=2, vocab_size=23, n_positions=9, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for number, p in enumerate(model.parameters()):
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(number)) * 0.3)
+    ids = torch.randint(23, (8, 9), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    engine = initialize(
+        model, make(model.parameters()), None, data, context=context, parallel=Parallel(**parallel), batch_size=4,
+        data_options={"shuffle": False},
+    )  # fmt: skip
+    hook = MovingAverage(DECAY, warmup=False)
+    values = Trainer(engine, [hook]).fit(steps=4, validation=data)
+    before = {n: x.clone() for n, x in full_state_dict(engine.model).items()}
+    found = averaged(engine, hook)
+    after = full_state_dict(engine.model)
+    return found, values["validation/loss"], all(torch.equal(x, after[n]) for n, x in before.items())
+
+
+def sgd(params: Any) -> Any:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def adamw(params: Any) -> Any:
+    return torch.optim.AdamW(params, lr=0.01, eps=1e-3, foreach=False)  # where a gradient is rounding alone: no step
+
+
+LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"data": 2}, {}),
+    ({"tensor": 2}, {}),
+    ({"pipe": 2}, {}),
+    ({"data": 2}, {"zero": 1}),
+    ({"data": 2}, {"zero": 3}),
+    ({"data": 2}, {"zero": 2, "offload": "cpu"}),
+]
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_the_average_is_that_of_one_process_under_every_layout(make: Any) -> None:
+    alone, loss, _ = language_model(None, make)
+    for sizes, options in LAYOUTS:
+        ranks = run_as_threads(lambda c, o=options, s=sizes: language_model(c, make, **s, **o), **sizes)
+        for found, theirs, is_back in ranks:
+            torch.testing.assert_close(
+                found, alone, rtol=1e-4, atol=1e-5, msg=lambda m, o=(sizes, options): f"{o}: {m}"
+            )
+            assert theirs == pytest.approx(loss, rel=1e-5)
+            assert is_back
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_of_masters_and_the_weights_come_back_to_the_bit(precision: str) -> None:
+    alone, loss, is_back = language_model(None, adamw, zero=1, precision=precision)
+    assert is_back
+    exact, exact_loss, _ = language_model(None, adamw)
+    assert loss == pytest.approx(exact_loss, rel=0.05)
+    for name, value in exact.items():
+        torch.testing.assert_close(alone[name].float(), value, rtol=0.05, atol=0.05)
+
+
+class Fails(Hook):
+    def __init__(self, moment: str) -> None:
+        self.moment = moment
+
+    def on_validation_batch(self, trainer: Run, batch: Any) -> None:
+        if self.moment == "batch":
+            raise ValueError("an error in between")
+
+    def after_validation(self, trainer: Run) -> None:
+        if self.moment == "after":
+            raise ValueError("an error in between")
+
+
+@pytest.mark.parametrize("moment", ["batch", "after"])
+@pytest.mark.parametrize("zero", [None, 1, 3])
+def test_the_weights_are_back_when_an_error_comes_between(moment: str, zero: int | None) -> None:
+    def run(context: ParallelContext) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        options: dict[str, Any] = {"parallel": Parallel(zero=zero)}
+        engine, plainly = engine_of(context, **options), engine_of(context, **options)
+        with pytest.raises(ShardFormerError, match="an error in between"):
+            Trainer(engine, [Fails(moment), MovingAverage(DECAY)]).fit(steps=2, validation=pairs(4))
+        Trainer(plainly, []).fit(steps=2)
+        return full_state_dict(engine.model), full_state_dict(plainly.model)
+
+    for found, expected in run_as_threads(run, data=2):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("zero", [None, 1, 3])
+def test_a_run_that_goes_on_has_the_average_of_one_that_was_not_interrupted(tmp_path: Path, zero: int | None) -> None:
+    def run(context: ParallelContext, folder: Path, *ends: int) -> dict[str, Tensor]:
+        for end in ends:
+            engine, hook = engine_of(context, parallel=Parallel(zero=zero)), MovingAverage(DECAY)
+            Trainer(engine, [hook, Checkpoint(folder)]).fit(steps=end)
+        return averaged(engine, hook)
+
+    whole = run_as_threads(lambda c: run(c, tmp_path / "whole", 5), data=2)
+    parts = run_as_threads(lambda c: run(c, tmp_path / "parts", 2, 5), data=2)
+    torch.testing.assert_close(parts, whole, rtol=0, atol=0)
+
+
+def test_a_run_may_go_on_under_another_layout(tmp_path: Path) -> None:
+    def run(context: ParallelContext | None, end: int, folder: Path, **parallel: Any) -> dict[str, Tensor]:
+        engine, hook = engine_of(context, parallel=Parallel(**parallel)), MovingAverage(DECAY)
+        Trainer(engine, [hook, Checkpoint(folder)]).fit(steps=end)
+        return averaged(engine, hook)
+
+    run_as_threads(lambda c: run(c, 2, tmp_path / "a", zero=1), data=2)
+    whole = run_as_threads(lambda c: run(c, 5, tmp_path / "b", zero=1), data=2)[0]
+    (found,) = run_as_threads(lambda c: run(c, 5, tmp_path / "a"))
+    torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
+
+
+class Lazy(nn.Module):
+    """Whose second layer joins in the fourth step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.late = Net(0.0), nn.Linear(1, 1)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += self.training
+        found = self.net(x)
+        return self.late(found) if self.calls > 3 else found
+
+
+def lazy_engine() -> Engine:
+    torch.manual_seed(0)
+    model = Lazy()
+    return initialize(model, torch.optim.AdamW(model.parameters()), nn.MSELoss(), pairs(), batch_size=4)
+
+
+def test_a_parameter_without_a_gradient_so_far_is_saved_and_goes_on(tmp_path: Path) -> None:
+    Trainer(lazy_engine(), [MovingAverage(DECAY), Checkpoint(tmp_path)]).fit(steps=2)
+    engine, hook = lazy_engine(), MovingAverage(DECAY)
+    engine.model.calls = 2
+    Trainer(engine, [hook, Checkpoint(tmp_path)]).fit(steps=6)
+    assert hook.updates == 6
+
+
+def test_a_checkpoint_with_an_average_is_loaded_without_the_hook(tmp_path: Path) -> None:
+    Trainer(lazy_engine(), [MovingAverage(DECAY), Checkpoint(tmp_path)]).fit(steps=2)
+    engine = lazy_engine()
+    engine.model.calls = 2
+    with pytest.warns(UserWarning, match="MovingAverage"):
+        Trainer(engine, [Checkpoint(tmp_path)]).fit(steps=6)
+
+
+def test_an_average_that_was_not_kept_up_is_not_gone_on_with(tmp_path: Path) -> None:
+    Trainer(engine_of(), [MovingAverage(DECAY), Checkpoint(tmp_path)]).fit(steps=2)
+    with pytest.warns(UserWarning, match="MovingAverage"):
+        Trainer(engine_of(), [Checkpoint(tmp_path)]).fit(steps=4)
+    engine, hook = engine_of(), MovingAverage(DECAY)
+    with pytest.warns(UserWarning, match="begins anew"):
+        Trainer(engine, [hook, Checkpoint(tmp_path)]).fit(steps=4)
+    torch.testing.assert_close(averaged(engine, hook), full_state_dict(engine.model), rtol=0, atol=0)
+
+
+def test_masters_in_files(tmp_path: Path) -> None:
+    parallel = Parallel(zero=1, offload=f"nvme:{tmp_path / 'files'}")
+    (tmp_path / "files").mkdir()
+    engine, hook = engine_of(parallel=parallel), MovingAverage(DECAY, warmup=False)
+    try:
+        torch.manual_seed(3)
+        Trainer(engine, [hook]).fit(steps=5)
+    except ConfigError as error:
+        assert "nvme" in str(error)
+    else:
+        torch.testing.assert_close(averaged(engine, hook), plain_loop(5, DECAY), rtol=1e-6, atol=1e-7)
+
+
+def test_the_engine_may_change_its_layout_between_two_fits() -> None:
+    def run(context: ParallelContext) -> dict[str, Tensor]:
+        engine, hook = engine_of(context, parallel=Parallel(zero=1)), MovingAverage(DECAY)
+        trainer = Trainer(engine, [hook])
+        trainer.fit(steps=3)
+        engine.reshape(Parallel(zero=3))
+        trainer.fit(steps=5)
+        return averaged(engine, hook)
+
+    def straight(context: ParallelContext) -> dict[str, Tensor]:
+        engine, hook = engine_of(context, parallel=Parallel(zero=1)), MovingAverage(DECAY)
+        Trainer(engine, [hook]).fit(steps=5)
+        return averaged(engine, hook)
+
+    torch.testing.assert_close(run_as_threads(run, data=2), run_as_threads(straight, data=2), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options", [{"decay": 1.0}, {"decay": -0.1}, {"decay": True}, {"decay": "0.9"}, {"every": 0}, {"every": True}]
+)
+def test_arguments_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        MovingAverage(**options)
