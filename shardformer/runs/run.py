@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,14 @@ from shardformer.runs.updates import optimizer_of, scheduler_of
 from shardformer.trainer.trainer import Trainer
 
 
+INTERRUPTED = 128 + signal.SIGTERM
+"""The exit status of a run that was asked to end: whoever waits for it hears that it is not through."""
+
+
 def train(config: RunConfig) -> dict[str, float]:
     """Trains, and goes on where the run's folder holds a checkpoint. Returns the last values.
 
-    Raises, on all ranks, what ended the run.
+    Raises, on all ranks, what ended the run; SystemExit where a signal did.
     """
     layout = layout_of(config)
     context = grid_of(None, layout)
@@ -38,6 +43,8 @@ def train(config: RunConfig) -> dict[str, float]:
         validation=data.validation,
         validate_every=config.training.validate_every,
     )
+    if trainer.was_interrupted:
+        raise SystemExit(INTERRUPTED)
     if config.training.export:
         tokenizer = data.tokens.tokenizer if data.tokens is not None else None
         _export(trainer.engine, config.path / "model", tokenizer)

@@ -46,6 +46,7 @@ class Trainer:
         last_step, last_epoch: where ``fit`` is to end; None where the other one says it.
         problem: the error that ends the run; None without.
         stopped_by: why it ended before its last step, in words; None where it did not.
+        was_interrupted: whether that was a signal.
         extra: plain values of your own, which a checkpoint keeps.
     """
 
@@ -67,6 +68,7 @@ class Trainer:
         self.last_epoch: int | None = None
         self.problem: BaseException | None = None
         self.stopped_by: str | None = None
+        self.was_interrupted = False
         self.extra: Any = None
         self._agreement = Agreement()
         self._why = ""
@@ -159,7 +161,7 @@ class Trainer:
         self._check_end(steps, epochs)
         self._take_data(train, validation, validate_every, batch_size)
         self.last_step, self.last_epoch = steps, epochs
-        self.problem = self.stopped_by = None
+        self.problem, self.stopped_by, self.was_interrupted = None, None, False
         self._agreement, self._began = Agreement(), time.perf_counter()
         self.engine.listener = self._call
         try:
@@ -238,7 +240,7 @@ class Trainer:
         asked = self._agreement.take()
         if asked.signal:
             self._moment("on_signal")
-            self.stopped_by = "a signal"
+            self.stopped_by, self.was_interrupted = "a signal", True
         if asked.validate:
             self._validate()
         asked |= self._agreement.take()

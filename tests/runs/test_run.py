@@ -120,6 +120,21 @@ def test_hooks_are_named_with_their_arguments(tmp_path: Path) -> None:
     ]
 
 
+def test_an_interrupted_run_has_saved_itself_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "kills.py").write_text(
+        "import os, signal, shardformer\n"
+        "class Kills(shardformer.Hook):\n"
+        "    def after_step(self, trainer):\n"
+        "        if trainer.step == 2: os.kill(os.getpid(), signal.SIGTERM)\n",
+        encoding="utf-8",
+    )
+    made = config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, hooks={f"{tmp_path}/kills.py:Kills": True})
+    with pytest.raises(SystemExit) as ended:
+        train(made)
+    assert ended.value.code == 143
+    assert [path.name for path in (made.path / "checkpoints").glob("step-*")] == ["step-00000002"]
+
+
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
