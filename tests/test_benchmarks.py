@@ -202,3 +202,11 @@ def test_checkpoints_are_timed_beside_torch_save_and_come_back(run: Run) -> None
     for how in ([], ["--zero", "2"]):
         table = rows(run("checkpoints", *small, *how))
         assert {"torch.save", "save_checkpoint", "load_checkpoint"} <= set(table)
+
+
+def test_engine_stands_beside_the_bare_loop_in_every_layout(run: Run) -> None:
+    table = rows(run("engine", *TINY, "--layers", "2", "--batch", "2", "--hidden", "32", "--sequence", "8"))
+    layouts = importlib.import_module("engine").LAYOUTS
+    assert {f"{name}, {kind}" for name in layouts for kind in ("bare loop", "engine")} < set(table)
+    assert "one process, plain PyTorch" in table
+    assert all(float(table[f"{name}, bare loop"][1]) == 1 for name in layouts)

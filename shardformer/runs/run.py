@@ -23,7 +23,6 @@ from shardformer.runs.models import model_of, own_config
 from shardformer.runs.updates import optimizer_of, scheduler_of
 from shardformer.trainer.trainer import Trainer
 
-
 INTERRUPTED = 128 + signal.SIGTERM
 """The exit status of a run that was asked to end: whoever waits for it hears that it is not through."""
 
