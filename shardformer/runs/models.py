@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ def own_config(config: RunConfig) -> Any:
             rule="A config holds no weights",
             remedy="Write model.random = true, or give the folder with the weights",
         )
-    known = [*found.to_dict(), *found.attribute_map]
+    settable = [name for name, kind in inspect.getmembers(type(found)) if isinstance(kind, property) and kind.fset]
+    known = [*found.to_dict(), *found.attribute_map, *settable]
     for field in config.model.config:
         if field not in known:
             raise ConfigError(
@@ -73,6 +75,15 @@ def own_config(config: RunConfig) -> Any:
             )
         setattr(found, field, config.model.config[field])
     return found
+
+
+def image_size_of(saved: Any) -> int | None:
+    """The side of an image in pixels, as a model's config has it; None where it does not say."""
+    for each in (saved, getattr(saved, "vision_config", None)):
+        size = getattr(each, "image_size", None)
+        if size is not None:
+            return int(size if isinstance(size, int) else size[0])
+    return None
 
 
 def model_of(config: RunConfig, data: RunData, saved: Any, *, lazy: bool = True) -> nn.Module:
@@ -92,7 +103,7 @@ def model_of(config: RunConfig, data: RunData, saved: Any, *, lazy: bool = True)
         if not lazy:
             return _built(kind, saved)
         if not config.model.random:
-            return from_pretrained(kind, config.model.name, config=saved)
+            return from_pretrained(kind, config.model.name, config=saved, dtype=torch.float32)
         with LazyInit():
             return _built(kind, saved)
     except (ValueError, TypeError, AttributeError) as error:
@@ -117,7 +128,9 @@ def _from_data(config: RunConfig, data: RunData) -> dict[str, Any]:
 
 
 def _built(kind: Any, saved: Any) -> nn.Module:
-    model: nn.Module = kind.from_config(saved) if hasattr(kind, "from_config") else kind(saved)
+    """In fp32, whatever it was saved in: what is kept in fewer bits, ``parallel.precision`` says."""
+    has_from_config = hasattr(kind, "from_config")
+    model: nn.Module = kind.from_config(saved, dtype=torch.float32) if has_from_config else kind(saved)
     return model
 
 

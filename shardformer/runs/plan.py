@@ -20,7 +20,7 @@ from shardformer.optim.memory import Memory, memory
 from shardformer.runs.config import RunConfig
 from shardformer.runs.data import RunData, data_of
 from shardformer.runs.hooks import hooks_of
-from shardformer.runs.models import head_of, model_of, own_config
+from shardformer.runs.models import head_of, image_size_of, model_of, own_config
 from shardformer.runs.run import num_steps_of
 from shardformer.runs.updates import optimizer_of
 from shardformer.sharder import shard_model
@@ -67,7 +67,7 @@ def plan_of(config: RunConfig) -> RunPlan:
     hooks_of(config)
     make_optimizer = optimizer_of(config.optimizer)
     saved = own_config(config)
-    data = data_of(config, getattr(saved, "image_size", None))
+    data = data_of(config, image_size_of(saved))
     layout = config.layout
     sizes = {name: size or 1 for name, size in layout.sizes.items()}
     ranks: list[RankMemory] = []

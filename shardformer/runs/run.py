@@ -19,7 +19,7 @@ from shardformer.mesh.context import ParallelContext
 from shardformer.runs.config import RunConfig
 from shardformer.runs.data import RunData, data_of
 from shardformer.runs.hooks import hooks_of
-from shardformer.runs.models import model_of, own_config
+from shardformer.runs.models import image_size_of, model_of, own_config
 from shardformer.runs.updates import optimizer_of, scheduler_of
 from shardformer.trainer.trainer import Trainer
 
@@ -80,7 +80,7 @@ def trainer_of(config: RunConfig, layout: Parallel, context: ParallelContext) ->
     hooks = hooks_of(config)
     make_optimizer = optimizer_of(config.optimizer)
     saved = own_config(config)
-    data = data_of(config, getattr(saved, "image_size", None))
+    data = data_of(config, image_size_of(saved))
     model = model_of(config, data, saved)
     return Trainer(_engine(config, layout, context, model, data, make_optimizer), hooks), data
 
