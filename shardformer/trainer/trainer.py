@@ -192,6 +192,7 @@ class Trainer:
             while (batch := self._next(batches)) is not None:
                 self._between_steps()
                 if self.stopped_by is not None:
+                    data.load_state(self._position)  # this batch was not trained on
                     return
                 self._train(batch)
                 self._position = data.state()
@@ -218,6 +219,8 @@ class Trainer:
                 self._call("before_step")
             return self.batch
         except Exception as error:
+            if self._agreement.is_broken:
+                raise
             self._agreement.fail(None, "the training data", error)
             return {}
 

@@ -15,7 +15,7 @@ from shardformer.engine.engine import Engine
 from shardformer.errors import ConfigError, InputError
 from shardformer.mesh.context import ParallelContext
 from shardformer.testing.threads import run_as_threads
-from shardformer.trainer.hook import MOMENTS, Hook
+from shardformer.trainer.hook import MOMENTS, Hook, Run
 from shardformer.trainer.trainer import Trainer
 
 Pair = tuple[Tensor, Tensor]
@@ -234,3 +234,42 @@ def test_strange_hooks_and_engines_without_data_are_refused() -> None:
     engine.data = None
     with pytest.raises(ConfigError, match="no training data"):
         Trainer(engine).fit(steps=1)
+
+
+class StopsAt(Hook):
+    def __init__(self, step: int) -> None:
+        self.at = step
+
+    def after_step(self, trainer: Run) -> None:
+        if trainer.step == self.at:
+            trainer.stop()
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_batch_that_was_next() -> None:
+    whole, stopped = made(), made()
+    Trainer(whole, []).fit(steps=5)
+    Trainer(stopped, [StopsAt(2)]).fit(steps=5)
+    assert stopped.steps == 2
+    Trainer(stopped, []).fit(steps=5)
+    for found, expected in zip(stopped.model.parameters(), whole.model.parameters()):
+        assert torch.equal(found, expected)
+
+
+class AgreesBeforeAStep(Hook):
+    def before_step(self, trainer: Run) -> None:
+        trainer.agree()
+
+
+class FailsOnOne(Hook):
+    def after_step(self, trainer: Run) -> None:
+        if trainer.engine.world.rank == 1:
+            raise ValueError("broken on purpose")
+
+
+def test_a_hook_that_agrees_before_a_step_hears_of_the_failure_of_another() -> None:
+    def run(context: ParallelContext) -> str:
+        with pytest.raises(InputError) as caught:
+            Trainer(made(context), [FailsOnOne(), AgreesBeforeAStep()]).fit(steps=3)
+        return str(caught.value)
+
+    assert all("FailsOnOne (after_step) failed on rank 1" in said for said in run_as_threads(run, data=2))
