@@ -86,8 +86,12 @@ def image_size_of(saved: Any) -> int | None:
     return None
 
 
-def model_of(config: RunConfig, data: RunData, saved: Any, *, lazy: bool = True) -> nn.Module:
+def model_of(
+    config: RunConfig, data: RunData, saved: Any, *, lazy: bool = True, dtype: torch.dtype = torch.float32
+) -> nn.Module:
     """The model, its weights not there yet, unless not ``lazy``: then they are random whatever the config says.
+
+    In fp32, whatever it was saved in: what is kept in fewer bits, ``parallel.precision`` says.
 
     Raises ConfigError where it cannot be, and where the data do not fit it.
     """
@@ -101,11 +105,11 @@ def model_of(config: RunConfig, data: RunData, saved: Any, *, lazy: bool = True)
     torch.manual_seed(config.seed)
     try:
         if not lazy:
-            return _built(kind, saved)
+            return _built(kind, saved, dtype)
         if not config.model.random:
-            return from_pretrained(kind, config.model.name, config=saved, dtype=torch.float32)
+            return from_pretrained(kind, config.model.name, config=saved, dtype=dtype)
         with LazyInit():
-            return _built(kind, saved)
+            return _built(kind, saved, dtype)
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"transformers cannot build {kind.__name__} of {config.model.name!r}: {str(error).splitlines()[0]}",
@@ -127,10 +131,14 @@ def _from_data(config: RunConfig, data: RunData) -> dict[str, Any]:
     return fields
 
 
-def _built(kind: Any, saved: Any) -> nn.Module:
-    """In fp32, whatever it was saved in: what is kept in fewer bits, ``parallel.precision`` says."""
-    has_from_config = hasattr(kind, "from_config")
-    model: nn.Module = kind.from_config(saved, dtype=torch.float32) if has_from_config else kind(saved)
+def _built(kind: Any, saved: Any, dtype: torch.dtype) -> nn.Module:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        has_from_config = hasattr(kind, "from_config")
+        model: nn.Module = kind.from_config(saved, dtype=dtype) if has_from_config else kind(saved)
+    finally:
+        torch.set_default_dtype(before)
     return model
 
 

@@ -17,6 +17,7 @@ from shardformer.engine.parallel import Parallel
 from shardformer.engine.parts import pipeline_of
 from shardformer.errors import ShardFormerError
 from shardformer.optim.memory import Memory, memory
+from shardformer.optim.settings import Precision
 from shardformer.runs.config import RunConfig
 from shardformer.runs.data import RunData, data_of
 from shardformer.runs.hooks import hooks_of
@@ -70,21 +71,25 @@ def plan_of(config: RunConfig) -> RunPlan:
     data = data_of(config, image_size_of(saved))
     layout = config.layout
     sizes = {name: size or 1 for name, size in layout.sizes.items()}
+    narrow = Precision.of(layout.precision).dtype
     ranks: list[RankMemory] = []
     said = why = ""
     num_parameters = 0
     known: dict[int, dict[Any, Any]] = {}  # what stages hand on, by tensor rank
     for pipe, tensor in product(range(sizes["pipe"]), range(sizes["tensor"])):
         coords = {"pipe": pipe, "tensor": tensor}
-        with _without_values() as copied:
+        context = fake_context(
+            coords, tensor=sizes["tensor"], data=sizes["data"], pipe=sizes["pipe"], sequence=sizes["sequence"]
+        )
+        with _without_values():
             plain = model_of(config, data, saved, lazy=False)
             num_parameters = num_parameters or sum(p.numel() for p in plain.parameters())
-            context = fake_context(
-                coords, tensor=sizes["tensor"], data=sizes["data"], pipe=sizes["pipe"], sequence=sizes["sequence"]
-            )
             model = shard_model(plain, config=layout.shard_config(context)).train()
             said = said or str(describe(model))
             kept = _kept(model, make_optimizer, layout, sizes["data"])
+        with _without_values() as copied:  # in the dtype in which a step computes
+            plain = model_of(config, data, saved, lazy=False, dtype=narrow or torch.float32)
+            model = shard_model(plain, config=layout.shard_config(context)).train()
             batch = copied(_batch(config, data, sizes["data"]))
             step, reason = _traced(model, layout, batch, known.setdefault(tensor, {}))
         why = why or reason

@@ -1,0 +1,49 @@
+"""What a dry run says of each rank, without values: what it keeps, and the most that a step holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardformer.errors import InputError
+from shardformer.runs.plan import RunPlan, plan_of
+from tests.runs.files import config, write_text
+
+
+def plan(folder: Path, **parallel: Any) -> RunPlan:
+    made = config(folder, "gpt2", {"train": write_text(folder), "batch_size": 8}, parallel=parallel)
+    found = plan_of(made)
+    assert found.why_untraced == ""
+    assert not made.path.exists()
+    return found
+
+
+def test_ranks_of_every_stage_are_told(tmp_path: Path) -> None:
+    alone, split = plan(tmp_path), plan(tmp_path, tensor=2, pipe=2)
+    assert [rank.coords for rank in split.ranks] == [{"pipe": p, "tensor": t} for p in (0, 1) for t in (0, 1)]
+    (whole,) = alone.ranks
+    assert whole.kept.parameters == 4 * alone.num_parameters
+    for rank in split.ranks:
+        assert rank.kept.parameters < whole.kept.parameters
+        assert 0 < (rank.step or 0) < (whole.step or 0)
+
+
+def test_a_step_in_16_bits_holds_half(tmp_path: Path) -> None:
+    wide, narrow = plan(tmp_path).ranks[0], plan(tmp_path, precision="bf16").ranks[0]
+    assert narrow.kept.parameters == wide.kept.parameters / 2
+    assert narrow.kept.masters == wide.kept.parameters
+    assert 0.4 < (narrow.step or 0) / (wide.step or 1) < 0.8
+
+
+def test_zero_takes_states_away(tmp_path: Path) -> None:
+    assert plan(tmp_path, data=4, zero=1).ranks[0].kept.states == pytest.approx(
+        plan(tmp_path).ranks[0].kept.states / 4, rel=0.05
+    )
+
+
+def test_what_training_would_refuse_is_refused(tmp_path: Path) -> None:
+    made = config(tmp_path, "gpt2", {"train": write_text(tmp_path), "sequence": 1000})
+    with pytest.raises(InputError, match=r"1260 tokens"):
+        plan_of(made.model_copy(update={"data": made.data.model_copy(update={"sequence": 5000})}))
