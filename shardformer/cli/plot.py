@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,12 +13,14 @@ import typer
 from shardformer.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, JustifyMethod
+    from rich.table import Table
 
     from shardformer.trainer.picture import Runs
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 SHOWN = ("loss", "tokens_per_s", "memory_bytes")
+NUM_COLOURS = 6
+"""Of those of the picture: the next is too dark for a terminal."""
 
 
 def plot(
@@ -35,21 +38,52 @@ def plot(
     """Draw the loss, tokens per second and memory of one run or several, as a picture and in the terminal."""
     from rich.console import Console
 
+    from shardformer.pipeline.picture import check_file
     from shardformer.trainer.picture import draw, panel_names
-    from shardformer.trainer.records import read_records
+    from shardformer.trainer.records import file_of, read_records
 
+    _check_once([file_of(path) for path in runs])
     found = {name: read_records(path) for name, path in zip(_names(runs), runs)}
-    asked = [name.strip() for name in values.split(",") if name.strip()]
     known = panel_names(found)
+    if not known:
+        raise ConfigError(
+            f"There is no value in {', '.join(map(str, runs))}",
+            rule="What is drawn are values that training records",
+            remedy="Wait for the first step, or name another run",
+        )
+    asked = _asked(values, known)
+    path = out if out is not None else _folder(runs) / "curves.png"
+    has_matplotlib = find_spec("matplotlib") is not None
+    if has_matplotlib:
+        check_file(path)
+    console = Console(highlight=False)
+    shown = asked or [name for name in known if name in SHOWN] or known
+    _print(console, found, shown)
+    left = [name for name in known if name not in shown]
+    if left and not asked:
+        _say(console, f"Recorded, too: {', '.join(left)} (--values NAMES draws them here)", wraps=True)
+    if has_matplotlib:
+        draw(found, path, asked or None)
+        _say(console, f"The picture is in {path}")
+    elif out is not None:
+        check_file(out)
+    else:
+        _say(console, "No picture: it is drawn with matplotlib, pip install 'shardformer[plot]'", wraps=True)
+
+
+def _asked(values: str, known: Sequence[str]) -> list[str]:
+    """``loss,grad_norm`` as names that were recorded, each once."""
+    asked = list(dict.fromkeys(name.strip() for name in values.split(",")))
+    if asked == [""]:
+        return []
     for name in asked:
         if name not in known:
-            rule = "What is drawn was recorded; a value of the validation is drawn with the one of the training"
-            raise ConfigError(f"--values {values}: {name!r}", rule=rule, remedy=nearest(name, known))
-    console = Console(highlight=False)
-    _print(console, found, asked or [name for name in SHOWN if name in known] or known)
-    path = out if out is not None else _folder(runs) / "curves.png"
-    draw(found, path, asked or None)
-    console.print(f"\nThe picture is in {path}", soft_wrap=True, markup=False)
+            raise ConfigError(
+                f"--values {values}: {name!r}",
+                rule="What is drawn was recorded; a value of the validation is drawn with that of the training",
+                remedy=nearest(name, known),
+            )
+    return asked
 
 
 def _folder(runs: list[Path]) -> Path:
@@ -58,37 +92,87 @@ def _folder(runs: list[Path]) -> Path:
     return runs[0] if runs[0].is_dir() else runs[0].parent
 
 
+def _check_once(files: list[Path]) -> None:
+    real = [file.resolve() for file in files]
+    if twice := [file for file, name in zip(files, real) if real.count(name) > 1]:
+        raise ConfigError(f"{str(twice[0])!r} is named twice", rule="Each run is drawn once", remedy="Name it once")
+
+
 def _names(runs: list[Path]) -> list[str]:
     """For people: as much of the end of each path as tells the runs apart."""
-    parts = [(path.parent if path.is_file() else path).absolute().parts for path in runs]
+    parts = [Path(os.path.abspath(path)).parts for path in runs]
+    parts = [p[:-1] if path.is_file() and p[-1] == "records.jsonl" else p for path, p in zip(runs, parts)]
     count = 1
     while count < max(map(len, parts)) and len({part[-count:] for part in parts}) < len(runs):
         count += 1
-    names = [os.path.join(*part[-count:]) for part in parts]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"{twice!r} is named twice", rule="Each run is drawn once", remedy="Name it once")
-    return names
+    return [os.path.join(*part[-count:]) for part in parts]
+
+
+# ---------------------------------------------------------------------------------------------------- in the terminal
 
 
 def _print(console: Console, runs: Runs, names: list[str]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    from shardformer.trainer.curves import curves, summary
+    from shardformer.trainer.curves import NEEDED, curves, summary
+    from shardformer.trainer.picture import COLOURS
 
-    dots = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
-    dots = dots and (len(runs) == 1 or console.color_system is not None)  # without colours marks tell runs apart
+    # without colours of their own runs are told apart by marks
+    has_colours = console.color_system is not None and len(runs) <= NUM_COLOURS
+    dots = _printable(console, NEEDED) == NEEDED and (len(runs) == 1 or has_colours)
+    runs = {_printable(console, run): records for run, records in runs.items()}
     for line in curves(runs, console.width, names, dots=dots):
         text = Text()
         for piece, run in line.pieces:
-            text.append(piece, style=COLOURS[run % len(COLOURS)] if run is not None else "")
+            text.append(_printable(console, piece), style=COLOURS[run % NUM_COLOURS] if run is not None else "")
         console.print(text, soft_wrap=True)
-    rows = summary(runs)
+    console.print()
+    rows = [{name: cell for name, cell in row.items() if cell} for row in summary(runs)]
+    columns = list(dict.fromkeys(name for row in summary(runs) for name in row if any(name in r for r in rows)))
+    tables = [_across(rows, columns)], [_down(rows, columns)], [_down([row], columns) for row in rows]
+    fitting = (some for some in tables if all(_width(console, table) <= console.width for table in some))
+    for table in next(fitting, tables[-1]):
+        console.print(table)
+    console.print()
+
+
+def _width(console: Console, table: Table) -> int:
+    return console.measure(table, options=console.options.update(width=10_000)).maximum
+
+
+def _across(rows: list[dict[str, str]], columns: list[str]) -> Table:
+    """A row for each run."""
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    columns = [name for name in rows[0] if any(row[name] for row in rows)]
     for name in columns:
-        table.add_column(name, justify="left" if name == "run" else "right")
+        justify: JustifyMethod = "left" if name == "run" else "right"
+        table.add_column(name.replace(" ", "\n"), justify=justify, vertical="bottom", no_wrap=True)
     for row in rows:
-        table.add_row(*(row[name] for name in columns))
-    console.print(table)
+        table.add_row(*(Text(row.get(name, "-")) for name in columns))
+    return table
+
+
+def _down(rows: list[dict[str, str]], columns: list[str]) -> Table:
+    """A column for each run, where the terminal is narrow."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("run", no_wrap=True)
+    for row in rows:
+        table.add_column(Text(row["run"], overflow="fold"), justify="left" if len(rows) == 1 else "right")
+    for name in columns[1:]:
+        table.add_row(name, *(Text(row.get(name, "-")) for row in rows))
+    return table
+
+
+def _say(console: Console, text: str, wraps: bool = False) -> None:
+    console.print(_printable(console, text), soft_wrap=not wraps, markup=False)
+
+
+def _printable(console: Console, text: str) -> str:
+    r"""As ``\u20ac`` what the terminal cannot print."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return shown.encode(console.encoding, "backslashreplace").decode(console.encoding)

@@ -1,4 +1,4 @@
-"""Runs as pictures: a chart with a panel for each value that was recorded, and curves of characters for a terminal."""
+"""Runs as a picture: a chart with a panel for each value that was recorded."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ _TITLES = {
     "flops_per_s": "FLOP per second",
     "grad_norm": "norm of the gradients",
 }
-_FROM_ZERO = {"tokens_per_s", "memory_bytes", "flops_per_s"}
+FROM_ZERO = {"tokens_per_s", "memory_bytes", "flops_per_s"}
 _NEVER_SMOOTHED = {"memory_bytes", "learning_rate"}
 _LOG_IF_WIDE = {"loss", "grad_norm"}
 _WIDE = 100.0  # largest value to smallest from which an axis is logarithmic
 _MANY_POINTS = 100  # above, a curve is a moving mean over the values themselves
-_LOWER_IS_BETTER = {"loss", "perplexity", "ppl", "error", "mse", "rmse", "mae", "wer", "cer"}
 # Okabe and Ito, without their yellow, which is too light for a line.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
 _INK, _GRID = "#444444", "#E4E4E4"
 
 
@@ -59,6 +58,7 @@ def series(records: Sequence[Record], name: str) -> Series:
 
 
 def finite(one: Series) -> Series:
+    """A series without what is NaN or infinite."""
     keep = np.isfinite(one[1])
     return one[0][keep], one[1][keep]
 
@@ -74,7 +74,31 @@ def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
 
 
-def _is_log(name: str, values: NDArray[np.float64]) -> bool:
+def is_smoothed(name: str, one: Series) -> bool:
+    """Whether the curve of a value of the training data is a moving mean."""
+    return name not in _NEVER_SMOOTHED and int(np.isfinite(one[1]).sum()) > _MANY_POINTS
+
+
+def drawn(name: str, one: Series) -> Series:
+    """The curve of a series: itself, or its moving mean where it has many values; NaN where one is not finite."""
+    steps, values = one
+    good = np.isfinite(values)
+    shown = np.where(good, values, np.nan)
+    if is_smoothed(name, one):
+        shown[good] = smoothed(values[good])
+    return steps, shown
+
+
+def alone(values: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Where a finite value has none beside it, so that no line comes to it."""
+    good = np.isfinite(values)
+    padded = np.concatenate([[False], good, [False]])
+    found: NDArray[np.bool_] = good & ~padded[:-2] & ~padded[2:]
+    return found
+
+
+def is_log(name: str, values: NDArray[np.float64]) -> bool:
+    """Whether the axis of finite values is logarithmic: that of a loss or a norm, over more than two decades."""
     if name not in _LOG_IF_WIDE or len(values) == 0 or values.min() <= 0:
         return False
     return bool(log10(values.max()) - log10(values.min()) > log10(_WIDE))
@@ -87,6 +111,7 @@ def _all_of(runs: Runs, name: str) -> NDArray[np.float64]:
 
 
 def said_bytes(value: float) -> str:
+    """2.1e9 as 2.1 GB."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if value >= scale:
             return f"{value / scale:,.1f} {unit}"
@@ -94,6 +119,7 @@ def said_bytes(value: float) -> str:
 
 
 def title_of(name: str) -> str:
+    """What a value is called above its chart."""
     return _TITLES.get(name, name.replace("_", " "))
 
 
@@ -136,7 +162,7 @@ def draw(runs: Runs, path: Path, names: Sequence[str] | None = None) -> None:
             cell = grid[0, :wide] if number == 0 else grid[place]
             is_lowest = number + columns >= len(names)
             _draw_panel(figure.add_subplot(cell), runs, name, is_lowest)
-        _draw_legend(figure, runs)
+        _draw_legend(figure, runs, names)
         try:
             figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
         except OSError as error:
@@ -151,13 +177,16 @@ def _draw_panel(axes: Axes, runs: Runs, name: str, has_label: bool) -> None:
     from matplotlib.ticker import MaxNLocator
 
     for colour, records in zip(_colours(len(runs)), runs.values()):
-        _draw_curve(axes, series(records, name), colour, name not in _NEVER_SMOOTHED)
-        _draw_validation(axes, series(records, VALIDATION + name), colour)
+        trained, validated = series(records, name), series(records, VALIDATION + name)
+        _draw_curve(axes, trained, colour, name)
+        _draw_validation(axes, validated, colour)
+        _draw_crosses(axes, trained, colour)
+        _draw_crosses(axes, validated, colour)
     values = _all_of(runs, name)
-    if _is_log(name, values):
+    if is_log(name, values):
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(lambda *_: "")
-    elif name in _FROM_ZERO and len(values) and values.min() >= 0:
+    elif name in FROM_ZERO and len(values) and values.min() >= 0:
         axes.set_ylim(bottom=0, top=1.1 * values.max() or 1.0)
     only_validation = all(name not in record.values for records in runs.values() for record in records)
     axes.set_title(f"{title_of(name)} (validation)" if only_validation else title_of(name), loc="left", fontsize=10)
@@ -176,24 +205,27 @@ def _draw_panel(axes: Axes, runs: Runs, name: str, has_label: bool) -> None:
         axes.set_xlabel("step", color=_INK)
 
 
-def _draw_curve(axes: Axes, one: Series, colour: Any, may_be_smoothed: bool) -> None:
-    (steps, values), (kept_steps, kept) = one, finite(one)
-    is_smoothed = may_be_smoothed and len(kept) > _MANY_POINTS
-    marker = "o" if len(kept) == 1 else ""
-    faint = {"alpha": 0.25, "linewidth": 0.8} if is_smoothed else {"linewidth": 1.6, "marker": marker}
-    axes.plot(steps, np.where(np.isfinite(values), values, np.nan), color=colour, **faint)
-    if is_smoothed:
-        axes.plot(kept_steps, smoothed(kept), color=colour, linewidth=1.6)
-    bad = steps[~np.isfinite(values)]
-    edge = axes.get_xaxis_transform()
-    if len(bad):  # a line without points has no place, and the layout none then
-        axes.plot(bad, np.zeros_like(bad), "x", color=colour, transform=edge, clip_on=False, markersize=5, zorder=5)
+def _draw_curve(axes: Axes, one: Series, colour: Any, name: str) -> None:
+    steps, curve = drawn(name, one)
+    if is_smoothed(name, one):
+        recorded = np.where(np.isfinite(one[1]), one[1], np.nan)
+        axes.plot(steps, recorded, color=colour, alpha=0.25, linewidth=0.8)
+    axes.plot(steps, curve, color=colour, linewidth=1.6)
+    axes.plot(steps[alone(curve)], curve[alone(curve)], "o", color=colour, markersize=3.5)
 
 
 def _draw_validation(axes: Axes, one: Series, colour: Any) -> None:
     steps, values = finite(one)
     marker = "o" if len(steps) <= 40 else ""
     axes.plot(steps, values, "--", color=colour, marker=marker, markersize=3.5, linewidth=1.3)
+
+
+def _draw_crosses(axes: Axes, one: Series, colour: Any) -> None:
+    """On the lower edge, where a value is not finite."""
+    bad = one[0][~np.isfinite(one[1])]
+    edge = axes.get_xaxis_transform()
+    if len(bad):  # a line without points has no place, and the layout none then
+        axes.plot(bad, np.zeros_like(bad), "x", color=colour, transform=edge, clip_on=False, markersize=5, zorder=5)
 
 
 def _formatter(name: str, values: NDArray[np.float64]) -> Callable[[float, float], str]:
@@ -213,40 +245,37 @@ def _plain(value: float, _: float = 0) -> str:
 
 
 def _colours(count: int) -> list[Any]:
-    if count <= len(_COLOURS):
-        return list(_COLOURS[:count])
+    if count <= len(COLOURS):
+        return list(COLOURS[:count])
     import matplotlib
 
     return [matplotlib.colormaps["turbo"](i) for i in np.linspace(0.05, 0.95, count)]
 
 
-def _draw_legend(figure: Figure, runs: Runs) -> None:
+def _draw_legend(figure: Figure, runs: Runs, names: Sequence[str]) -> None:
     """The runs, and what a line means; of a single run its name is the title."""
     from matplotlib.lines import Line2D
 
-    entries: dict[str, Any] = {}
+    entries: list[tuple[str, Any]] = []
     if len(runs) == 1:
         figure.suptitle(_short(next(iter(runs)), 90), x=0.01, ha="left", fontsize=12)
     else:
         for colour, run in zip(_colours(len(runs)), runs):
-            entries[_short(run, 60)] = Line2D([], [], color=colour, linewidth=2)
-    found = [(name, *series(records, name)) for records in runs.values() for name in _names(records)]
-    counts = [np.isfinite(v).sum() for n, _, v in found if not n.startswith(VALIDATION) and n not in _NEVER_SMOOTHED]
-    if any(name.startswith(VALIDATION) for name, *_ in found):
-        entries["validation"] = Line2D([], [], color=_INK, linestyle="--", marker="o", markersize=3.5, linewidth=1.3)
-    if max(counts, default=0) > _MANY_POINTS:
-        entries["moving mean"] = Line2D([], [], color=_INK, linewidth=1.6)
-        entries["as recorded"] = Line2D([], [], color=_INK, alpha=0.3, linewidth=1)
-    if any(not np.isfinite(values).all() for _, _, values in found):
-        entries["not finite"] = Line2D([], [], color=_INK, linestyle="", marker="x", markersize=5)
+            entries.append((_short(run, 60), Line2D([], [], color=colour, linewidth=2)))
+    trained = [(name, series(records, name)) for records in runs.values() for name in names]
+    validated = [series(records, VALIDATION + name) for records in runs.values() for name in names]
+    if any(len(steps) for steps, _ in validated):
+        line = Line2D([], [], color=_INK, linestyle="--", marker="o", markersize=3.5, linewidth=1.3)
+        entries.append(("validation", line))
+    if any(is_smoothed(name, one) for name, one in trained):
+        entries.append(("moving mean", Line2D([], [], color=_INK, linewidth=1.6)))
+        entries.append(("as recorded", Line2D([], [], color=_INK, alpha=0.3, linewidth=1)))
+    if not all(np.isfinite(values).all() for _, values in [*validated, *(one for _, one in trained)]):
+        entries.append(("not finite", Line2D([], [], color=_INK, linestyle="", marker="x", markersize=5)))
     if entries:
-        longest = max(map(len, entries))
-        columns = max(1, min(len(entries), int(figure.get_figwidth() * 12 / (longest + 8))))
-        figure.legend(entries.values(), entries, loc="outside lower left", ncols=columns, fontsize=9, frameon=False)
-
-
-def _names(records: Sequence[Record]) -> list[str]:
-    return list(dict.fromkeys(name for record in records for name in record.values))
+        labels, lines = zip(*entries)
+        columns = max(1, min(len(entries), int(figure.get_figwidth() * 12 / (max(map(len, labels)) + 8))))
+        figure.legend(lines, labels, loc="outside lower left", ncols=columns, fontsize=9, frameon=False)
 
 
 def _short(name: str, most: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -86,14 +86,14 @@ def read_records(path: str | Path) -> list[Record]:
     """The records of a run, in the order in which they were written.
 
     Args:
-        path: the folder of a run, or a file of records. The last line is left out where it is half-written, as that
-            of a run is that was killed, or that goes on.
+        path: the folder of a run, one above it that has no other run, or a file of records. The last line is left out
+            where it is half-written, as that of a run is that was killed, or that goes on.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: there is no such file, or there are several.
         InputError: any other line is no record.
     """
-    file = _file_of(Path(path))
+    file = file_of(path)
     lines = file.read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
@@ -171,33 +171,41 @@ def _free_name(path: Path) -> Path:
 # ---------------------------------------------------------------------------------------------------- finding the file
 
 
-def _file_of(path: Path) -> Path:
-    """The file of records that ``path`` means. Raises ConfigError where there is none."""
+def file_of(path: str | Path) -> Path:
+    """The file of records that ``path`` means: itself, the one in it, or the only one in the folders below.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    path = Path(path)
     if path.is_file():
         return path
     if (path / FILE).is_file():
         return path / FILE
+    inside = _files_below(path)
+    if len(inside) == 1:
+        return inside[0]
+    what = "does not exist" if not path.is_dir() else f"holds {len(inside)} runs" if inside else f"has no {FILE}"
     raise ConfigError(
-        f"{str(path)!r} {f'has no {FILE}' if path.is_dir() else 'does not exist'}",
-        rule=f"A run is a folder with a {FILE}, which training writes, or such a file itself",
-        remedy=_remedy(path),
+        f"{str(path)!r} {what}",
+        rule=f"A run is a folder with a {FILE}, which training writes, the folder above it, or such a file itself",
+        remedy=f"Give {_listed([str(file.parent) for file in inside])}" if inside else _remedy(path),
     )
 
 
 def _remedy(path: Path) -> str:
-    if inside := list(_runs_in(path)):
-        return f"It holds runs. Give {_listed([str(path / name) for name in inside])}"
     above = next(folder for folder in path.resolve().parents if folder.is_dir())
-    names = [name for name in _runs_in(above) if name != path.name]
+    names = [str(file.parent.relative_to(above)) for file in _files_below(above) if file.parent.name != path.name]
     if not names:
         return f"There is no run in {above} either. Give the folder that training was told to write into"
     return f"{nearest(path.name, names)} Give one of the runs in {above}"
 
 
-def _runs_in(folder: Path) -> Iterator[str]:
-    yield from sorted(file.parent.name for file in folder.glob(f"*/{FILE}"))
+def _files_below(folder: Path) -> list[Path]:
+    """Of the folders in ``folder``, and of those in them."""
+    return sorted([*folder.glob(f"*/{FILE}"), *folder.glob(f"*/*/{FILE}")])
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:4])
-    return shown if len(names) <= 4 else f"{shown} or another of its {len(names)}"
+    shown = ", ".join(repr(name) for name in names[:3])
+    return f"one of {shown}, ..." if len(names) > 3 else " or ".join(map(repr, names))

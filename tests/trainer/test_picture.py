@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import math
+import re
+from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.trainer.picture import draw, panel_names
+from shardformer.trainer.picture import alone, draw, drawn, is_log, panel_names, series
 from shardformer.trainer.records import Record
+
+needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is an extra")
 
 
 def run(count: int, **values: float) -> list[Record]:
     return [Record(s, 0, float(s), {"loss": 3 / s, "memory_bytes": 1e9, **values}) for s in range(1, count + 1)]
+
+
+def of(name: str, *values: float) -> list[Record]:
+    return [Record(step, 0, float(step), {name: value}) for step, value in enumerate(values, start=1)]
+
+
+def words(file: Path) -> list[str]:
+    """Those of a picture; matplotlib writes each as a comment beside its outline."""
+    return re.findall(r"<!-- (.*?) -->", file.read_text(encoding="utf-8"))
 
 
 def test_there_is_a_panel_for_each_value_and_one_for_both_losses() -> None:
@@ -21,10 +35,36 @@ def test_there_is_a_panel_for_each_value_and_one_for_both_losses() -> None:
     assert panel_names({"a": records}) == ["loss", "memory_bytes", "kappa", "f1"]
 
 
+def test_a_series_is_in_the_order_of_steps() -> None:
+    steps, values = series([*of("loss", 1.0, 2.0)[::-1], Record(9, 0, 0.0, {"other": 1.0})], "loss")
+    assert steps.tolist() == [1, 2] and values.tolist() == [1, 2]
+
+
+def test_a_curve_of_many_values_is_their_mean_and_breaks_where_one_is_not_finite() -> None:
+    values = [1.0, 3.0] * 100
+    values[40] = math.inf
+    _, curve = drawn("loss", series(of("loss", *values), "loss"))
+    assert np.flatnonzero(np.isnan(curve)).tolist() == [40]
+    assert np.abs(curve[10:30] - 2.0).max() < 0.2  # of 11 values 5 or 6 are 1
+    assert drawn("learning_rate", series(of("learning_rate", *values), "learning_rate"))[1][0] == 1.0
+
+
+def test_values_without_a_neighbour_are_found() -> None:
+    values = np.array([1.0, np.nan, 2.0, 3.0, np.inf, 4.0])
+    assert alone(values).tolist() == [True, False, False, False, False, True]
+
+
+def test_only_a_loss_or_a_norm_over_decades_is_logarithmic() -> None:
+    wide = np.array([0.01, 5.0])
+    assert is_log("loss", wide) and is_log("grad_norm", wide)
+    assert not is_log("tokens_per_s", wide) and not is_log("loss", wide - 0.01) and not is_log("loss", wide[:1])
+
+
+@needs_matplotlib
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_runs_are_drawn(suffix: str, tmp_path: Path) -> None:
     bad = [*run(4), Record(5, 0, 5.0, {"loss": math.nan}), Record(6, 0, 6.0, {"loss": math.inf})]
-    runs = {"long": run(250, tokens_per_s=5e4), "bad": bad, "one": run(1), "wide": [Record(1, 0, 1.0, {"loss": 1e6})]}
+    runs = {"long": run(250, tokens_per_s=5e4), "bad": bad, "one": run(1), "wide": of("loss", 1e6), "none": []}
     file = tmp_path / f"picture{suffix}"
     draw(runs, file)
     assert file.stat().st_size > 10_000
@@ -33,13 +73,37 @@ def test_runs_are_drawn(suffix: str, tmp_path: Path) -> None:
         assert (tmp_path / "again.svg").read_bytes() == file.read_bytes()
 
 
+@needs_matplotlib
+def test_the_legend_says_what_is_drawn_and_nothing_else(tmp_path: Path) -> None:
+    records = [*run(150), *of("grad_norm", 1.0, 2.0), *of("validation/loss", 1.0, math.nan)]
+    runs = {"validation": records, "_second $x$": run(3)}
+    kinds = ["validation", "moving mean", "as recorded", "not finite"]
+    draw(runs, tmp_path / "all.svg")
+    assert [word for word in words(tmp_path / "all.svg") if word in [*runs, *kinds]] == [*runs, *kinds]
+    draw(runs, tmp_path / "norm.svg", ["grad_norm"])
+    assert [word for word in words(tmp_path / "norm.svg") if word in [*runs, *kinds]] == list(runs)
+
+
+@needs_matplotlib
+def test_a_value_between_two_that_are_not_finite_is_seen(tmp_path: Path) -> None:
+    def num_marks(*values: float) -> int:
+        draw({"a": of("loss", *values)}, tmp_path / "a.svg")
+        return (tmp_path / "a.svg").read_text(encoding="utf-8").count("<use")
+
+    # as many crosses, and axes with as many numbers
+    assert num_marks(1.0, math.nan, 2.0, math.nan, 1.0) == num_marks(1.0, 2.0, 1.0, math.nan, math.nan) + 3
+
+
+@needs_matplotlib
 def test_many_runs_have_a_colour_each(tmp_path: Path) -> None:
-    draw({f"run {i}": run(5) for i in range(12)}, tmp_path / "many.png", ["loss"])
-    assert (tmp_path / "many.png").is_file()
+    draw({f"run {i}": run(5) for i in range(12)}, tmp_path / "many.svg", ["loss"])
+    strokes = re.findall(r"stroke: (#[0-9a-f]{6}); stroke-width: 1.6", (tmp_path / "many.svg").read_text("utf-8"))
+    assert len(set(strokes)) == 12
 
 
 def test_what_cannot_be_drawn_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nothing to draw in a"):
-        draw({"a": [Record(1, 0, 1.0, {})]}, tmp_path / "a.png")
     with pytest.raises(ConfigError, match=r"\.svg or \.png"):
         draw({"a": run(2)}, tmp_path / "a.pdf")
+    if find_spec("matplotlib") is not None:
+        with pytest.raises(ConfigError, match=r"nothing to draw in a"):
+            draw({"a": [Record(1, 0, 1.0, {})]}, tmp_path / "a.png")

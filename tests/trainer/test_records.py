@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from shardformer.errors import ConfigError, InputError
-from shardformer.trainer.records import FILE, Record, RecordWriter, read_records
+from shardformer.trainer.records import FILE, Record, RecordWriter, file_of, read_records
 
 
 def record(step: int, **values: float) -> Record:
@@ -48,15 +50,43 @@ def test_half_a_line_at_the_end_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, range(1, 4))
     whole = (tmp_path / FILE).read_bytes()
     last = whole.rstrip(b"\n").rfind(b"\n") + 1
-    for end in range(last, len(whole) - 1, 7):
+    for end in range(last, len(whole) - 1):
         (tmp_path / FILE).write_bytes(whole[:end])
-        assert len(read_records(tmp_path)) in (2, 3)
+        assert read_records(tmp_path) == [record(1), record(2)]
+    (tmp_path / FILE).write_bytes(whole[:-1])  # a whole record of which only the line break is missing
+    assert read_records(tmp_path) == [record(1), record(2), record(3)]
+
+
+def test_a_run_goes_on_behind_half_a_line(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 4))
+    whole = (tmp_path / FILE).read_bytes()
+    (tmp_path / FILE).write_bytes(whole[:-9])
+    write(tmp_path, range(3, 5), resume_at=2)
+    assert read_records(tmp_path) == [record(step) for step in range(1, 5)]
+
+
+def test_each_record_is_in_the_file_at_once(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path)
+    for step in range(1, 4):
+        writer.write(record(step))
+        assert len(read_records(tmp_path)) == step
+    writer.close()
+
+
+def test_numbers_of_numpy_and_torch_are_written(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path)
+    writer.write(Record(1, 0, 0.5, {"a": np.float32(0.5), "b": torch.tensor(0.25), "c": 2}))
+    writer.close()
+    assert read_records(tmp_path)[0].values == {"a": 0.5, "b": 0.25, "c": 2.0}
 
 
 OF_HALF_STEPS = '{"step": 1.5, "epoch": 0, "seconds": 0, "values": {}}'
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"step": 1}', OF_HALF_STEPS, "\xff"])
+OF_A_WORD = '{"step": 1, "epoch": 0, "seconds": 0, "values": {"loss": "low"}}'
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"step": 1}', OF_HALF_STEPS, OF_A_WORD, "\xff"])
 def test_a_damaged_line_is_told_with_its_number(line: str, tmp_path: Path) -> None:
     write(tmp_path, range(1, 2))
     with (tmp_path / FILE).open("a", encoding="latin-1") as file:
@@ -65,12 +95,31 @@ def test_a_damaged_line_is_told_with_its_number(line: str, tmp_path: Path) -> No
         read_records(tmp_path)
 
 
-def test_a_folder_without_records_is_told_with_those_that_have_some(tmp_path: Path) -> None:
+def test_a_folder_above_the_only_run_means_that_run(tmp_path: Path) -> None:
+    write(tmp_path / "first" / "log", range(1, 3))
+    for path in (tmp_path, tmp_path / "first", tmp_path / "first" / "log", tmp_path / "first" / "log" / FILE):
+        assert read_records(path) == [record(1), record(2)]
+    assert file_of(tmp_path) == tmp_path / "first" / "log" / FILE
+
+
+def test_a_folder_above_several_runs_is_told_with_their_names(tmp_path: Path) -> None:
     write(tmp_path / "first", range(1, 2))
-    with pytest.raises(ConfigError, match=r"holds runs.*first"):
+    write(tmp_path / "second" / "log", range(1, 2))
+    with pytest.raises(ConfigError, match=r"holds 2 runs.*Give '.*first' or '.*second/log'"):
         read_records(tmp_path)
-    with pytest.raises(ConfigError, match=r"Did you mean 'first'"):
+    write(tmp_path, range(1, 4))  # its own come first
+    assert len(read_records(tmp_path)) == 3
+
+
+def test_what_is_no_run_is_told_with_those_beside_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no run in .* either"):
         read_records(tmp_path / "frist")
+    write(tmp_path / "first", range(1, 2))
+    with pytest.raises(ConfigError, match=r"does not exist.*Did you mean 'first'"):
+        read_records(tmp_path / "frist")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=rf"has no {FILE}.*'first'"):
+        read_records(tmp_path / "empty")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"is a file"):
         RecordWriter(tmp_path / "file")
