@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardformer.comm.recorder import bytes_of, record, unheard
-from shardformer.comm.values import has_values
+from shardformer.comm.values import has_values, with_values
 from shardformer.layout.split import even_bounds
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.transport import Work
@@ -216,6 +216,12 @@ def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Every rank's picklable value, in rank order, on every rank of the axis."""
     return [value] if axis.size == 1 else axis.transport.gather_objects(value)
+
+
+@with_values()
+def gather_numbers(numbers: Sequence[int], axis: Axis) -> list[list[int]]:
+    """Every rank's numbers of 64 bits, as many from each, in rank order, on every rank of the axis."""
+    return [list(numbers)] if axis.size == 1 else axis.transport.gather_numbers(numbers)
 
 
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import all_gather, all_reduce, broadcast, broadcast_object, checksum
+from shardformer.comm.collectives import all_reduce, broadcast, broadcast_object, checksum, gather_numbers
 from shardformer.comm.values import numbers_in
 from shardformer.engine.batch import TARGET
 from shardformer.errors import InputError
@@ -187,11 +187,10 @@ class Pipeline:
         if not backward:
             schedule = forward_only(schedule)
         device = self._context.device
-        if self._draws():
-            align_random(self._context.tensor, device)
+        draws = self._model.training and align_random(self._context.tensor, device, self._draws())
         with forked_random(device):
-            keys, seed = self._agree(parts, backward, _next_seed() if self._draws() else 0)
-            seeds = [(seed + 7919 * i) % 2**62 if seed and self._draws() else None for i in range(len(parts))]
+            keys, seed = self._agree(parts, backward, _next_seed() if draws else 0)
+            seeds = [(seed + 7919 * i) % 2**62 if seed else None for i in range(len(parts))]
             self._take_over_checkpointing()
             head = self._head(parts, sizes, wants_output, counts)
             try:
@@ -199,7 +198,7 @@ class Pipeline:
                     self._runtime.run(StepJob(schedule, inputs, keys, seeds, head, loss_scale))
             finally:
                 head.close()
-        if self._draws():
+        if draws and self._draws():
             _next_seed()
         head.finish()
         manager = self._stages.manager
@@ -222,10 +221,14 @@ class Pipeline:
         return Head(parts, sizes, stage_forward, weights, self._loss_fn)
 
     def _draws(self) -> bool:
-        """Whether this stage may draw random numbers: by the config, or since it was seen to or not tried yet."""
+        """Whether this rank may draw random numbers: by the config, or since it was seen to or not tried yet.
+
+        Other ranks of the stage may say otherwise, where another thread of a process drew beside it: what all do then
+        is agreed on.
+        """
         stages = self._stages
         assert stages.stage_forward is not None
-        return self._model.training and (stages.draws or stages.stage_forward.draws.seen is not False)
+        return stages.draws or stages.stage_forward.draws.seen is not False
 
     def _cut(self, batches: Sequence[Batch]) -> tuple[list[dict[str, Any]], list[int]]:
         main = getattr(self._model, "main_input_name", None)
@@ -280,7 +283,7 @@ class Pipeline:
         if axis.size == 1:
             return [(s, mine[2:-1]) for s in shapes], seed
         with self._runtime.named("before a step"):
-            every = _gather_numbers(mine, axis, self._context.device)
+            every = gather_numbers(mine, axis)
         if any(theirs[:-2] != every[0][:-2] for theirs in every):
             raise _different(every, axis)
         mode = (backward, self._model.training, tuple(theirs[-2] for theirs in every))
@@ -321,12 +324,7 @@ def _next_seed() -> int:
     return 1 + int(numbers_in(torch.randint(2**62 - 1, (), device="cpu")))
 
 
-def _gather_numbers(numbers: Sequence[int], axis: Axis, device: torch.device) -> list[tuple[int, ...]]:
-    mine = torch.tensor([numbers], dtype=torch.int64, device=device)
-    return [tuple(row) for row in numbers_in(all_gather(mine, axis, 0, purpose="agreement"))]
-
-
-def _different(every: Sequence[tuple[int, ...]], axis: Axis) -> InputError:
+def _different(every: Sequence[Sequence[int]], axis: Axis) -> InputError:
     other = next(stage for stage, theirs in enumerate(every) if theirs[:-2] != every[0][:-2])
     kinds = ("shapes of batches", "numbers of micro-batches", "calls", "modes of training", "batches")
     what = next(kind for kind, a, b in zip(kinds, every[0], every[other], strict=False) if a != b)

@@ -6,13 +6,13 @@ import random
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import broadcast, broadcast_object, gather_objects
+from shardformer.comm.collectives import broadcast, broadcast_object, gather_numbers
 from shardformer.comm.values import numbers_in, with_values
 from shardformer.mesh.axis import Axis
 
@@ -58,17 +58,22 @@ def agree_on_draws(axis: Axis, module: nn.Module) -> None:
     module.register_forward_hook(lambda *_: stream.leave(), always_call=True)
 
 
-def align_random(axis: Axis, device: torch.device) -> None:
+def align_random(axis: Axis, device: torch.device, drew: bool = False) -> bool:
     """Gives all ranks of an axis the random states of the first: torch's, numpy's and Python's.
 
     What a model draws outside of its blocks has to be alike on all of them, and a script may seed each rank otherwise.
-    Communicates a few numbers a rank; the states where they differ.
+    Every rank calls this at the same time, whatever it saw itself: another thread of one process, which logs or reads
+    data, may draw too.
+
+    Communicates a few numbers a rank; the states where they differ. Returns whether any rank of the axis ``drew``.
     """
     if axis.size == 1:
-        return
-    digest = _digest(device)
-    if any(theirs != digest for theirs in gather_objects(digest, axis)):
+        return drew
+    mine = [int(drew), *_digest(device)]
+    every = gather_numbers(mine, axis)
+    if any(theirs[1:] != mine[1:] for theirs in every):
         set_random_states(broadcast_object(random_states(device), axis), device)
+    return any(theirs[0] for theirs in every)
 
 
 @contextmanager
@@ -117,9 +122,11 @@ class DrawObserver:
 @with_values()
 def _digest(device: torch.device) -> list[int]:
     """A few numbers of the random states."""
-    of_numpy: Any = numpy.random.get_state()
+    _, keys, *of_numpy = cast(tuple[Any, ...], numpy.random.get_state())
     of_torch = (zlib.crc32(generator.get_state().numpy().tobytes()) for generator in _generators(device))
-    return [*of_torch, zlib.crc32(of_numpy[1]), *of_numpy[2:4], hash(random.getstate())]
+    _, words, gauss = random.getstate()
+    of_python = hash((words, gauss or 0.0))  # not of None, which each process may number otherwise
+    return [*of_torch, zlib.crc32(keys), *map(hash, of_numpy), of_python]
 
 
 def random_states(device: torch.device) -> tuple[list[Tensor], Any, Any]:

@@ -117,6 +117,20 @@ class ProcessGroupTransport:
         dist.all_gather_object(out, value, group=self.group)
         return out
 
+    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        device = "cpu" if "cpu" in self._backends else next(iter(self._backends))
+        mine = torch.tensor([numbers], dtype=torch.int64, device=device)
+        parts = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(len(self._ranks))]
+        if self.exchanges_directly(mine):
+            others = [rank for rank in range(len(parts)) if rank != self._rank]
+            works = self.exchange(dict.fromkeys(others, mine), {rank: parts[rank] for rank in others})
+        else:
+            works = [_started(dist.all_gather(parts, mine, group=self.group, async_op=True))]
+        for work in works:
+            work.wait()
+        gathered: list[list[int]] = torch.cat(parts).tolist()
+        return gathered
+
     def absent(self, meeting: str, timeout_s: float) -> list[int]:
         """Each writes into the launcher's store that it is there."""
         store, name = _get_default_store(), f"shardformer/{meeting}/{self._ranks}"

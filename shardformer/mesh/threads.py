@@ -213,6 +213,9 @@ class ThreadTransport:
     def gather_objects(self, value: Any) -> list[Any]:
         return self._meet("gather_objects", value)()
 
+    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        return self._meet("gather_numbers", list(numbers))()
+
     def absent(self, meeting: str, timeout_s: float) -> list[int]:
         keys = self._keys(meeting, "absent")
         self.world.table.lay(keys[self._line.index(self._me)], None, len(keys))

@@ -83,6 +83,10 @@ class Transport(Protocol):
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable value, in rank order."""
 
+    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Every rank's numbers, as many from each, in rank order. Much faster than objects; waits for no device where
+        the host's memory can be sent from."""
+
     def absent(self, meeting: str, timeout_s: float) -> list[int]:
         """The ranks that within the time have not come to ``meeting``, a name that is used once. No collective."""
 

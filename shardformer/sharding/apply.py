@@ -158,7 +158,7 @@ class Sharding:
         self.model = policy.postprocess() or self.model
         if state.stages is not None:
             state.stages.open(self.model, state.stream)
-        Guard(self.model, state, is_cut=self._is_cut, draws=uses_dropout(self.model))
+        Guard(self.model, state, is_cut=self._is_cut)
         install_saving(self.model, state)
         return blocks
 

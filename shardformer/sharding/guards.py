@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardformer.comm.collectives import checksum
 from shardformer.errors import ConfigError, InputError
-from shardformer.layers.random_stream import DrawObserver, align_random
+from shardformer.layers.random_stream import align_random
 from shardformer.layers.tensor.pending import resolved
 from shardformer.layout.state import ShardedState
 from shardformer.mesh.axis import Axis
@@ -24,14 +24,10 @@ class Guard:
 
     In training the tensor ranks draw the same random numbers outside of blocks, whatever a script seeded them with.
     What the model gives are plain tensors.
-
-    Args:
-        draws: whether the model may draw random numbers, by its config. What draws any is seen besides.
     """
 
-    def __init__(self, model: nn.Module, state: ShardedState, *, is_cut: bool, draws: bool) -> None:
-        self._state, self._is_cut, self._draws = state, is_cut, draws
-        self._draws_seen = DrawObserver(state.context.device)
+    def __init__(self, model: nn.Module, state: ShardedState, *, is_cut: bool) -> None:
+        self._state, self._is_cut = state, is_cut
         self._compared = not state.request.extra.get("check_inputs", True) or state.context.tensor.size == 1
         self._known = False
         model.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -56,13 +52,9 @@ class Guard:
             self._compared = True
             compare_inputs([*args, *kwargs.values()], self._state.context.tensor)
         if self._aligns(model):
-            if self._draws or self._draws_seen.seen is not False:
-                align_random(self._state.context.tensor, self._state.context.device)
-            self._draws_seen.begin()
+            align_random(self._state.context.tensor, self._state.context.device)
 
     def _behind(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self._aligns(model):
-            self._draws_seen.end()
         return resolved(output)
 
     def _aligns(self, model: nn.Module) -> bool:

@@ -106,6 +106,9 @@ class FakeTransport:
     def gather_objects(self, value: Any) -> list[Any]:
         return [value] * self._size
 
+    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        return [list(numbers)] * self._size
+
     def absent(self, meeting: str, timeout_s: float) -> list[int]:
         return []
 

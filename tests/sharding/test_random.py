@@ -8,11 +8,13 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import shardformer
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.role_policy import MLP, RolePolicy, Stack
 from shardformer.testing.pool import WorkerPool
+from shardformer.testing.zoo import Batches, Sample
 
 
 def seed_by_rank(rank: int) -> None:
@@ -111,3 +113,22 @@ def test_seeds_set_by_rank_between_two_steps_change_nothing(pool2: WorkerPool) -
     for a, b in zip(first, second, strict=True):
         assert a == pytest.approx(b, rel=1e-5)
     assert first[0] != first[1]
+
+
+def drawn_beside(pipe: int) -> list[float]:
+    """The losses of a model that draws nothing, while on the last rank something else does in the same process."""
+    context = ParallelContext.from_world({"pipe": pipe, "tensor": 2})
+    torch.manual_seed(0)
+    model = shardformer.shard_model(Sample("llama")().train(), context=context)
+    if context.rank == torch.distributed.get_world_size() - 1:
+        layers = [m for m in model.modules() if isinstance(m, LlamaMLP) and next(m.parameters(), None) is not None]
+        layers[-1].register_forward_hook(lambda *_: random.random() and None)
+    step = shardformer.Pipeline(model, micro_batches=2).step if pipe > 1 else lambda batch: model(**batch).loss
+    return [float(step(Batches("LlamaForCausalLM", batch=4)(0))) for _ in range(3)]
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_a_rank_whose_process_draws_beside_the_model_keeps_no_other_waiting(pool4: WorkerPool, pipe: int) -> None:
+    losses = pool4.run(drawn_beside, pipe)
+    for theirs in losses:
+        assert theirs == pytest.approx(losses[0], rel=1e-6)
