@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import cycle
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle, product
 from typing import Any
 
 
@@ -19,3 +19,22 @@ def pairwise(first: Sequence[Any], second: Sequence[Any], third: Sequence[Any]) 
     """
     assert len(third) <= min(len(first), len(second))
     return [(a, b, third[(i + j) % len(third)]) for i, a in enumerate(first) for j, b in enumerate(second)]
+
+
+def all_pairs(values: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Cases of several parameters, few, in which each pair of values of any two of them is met."""
+    names = list(values)
+    missing = {
+        (a, x, b, y) for i, a in enumerate(names) for b in names[i + 1 :] for x, y in product(values[a], values[b])
+    }
+    every = [dict(zip(names, case, strict=True)) for case in product(*values.values())]
+
+    def met(case: dict[str, Any]) -> set[tuple[Any, ...]]:
+        return {(a, case[a], b, case[b]) for i, a in enumerate(names) for b in names[i + 1 :]} & missing
+
+    found = []
+    while missing:
+        best = max(every, key=lambda case: len(met(case)))
+        found.append(best)
+        missing -= met(best)
+    return found

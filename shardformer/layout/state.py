@@ -121,6 +121,7 @@ class ShardedState:
         gathers: how often the full weights were asked for.
         gradients: what keeps the gradients in the place of the parameters' ``.grad``; None where nothing does.
         parameters: what keeps the values of parameters; None where they keep them themselves.
+        context_run: how its sequence is cut over ranks (``shardformer.layers.context.run``); None where it is not.
     """
 
     context: ParallelContext
@@ -139,6 +140,7 @@ class ShardedState:
     gathers: int = 0
     gradients: KeepsGradients | None = None
     parameters: KeepsParameters | None = None
+    context_run: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copied model, which has no optimizer."""
@@ -148,6 +150,11 @@ class ShardedState:
         """Of a copied model."""
         self.__dict__.update(state)
         _remember(self)
+
+    @property
+    def alike(self) -> Axis:
+        """The ranks that are given the same batch."""
+        return self.context.tensor if self.context_run is None else self.context.alike
 
     def note(self, path: str, before: Any, after: Any, kind: str = "module") -> None:
         """Writes down a replacement."""

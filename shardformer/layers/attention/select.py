@@ -12,6 +12,7 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from types import MethodType
 from typing import Any
@@ -33,7 +34,7 @@ from shardformer.layers.attention.own import OWN, SDPA, check_own, own_of, repla
 # No "flash" in the name: transformers' models take any such name for the flash-attn package, and pass packed sequences.
 ATTENTION_NAME = "shardformer_sdpa"
 BIAS = re.compile(r"relative_(attention|position)_bias")
-_IMPORTING = threading.Lock()
+_IMPORTING = threading.RLock()
 """transformers loads its names where they are first used, which two ranks that are threads cannot do at once."""
 DROPOUT_OF_CALL = re.compile(r"dropout(?:_p)?=(?:0\.0 if not self\.training else )?self\.([\w.]+)")
 SWITCH = "fused_attn"
@@ -55,10 +56,10 @@ def use_flash_attention(
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_flash_attention(model, device)
-    configs = _configs(model)
-    if configs:
+    found = configs(model)
+    if found:
         _register()
-    for config in configs:
+    for config in found:
         config._attn_implementation = ATTENTION_NAME
     for module in model.modules():
         if type(module).__name__ in SDPA:
@@ -74,7 +75,7 @@ def check_flash_attention(model: nn.Module, device: torch.device) -> None:
     """Raises ConfigError when some attention of ``model`` cannot run on the fused kernels of ``device``."""
     _check_interface(model)
     check_own(model)
-    for config in _configs(model):
+    for config in configs(model):
         _check_config(config)
     if device.type == "cpu":
         _check_no_dropout(model)
@@ -106,10 +107,10 @@ def forward_on_kernels(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 # -- what a model must be ---------------------------------------------------------------------------------------------
 
 
-def _configs(model: nn.Module) -> list[Any]:
+def configs(model: nn.Module) -> list[Any]:
     """Every configuration that a module of the model reads its attention implementation from, each once."""
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    return list({id(c): c for c in configs if hasattr(c, "_attn_implementation")}.values())
+    found = [getattr(module, "config", None) for module in model.modules()]
+    return list({id(c): c for c in found if hasattr(c, "_attn_implementation")}.values())
 
 
 @functools.cache
@@ -126,7 +127,7 @@ def _source(cls: Any) -> str:
     return "\n".join(parts)
 
 
-def _attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
+def attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
     """The classes called attention that compute one, with their code; wrappers around them do not count."""
     classes = {type(m) for m in model.modules() if "attention" in type(m).__name__.lower()}
     sources = {cls: _source(cls) for cls in sorted(classes, key=lambda c: c.__name__)}  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
@@ -135,10 +136,10 @@ def _attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
 
 
 def _check_interface(model: nn.Module) -> None:
-    classes = _attention_classes(model)
+    classes = attention_classes(model)
     switched = {type(module) for module in model.modules() if hasattr(module, SWITCH)}
     known = {cls for cls in classes if own_of(cls) is not None or cls.__name__ in SDPA} | switched
-    own = [cls.__name__ for cls, source in classes.items() if not _is_on_interface(source) and cls not in known]
+    own = [cls.__name__ for cls, source in classes.items() if not is_on_interface(source) and cls not in known]
     without = sorted({type(m).__name__ for m in model.modules() if _declines(m)})
     if own:
         what = f"has attention of its own in {', '.join(own)}"
@@ -156,7 +157,7 @@ def _check_interface(model: nn.Module) -> None:
     )
 
 
-def _is_on_interface(source: str) -> bool:
+def is_on_interface(source: str) -> bool:
     return "get_interface(" in source
 
 
@@ -164,7 +165,7 @@ def _declines(module: nn.Module) -> bool:
     """Whether a model says that torch's attention is not its own, of attention that is on the interface."""
     if getattr(module, "_supports_sdpa", True) is not False:
         return False
-    return any(_is_on_interface(source) for source in _attention_classes(module).values())
+    return any(is_on_interface(source) for source in attention_classes(module).values())
 
 
 def _check_config(config: Any) -> None:
@@ -179,7 +180,7 @@ def _check_config(config: Any) -> None:
 
 def _check_no_dropout(model: nn.Module) -> None:
     """torch's flash attention for the CPU has no dropout; what a module will ask for stands in its own call."""
-    sources = _attention_classes(model)
+    sources = attention_classes(model)
     for name, module in model.named_modules():
         for attribute in _dropouts(module, sources.get(type(module), "")):
             try:
@@ -210,7 +211,7 @@ def _dropout_settings(holder: Any, rate: float) -> str:
 def _describe(model: nn.Module, device: torch.device) -> str:
     """Each class of attention, and what it runs on; those that run on the same together."""
     on: dict[str, list[str]] = {}
-    for cls in _attention_classes(model):
+    for cls in attention_classes(model):
         on.setdefault(_kernel_of(model, cls, device), []).append(cls.__name__)
     return "; ".join(f"{', '.join(names)} on {kernel}" for kernel, names in on.items())
 
@@ -233,9 +234,14 @@ def _kernel_of(model: nn.Module, cls: type[nn.Module], device: torch.device) -> 
     return fused if flash_attn() is None else f"flash-attn, or {fused}"
 
 
+def importing() -> AbstractContextManager[Any]:
+    """In here this thread alone imports of transformers."""
+    return _IMPORTING
+
+
 def _register() -> None:
     """Idempotent: the same two functions under the same name."""
-    with _IMPORTING:
+    with importing():
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
 

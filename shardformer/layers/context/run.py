@@ -1,0 +1,108 @@
+"""What a forward under context parallelism knows: whether its sequence is cut, and how it lies over the ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from shardformer.comm.collectives import gather_numbers
+from shardformer.layers.context.cut_tensor import Rows
+from shardformer.layout.positions import Positions
+from shardformer.mesh.axis import Axis
+
+Dims = dict[Hashable, int | None]
+"""Which dim of an argument of a layer is the sequence's, by where it stands; None: none is."""
+
+_NOW = threading.local()
+
+
+@dataclass(eq=False)
+class ContextRun:
+    """The context parallelism of one model.
+
+    Args:
+        axis: all ranks over which the sequence is cut.
+        ring: between whose ranks keys and values travel.
+        group: whose ranks exchange heads for positions.
+        gathers: whether keys are gathered before attention, instead of sent under it.
+
+    Attributes:
+        is_open: whether the forward that is under way, or was last, cuts its sequence.
+        now: how the sequence of the layer that runs lies; None where it is whole.
+        seed: of the dropout of weights in this forward.
+        known: how the sequences so far lie, by their lengths.
+        dims: what was learnt of the arguments of layers.
+    """
+
+    axis: Axis
+    ring: Axis
+    group: Axis
+    gathers: bool = False
+    is_open: bool = False
+    now: Positions | None = None
+    seed: int = 0
+    known: dict[int, Positions] = field(default_factory=dict)
+    dims: Dims = field(default_factory=dict)
+    _rows: dict[int, Rows] = field(default_factory=dict)
+    _numbers: dict[int, int] = field(default_factory=dict)
+
+    def positions(self, length: int) -> Positions:
+        """How a sequence lies over the ranks. Raises InputError where it is too short."""
+        if length not in self.known:
+            self.known[length] = Positions(length, self.ring.size, self.group.size)
+        return self.known[length]
+
+    def rows(self, length: int) -> Rows:
+        """The same, for each rank of the axis."""
+        if length not in self._rows:
+            self._rows[length] = Rows.of(self.positions(length), self.axis)
+        return self._rows[length]
+
+    def part(self, length: int) -> int:
+        """How many positions of a sequence this rank has."""
+        return self.positions(length).split.length(self.axis.rank)
+
+    def of_part(self, count: int) -> Positions | None:
+        """The sequence of which this rank has so many positions; None where it is none that was seen.
+
+        Communicates one number where some rank has as many of two sequences.
+        """
+        known = list(self.known.values())
+        parts = [p.split.lengths() for p in known]
+        if all(len(set(of_rank)) == len(of_rank) for of_rank in zip(*parts, strict=True)):
+            return next((p for p in known if p.split.length(self.axis.rank) == count), None)
+        full = sum(numbers[0] for numbers in gather_numbers([count], self.axis))
+        return self.known.get(full)
+
+    def number(self, module: object) -> int:
+        """Tells the attentions of the model apart, alike on all ranks."""
+        return self._numbers.setdefault(id(module), len(self._numbers))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """In here a forward of this model is under way."""
+        before, _NOW.run = current(), self
+        try:
+            yield
+        finally:
+            _NOW.run = before
+
+
+def current() -> ContextRun | None:
+    """The run of the model whose forward is under way on this thread."""
+    run: ContextRun | None = getattr(_NOW, "run", None)
+    return run
+
+
+def set_current(run: ContextRun | None) -> None:
+    """The same as ``running``, where no context manager can stand."""
+    _NOW.run = run
+
+
+def new_seed() -> int:
+    """A number of the stream of random numbers that all ranks have alike."""
+    return int(torch.randint(2**31, (), device="cpu"))

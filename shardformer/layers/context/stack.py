@@ -1,0 +1,205 @@
+"""Where a model's sequence is cut over ranks, and where it is whole again: at its inputs' end, its layers, its exit.
+
+inputs, embeddings, masks    whole, on all ranks alike
+layers                       this rank's positions, of the hidden states and of all else that they are given
+behind them                  a ``SequenceCut``, which a head and its loss read position by position
+"""
+
+# B batch, S sequence, H hidden; s: this rank's positions
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_with_path
+
+from shardformer.comm.collectives import gather_numbers
+from shardformer.errors import ConfigError, InputError
+from shardformer.layers.context.cut_tensor import enter_model, take_rows
+from shardformer.layers.context.mask import Mask
+from shardformer.layers.context.run import ContextRun, new_seed, set_current
+from shardformer.layers.context.sequence_cut import SequenceCut
+from shardformer.layers.random_stream import RandomStream
+from shardformer.layers.tensor.pending import resolved
+from shardformer.layers.tensor.stream import first_tensor, with_first_output
+
+OUTPUTS_REFUSED = {
+    "output_hidden_states": "the hidden states of a layer are of this rank's positions alone",
+    "output_attentions": "no rank has the weights of all positions",
+    "output_router_logits": "the loss of routers is one of all tokens of a layer, of which each rank has some",
+}
+
+
+class ContextEntry:
+    """Before and behind a forward of the whole model.
+
+    Args:
+        draws: whether the model draws random numbers when it trains.
+    """
+
+    def __init__(self, run: ContextRun, model: nn.Module, *, draws: bool) -> None:
+        self._run, self._draws = run, draws
+        model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = self._run
+        given = kwargs.get("past_key_values")
+        run.is_open = given is None and not kwargs.get("use_cache", False)
+        run.now = None
+        set_current(run)
+        enter_model(True)
+        if not run.is_open:
+            return None
+        config = getattr(model, "config", None)
+        for name, why in OUTPUTS_REFUSED.items():
+            if kwargs.get(name, getattr(config, name, False)):
+                raise ConfigError(
+                    f"{name}=True with a sequence that is cut over {run.axis.size} ranks",
+                    rule=f"Each rank has a part of the positions: {why}",
+                    remedy=f"Leave {name} off, in the call and in the config",
+                )
+        if self._draws and model.training:  # before ranks that were seeded apart are aligned
+            run.seed = gather_numbers([new_seed()], run.axis)[0][0]
+        return None
+
+    def _leave(self, model: nn.Module, args: Any, output: Any) -> Any:
+        """Keys and values that a forward kept are of this rank's positions: nobody may go on with them."""
+        run = self._run
+        run.now = None
+        set_current(None)
+        enter_model(False)
+        if run.is_open and isinstance(output, dict) and getattr(output, "past_key_values", None) is not None:
+            return type(output)(**{name: value for name, value in output.items() if name != "past_key_values"})
+        return None
+
+
+class ContextStack:
+    """The layers of one stack.
+
+    Args:
+        path: of the stack.
+        layers: in order; one that is called again stands here once.
+        last: behind which the sequence is whole for whoever asks: the last layer, or a norm behind it.
+        draws: whether the model draws random numbers when it trains: then each rank draws its own between the layers.
+    """
+
+    def __init__(
+        self, run: ContextRun, path: str, layers: Sequence[nn.Module], last: nn.Module, *, draws: bool
+    ) -> None:
+        self._run, self._path, self._first = run, path, layers[0]
+        self._random = RandomStream(run.axis) if draws else None
+        self._full: int | None = None  # of the forward that is between the first layer and the last
+        for layer in dict.fromkeys(layers):
+            layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+        last.register_forward_hook(self._leave)
+
+    def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = self._run
+        again = torch._C._current_graph_task_id() >= 0
+        if not again and not run.is_open:
+            run.now = None
+            return None
+        hidden = first_tensor(args, kwargs)
+        masks = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Mask)]
+        if again:
+            full = self._recalled(layer, hidden, masks)
+            if full is None:
+                run.now = None
+                return None
+        elif self._full is None:
+            full = self._full = hidden.shape[1]
+            if self._random is not None and layer.training:
+                self._random.enter(hidden)
+        else:
+            full = self._full
+        run.now = run.positions(full)
+        lengths = {full, *(mask.keys.length for mask in masks)}
+        return tree_map_with_path(
+            lambda path, leaf: self._own((self._path, *path[1:]), leaf, leaf is hidden, lengths), (args, kwargs)
+        )
+
+    def _recalled(self, layer: nn.Module, hidden: Tensor, masks: Sequence[Mask]) -> int | None:
+        """In a recomputation: the length of the sequence in the forward that is repeated."""
+        lengths = [mask.queries.length for mask in masks]
+        mine = [length for length in lengths if hidden.shape[1] in (length, self._run.part(length))]
+        if mine:
+            return mine[0]
+        run, length = self._run, hidden.shape[1]
+        if layer is self._first and length in run.known:
+            return length
+        found = run.of_part(length)
+        return None if found is None else found.length
+
+    def _own(self, path: Hashable, leaf: Any, is_hidden: bool, lengths: set[int]) -> Any:
+        """This rank's positions of an argument."""
+        run = self._run
+        if isinstance(leaf, SequenceCut):
+            rows = run.rows(leaf.rows.full)
+            return leaf.local if leaf.rows is rows else take_rows(leaf.full_tensor(), rows, leaf.cut_dim)
+        if not isinstance(leaf, Tensor):
+            return leaf
+        leaf = resolved(leaf)
+        if is_hidden:
+            return take_rows(leaf, run.rows(leaf.shape[1]), 1) if leaf.shape[1] in lengths else leaf
+        dim = self._dim_of(path, leaf, lengths)
+        return leaf if dim is None else take_rows(leaf, run.rows(leaf.shape[dim]), dim)
+
+    def _dim_of(self, path: Hashable, x: Tensor, lengths: set[int]) -> int | None:
+        """Which dim of an argument is the sequence's: as it was proven, or the one of its length."""
+        at = [d for d, size in enumerate(x.shape) if size in lengths]
+        if path in self._run.dims:
+            dim = self._run.dims[path]
+            return dim if dim is None or dim in at else None
+        if len(at) > 1:
+            raise InputError(
+                f"A layer is given a tensor of shape {tuple(x.shape)} (its argument {_shown(path)})",
+                rule=f"One dim of it is the sequence's, and {len(at)} have its length: what is said of all pairs of "
+                "positions, as by a mask that was made before, is on no rank",
+                remedy="Give attention_mask (batch, sequence), or position_ids that start again with each document; "
+                "where it is by chance, sequences of another length",
+            )
+        self._run.dims[path] = at[0] if at else None
+        return at[0] if at else None
+
+    def _leave(self, layer: nn.Module, args: Any, output: Any) -> Any:
+        run = self._run
+        if torch._C._current_graph_task_id() >= 0 or self._full is None:
+            return output
+        rows, self._full = run.rows(self._full), None
+        run.now = None
+        if self._random is not None:
+            self._random.leave()
+        return with_first_output(output, lambda x: SequenceCut(resolved(x), rows, 1))
+
+    def abandon(self) -> None:
+        """After a forward that an error broke off."""
+        self._full = None
+        if self._random is not None:
+            self._random.leave()
+
+
+def _shown(path: Hashable) -> str:
+    return "".join(map(str, path[1:])) if isinstance(path, tuple) else str(path)
+
+
+def pass_through(module: nn.Module) -> None:
+    """A parallel layer outside of the stacks reads a cut tensor position by position."""
+    cut: list[SequenceCut] = []
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SequenceCut)]
+        cut[:] = found[:1]
+        return tree_map(lambda leaf: leaf.local if isinstance(leaf, SequenceCut) else leaf, (args, dict(kwargs)))
+
+    def leave(_: nn.Module, args: Any, output: Any) -> Any:
+        if not cut:
+            return output
+        x = cut.pop()
+        return with_first_output(output, lambda y: SequenceCut(resolved(y), x.rows, x.cut_dim))
+
+    module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+    module.register_forward_hook(leave)

@@ -1,0 +1,179 @@
+"""Attention over a ring of ranks, against attention in one place: outputs, gradients, and what is sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardformer.comm.recorder import Recorder
+from shardformer.layers.context.kernels import Dropout, Scores
+from shardformer.layers.context.mask import Mask, Predicate, causal
+from shardformer.layers.context.ring import Travel, ring_attention
+from shardformer.layout.positions import Positions
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+from tests.pairwise import all_pairs
+
+BATCH, HEADS, KEYS, WIDTH, SCALE = 2, 4, 2, 8, 0.3
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A mask of a sequence."""
+
+    predicate: Predicate | None
+    padding: Tensor | None = None
+    by_vmap: bool = False
+
+
+def window(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    return (keys <= queries) & (queries - keys < 4)
+
+
+def kind_of(name: str, length: int) -> Kind:
+    documents = torch.tensor([[0] * 5 + [1] * (length - 5), [0] * 9 + [1] * (length - 9)])
+    padding = torch.ones(BATCH, length, dtype=torch.bool)
+    padding[0, :3] = padding[1, -4:] = False
+    return {
+        "causal": Kind(causal),
+        "all": Kind(None),
+        "window": Kind(window),
+        "padded": Kind(causal, padding),
+        "all padded": Kind(None, padding & torch.tensor([[False], [True]])),
+        "documents": Kind(lambda b, h, q, k: (k <= q) & (documents[b, q] == documents[b, k])),
+        "by one": Kind(lambda b, h, q, k: (k <= q) & (documents[b, q] == documents[b, k]), by_vmap=True),
+    }[name]
+
+
+def in_one_place(q: Tensor, k: Tensor, v: Tensor, sees: Tensor, how: Scores, sinks: Tensor | None) -> Tensor:
+    """Written out; a query that sees nothing gives zeros, as torch's attention does."""
+    k, v = (x.repeat_interleave(HEADS // KEYS, 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * how.scale
+    if how.cap is not None:
+        scores = how.cap * torch.tanh(scores / how.cap)
+    scores = scores.masked_fill(~sees, torch.finfo(q.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)[..., : k.shape[2]] * sees
+    if how.dropout is not None:
+        places = torch.arange(q.shape[2])
+        weights = weights * how.dropout.kept(q.shape[0], places, torch.arange(k.shape[2]))
+    return weights @ v
+
+
+CASES = all_pairs(
+    {
+        "ring": [1, 2, 3, 4],
+        "length": [13, 16, 17],
+        "mask": ["causal", "all", "window", "padded", "all padded", "documents", "by one"],
+        "gathers": [False, True],
+        "scores": ["plain", "capped", "dropped"],
+        "sinks": [False, True],
+    }
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_nobody_can_tell_in_how_many_places_it_was_computed(case: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    length, ring = case["length"], case["ring"]
+    positions, kind = Positions(length, ring), kind_of(case["mask"], length)
+    tensors = [
+        torch.randn(BATCH, heads, length, WIDTH, dtype=torch.float64, requires_grad=True)
+        for heads in (HEADS, KEYS, KEYS)
+    ]
+    sinks = torch.randn(HEADS, dtype=torch.float64, requires_grad=True) if case["sinks"] else None
+    dropout = Dropout(0.3, 5, torch.arange(HEADS)) if case["scores"] == "dropped" else None
+    how = Scores(SCALE, 2.0 if case["scores"] == "capped" else None, dropout)
+
+    def mask() -> Mask:
+        return Mask(kind.predicate, kind.padding, positions, positions, BATCH, by_vmap=kind.by_vmap)
+
+    places = torch.arange(length)
+    whole = in_one_place(*tensors, mask().sees(places, places), how, sinks)
+    grad = torch.randn_like(whole)
+    wanted = [*tensors, *([sinks] if sinks is not None else [])]
+    expected = torch.autograd.grad(whole, wanted, grad)
+
+    def compute(context: ParallelContext) -> tuple[Tensor, list[Tensor]]:
+        at = positions.indices(context.sequence.rank)
+        mine = [t.detach()[:, :, at].requires_grad_() for t in tensors]
+        own_sinks = None if sinks is None else sinks.detach().requires_grad_()
+        out = ring_attention(*mine, Travel(context.sequence, mask(), how, case["gathers"]), own_sinks)
+        inputs = [*mine, *([own_sinks] if own_sinks is not None else [])]
+        return out.detach(), list(torch.autograd.grad(out, inputs, grad[:, :, at]))
+
+    found = run_as_threads(compute, sequence=ring)
+    for rank, (out, grads) in enumerate(found):
+        at = positions.indices(rank)
+        torch.testing.assert_close(out, whole[:, :, at], rtol=0, atol=1e-12)
+        for mine, full in zip(grads[:3], expected[:3], strict=True):
+            torch.testing.assert_close(mine, full[:, :, at], rtol=0, atol=1e-12)
+    if sinks is not None:
+        torch.testing.assert_close(sum(grads[3] for _, grads in found), expected[3], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("predicate", "share"), [(causal, 4.5), (None, 6.0)])
+@pytest.mark.parametrize("ring", [2, 4])
+def test_what_is_sent_is_the_formula(predicate: Predicate | None, share: float, ring: int) -> None:
+    """Numbers that a rank sends on average, forward and backward: 4.5 N K D (P-1)/P with causality, 6 without."""
+    length = 16 * ring
+    positions = Positions(length, ring)
+
+    def compute(context: ParallelContext) -> int:
+        q, k, v = (
+            torch.randn(BATCH, heads, length // ring, WIDTH, requires_grad=True) for heads in (HEADS, KEYS, KEYS)
+        )
+        travel = Travel(context.sequence, Mask(predicate, None, positions, positions, BATCH), Scores(SCALE))
+        with Recorder(context) as recorder:
+            ring_attention(q, k, v, travel).sum().backward()
+        assert recorder.wire_bytes() == recorder.wire_bytes("send", purpose="context")
+        return recorder.wire_bytes()
+
+    sent = sum(run_as_threads(compute, sequence=ring)) / ring
+    assert sent == 4 * share * BATCH * length * KEYS * WIDTH * (ring - 1) / ring
+
+
+def test_a_window_is_sent_to_those_alone_who_look_through_it() -> None:
+    length, ring = 64, 4
+    positions = Positions(length, ring)
+
+    def compute(context: ParallelContext) -> int:
+        q, k, v = (torch.randn(1, 2, length // ring, 4) for _ in range(3))
+        with Recorder(context) as recorder:
+            ring_attention(q, k, v, Travel(context.sequence, Mask(window, None, positions, positions, 1), Scores(1.0)))
+        return recorder.count("send")
+
+    # chunk c is needed by the owner of chunk c + 1; the two in the middle have one owner
+    assert sum(run_as_threads(compute, sequence=ring)) == 2 * ring - 2
+
+
+def test_16_bits_over_a_long_ring_are_as_near_as_in_one_kernel() -> None:
+    """Of outputs and gradients, 1.3 times the error of one kernel at the most."""
+    torch.manual_seed(0)
+    length, ring = 512, 32
+    positions = Positions(length, ring)
+    exact = [torch.randn(1, 2, length, 16, dtype=torch.float64) for _ in range(4)]
+
+    def attend(dtype: torch.dtype, ranks: int) -> list[Tensor]:
+        q, k, v, grad = (x.bfloat16().to(dtype) for x in exact)
+        at = Positions(length, ranks)
+
+        def compute(context: ParallelContext) -> list[Tensor]:
+            own = at.indices(context.sequence.rank)
+            mine = [x[:, :, own].requires_grad_() for x in (q, k, v)]
+            out = ring_attention(*mine, Travel(context.sequence, Mask(causal, None, at, at, 1), Scores(0.25)))
+            return [out.detach(), *torch.autograd.grad(out, mine, grad[:, :, own])]
+
+        order = torch.cat([at.indices(rank) for rank in range(ranks)]).argsort()
+        found = run_as_threads(compute, sequence=ranks)
+        return [torch.cat(parts, 2)[:, :, order].double() for parts in zip(*found, strict=True)]
+
+    assert positions.ring == ring
+    right, alone, over = attend(torch.float64, 1), attend(torch.bfloat16, 1), attend(torch.bfloat16, ring)
+    for truth, one, many in zip(right, alone, over, strict=True):
+        assert (many - truth).norm() <= 1.3 * (one - truth).norm()

@@ -1,0 +1,39 @@
+"""Which positions each rank of context parallelism has."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardformer.errors import InputError
+from shardformer.layout.positions import Positions, rows_of
+
+SIZES = st.integers(1, 5)
+
+
+@given(length=st.integers(1, 70), ring=SIZES, group=SIZES)
+def test_each_position_is_with_one_rank(length: int, ring: int, group: int) -> None:
+    if length < Positions.least(ring, group):
+        with pytest.raises(InputError, match=f"A sequence of {length} positions"):
+            Positions(length, ring, group)
+        return
+    positions = Positions(length, ring, group)
+    assert positions.split.is_partition
+    assert positions.split.full == length
+    lengths = positions.split.lengths()
+    assert min(lengths) > 0
+    assert max(lengths) - min(lengths) <= 2
+    for rank in range(ring):
+        mine = rows_of(positions, positions.chunks_of(rank)).tolist()
+        parts = [positions.indices(rank * group + i).tolist() for i in range(group)]
+        assert [at for part in parts for at in part] == mine == sorted(mine)
+        assert [len(part) for part in parts] == positions.stretches(rank)
+        assert {positions.owner(chunk) for chunk in positions.chunks_of(rank)} == {rank}
+
+
+@given(length=st.integers(8, 90), ring=st.integers(1, 4))
+def test_causal_attention_costs_all_ranks_about_the_same(length: int, ring: int) -> None:
+    positions = Positions(length, ring)
+    pairs = [sum(int(i) + 1 for i in positions.indices(rank)) for rank in range(ring)]
+    assert max(pairs) - min(pairs) <= 3 * length  # of length ** 2 / (2 * ring) each
