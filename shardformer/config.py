@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from shardformer.errors import ConfigError, nearest
 from shardformer.layers.tensor.modes import MODES
-from shardformer.layout.stream import SEQUENCE_PARALLEL, StreamLayout
+from shardformer.layout.stream import CONTEXT_PARALLEL, SEQUENCE_PARALLEL, StreamLayout
 from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.stage_manager import PipelineStageManager
 
+CONTEXT_WAYS = ("auto", "ring", "ulysses", "gather")
 EXTRA_KWARGS = ("check_inputs", "bucket_bytes")
 
 
@@ -33,6 +34,9 @@ class ShardConfig:
         enable_sequence_overlap: the gathers and scatters of sequence parallelism run under the matmuls beside them.
         enable_all_optimization: all five of the above.
         tensor_parallel_mode: "1d".
+        context_parallel: how attention reads the positions of other ranks of the sequence axis: "ring" (keys and values
+            travel), "ulysses" (heads are exchanged for positions), "gather" (keys and values are gathered), or "auto":
+            ring and Ulysses as they send the least.
         extra_kwargs: ``check_inputs`` (default True: at the first forward, the tensor ranks compare what they were
             fed), ``bucket_bytes`` (size of a bucket of gradients, default 25 MB).
         context: the grid from ``launch_from_torch``; it brings the data axis too.
@@ -49,6 +53,7 @@ class ShardConfig:
     enable_sequence_overlap: bool = False
     enable_all_optimization: bool = False
     tensor_parallel_mode: str = "1d"
+    context_parallel: str = "auto"
     extra_kwargs: dict[str, Any] = field(default_factory=dict)
     context: ParallelContext | None = None
     stream: StreamLayout | None = None
@@ -83,6 +88,12 @@ class ShardConfig:
                 f"tensor_parallel_mode={self.tensor_parallel_mode!r}",
                 rule=f"The modes are {', '.join(MODES)}",
                 remedy="Use tensor_parallel_mode='1d'",
+            )
+        if self.context_parallel not in CONTEXT_WAYS:
+            raise ConfigError(
+                f"context_parallel={self.context_parallel!r}",
+                rule=f"It is one of {', '.join(CONTEXT_WAYS)}",
+                remedy=nearest(str(self.context_parallel), CONTEXT_WAYS),
             )
         for name in self.extra_kwargs:
             if name not in EXTRA_KWARGS:
@@ -119,7 +130,15 @@ class ShardConfig:
         """How the activations between the blocks are to lie."""
         if self.stream is not None:
             return self.stream
-        return SEQUENCE_PARALLEL if self.enable_sequence_parallelism else StreamLayout()
+        cuts = SEQUENCE_PARALLEL.cuts if self.enable_sequence_parallelism else ()
+        return StreamLayout((*CONTEXT_PARALLEL.cuts, *cuts) if self.cuts_context else cuts)
+
+    @property
+    def cuts_context(self) -> bool:
+        """Whether the sequence is cut over the ranks of the sequence axis."""
+        manager = self.pipeline_stage_manager
+        context = self.context if manager is None or self.context is not None else manager.context
+        return self.stream is None and context is not None and context.sequence.size > 1
 
     def resolve_context(self) -> ParallelContext:
         """The grid to shard over: the one given, one around the group given, or all processes as the tensor axis."""
@@ -155,4 +174,5 @@ class ShardConfig:
     def options(self) -> dict[str, bool | str]:
         """The options by name, for the plan's hash and for ``describe``."""
         names = [n for n in self.__dataclass_fields__ if n.startswith("enable_")]
-        return {**{n: bool(getattr(self, n)) for n in names}, "tensor_parallel_mode": self.tensor_parallel_mode}
+        modes = ("tensor_parallel_mode", "context_parallel") if self.cuts_context else ("tensor_parallel_mode",)
+        return {**{n: bool(getattr(self, n)) for n in names}, **{n: str(getattr(self, n)) for n in modes}}

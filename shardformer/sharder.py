@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.chain import no_chain
 from shardformer.policies.infer.infer import infer, infer_stacks
+from shardformer.policies.infer.prove_context import prove_context
 from shardformer.policies.policy import Policy
 from shardformer.policies.registry import FAMILIES, family_of, registered_policy
 from shardformer.sharding.apply import Sharding
@@ -39,9 +41,12 @@ class ModelSharder(Sharding):
     ) -> None:
         if policy is None and _is_policy(shard_config):
             shard_config, policy = None, shard_config  # the first form: ModelSharder(model, policy)
-        super().__init__(
-            model, _checked(shard_config), lambda model, ranks: resolve_policy(model, policy, tensor=ranks)
-        )
+        find = partial(_resolved, policy)
+        super().__init__(model, _checked(shard_config), find, prove=prove_context)
+
+
+def _resolved(policy: Policy | type[Policy] | None, model: nn.Module, tensor: int) -> tuple[Policy, str]:
+    return resolve_policy(model, policy, tensor=tensor)
 
 
 def _is_policy(thing: Any) -> bool:

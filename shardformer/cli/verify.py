@@ -110,6 +110,15 @@ class VerifyOptions:
     frozen: Annotated[
         str, typer.Option(metavar="NAMES", help="A regular expression: parameters that do not train, by whole names.")
     ] = ""
+    sequence: Annotated[
+        str,
+        typer.Option(
+            metavar="RANKS", help="Ranks that the sequence is cut over: 4, or 2x2, a ring of groups of Ulysses."
+        ),
+    ] = "1"
+    context: Annotated[str, typer.Option(metavar="WAY", help="With --sequence: auto, ring, ulysses or gather.")] = (
+        "auto"
+    )
     sequence_parallel: Annotated[bool, "Split the sequence as well."] = False
     overlap: Annotated[bool, "Communicate under computation; needs --sequence-parallel."] = False
     fused_norm: Annotated[bool, "Use torch's fused norms."] = False
@@ -129,13 +138,33 @@ class VerifyOptions:
     head: Annotated[str, "The class of transformers to build, such as BertForTokenClassification."] = ""
     all_heads: Annotated[bool, "Every head class of the family, one after another."] = False
     batch: Annotated[int | None, typer.Option(min=1, help="Samples in a batch, by default 4 or a little more.")] = None
-    sequence: Annotated[int | None, typer.Option(min=6, help="Tokens in a sample, by default 13.")] = None
+    tokens: Annotated[int | None, typer.Option(min=6, help="Tokens in a sample, by default 13.")] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")] = False
 
     @property
     def tensor_size(self) -> int:
-        """Of the tensor axis: who asks for a pipeline alone gets one."""
-        return self.tensor if self.tensor is not None else 2 if self.pipe is None else 1
+        """Of the tensor axis: who asks for a pipeline alone, or for the sequence axis, gets one."""
+        return self.tensor if self.tensor is not None else 2 if self.pipe is None and self.sequence == "1" else 1
+
+    @property
+    def sequence_sizes(self) -> int | tuple[int, int]:
+        """Of the sequence axis. Raises ConfigError for what is neither a number nor two."""
+        try:
+            sizes = [int(part) for part in self.sequence.split("x")]
+        except ValueError:
+            sizes = []
+        if len(sizes) not in (1, 2) or min(sizes) < 1:
+            raise ConfigError(
+                f"--sequence {self.sequence}",
+                rule="It is a number of ranks, or two: of a ring, and of the groups in it",
+                remedy="Write --sequence 4, or --sequence 2x2",
+            )
+        return sizes[0] if len(sizes) == 1 else (sizes[0], sizes[1])
+
+    @property
+    def sequence_ranks(self) -> int:
+        sizes = self.sequence_sizes
+        return sizes if isinstance(sizes, int) else sizes[0] * sizes[1]
 
     def pipelined(self, loss_weight: LossWeight | None = None) -> Pipelined | None:
         return pipelined(self.pipe, self.micro_batches, self.schedule, self.chunks, self.cut, loss_weight)
@@ -162,6 +191,7 @@ class VerifyOptions:
             "enable_fused_normalization": self.fused_norm,
             "enable_flash_attention": self.flash_attention,
             "enable_jit_fused": self.jit,
+            "context_parallel": self.context,
         }
 
 
@@ -182,7 +212,7 @@ def verify(options: VerifyOptions) -> None:
     sources = _sources(options)
     policy = find_policy(options.policy) if options.policy else sources[0].own.get("policy")
     console, reports = Console(highlight=False), []
-    num_processes = options.tensor_size * (options.pipe or 1) * options.data
+    num_processes = options.tensor_size * (options.pipe or 1) * options.data * options.sequence_ranks
     with WorkerPool(num_processes, timeout_s=TIMEOUT_S, imports=("torch", "transformers")) as pool:
         for source in sources:
             with _waiting(f"{source.head or source.title}: whole in one process and over {num_processes}"):
@@ -227,9 +257,9 @@ def _sources(options: VerifyOptions) -> list[ModelSource]:
     check_folder(options.model)
     source = find_model(options.model)
     fixed = "batch_fn" in source.own and not hasattr(source.own["batch_fn"], "with_samples")
-    if (fixed and options.batch) or ("batch_fn" in source.own and options.sequence):
+    if (fixed and options.batch) or ("batch_fn" in source.own and options.tokens):
         raise ConfigError(
-            f"--batch or --sequence for {options.model}, which brings its own batch_fn",
+            f"--batch or --tokens for {options.model}, which brings its own batch_fn",
             rule="The two are sizes of random batches",
             remedy="Leave them out, or the batch_fn",
         )
@@ -261,8 +291,8 @@ def _verify_one(options: VerifyOptions, source: ModelSource, policy: Any, pool: 
     batch = options.batch or of_rank * options.data
     return run_verify(
         source.model_fn,
-        source.batches(batch, options.sequence or 13),
-        options.tensor_size,
+        source.batches(batch, options.tokens or 13),
+        {"tensor": options.tensor_size, "sequence": options.sequence_sizes},
         options.data,
         options.steps,
         {Dtype.FP64: torch.float64, Dtype.FP32: torch.float32}[options.dtype],

@@ -26,10 +26,11 @@ class Parallel:
     Args:
         data: ranks that each train on a part of the batch; None: what remains of the processes.
         pipe: stages, which hold some of the layers each.
-        sequence: ranks of the sequence axis.
+        sequence: ranks over which the sequence is cut, attention reading the positions of all.
         tensor: ranks that hold a part of each matrix.
         sequence_parallel: whether between blocks each tensor rank holds a part of the sequence.
         sequence_overlap: whether its gathers and scatters run under the matmuls beside them.
+        context_parallel: how it does: "ring", "ulysses", "gather" or "auto", as in ``ShardConfig``.
         flash_attention, fused_normalization, jit_fused: kernels, as in ``ShardConfig``.
         schedule: of the pipeline, "1f1b" and others; see ``PipelineStageManager`` for this and the next three.
         chunks: virtual stages on each rank; None: the schedule's own number.
@@ -55,6 +56,7 @@ class Parallel:
     tensor: int = 1
     sequence_parallel: bool = False
     sequence_overlap: bool = False
+    context_parallel: str = "auto"
     flash_attention: bool = False
     fused_normalization: bool = False
     jit_fused: bool = False
@@ -160,6 +162,7 @@ class Parallel:
             enable_flash_attention=self.flash_attention,
             enable_fused_normalization=self.fused_normalization,
             enable_jit_fused=self.jit_fused,
+            context_parallel=self.context_parallel,
             context=context,
         )
 

@@ -187,7 +187,7 @@ class Pipeline:
         if not backward:
             schedule = forward_only(schedule)
         device = self._context.device
-        draws = self._model.training and align_random(self._context.tensor, device, self._draws())
+        draws = self._model.training and align_random(self._state.alike, device, self._draws())
         with forked_random(device):
             keys, seed = self._agree(parts, backward, _next_seed() if draws else 0)
             seeds = [(seed + 7919 * i) % 2**62 if seed else None for i in range(len(parts))]

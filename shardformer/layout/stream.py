@@ -133,3 +133,6 @@ class StreamLayout:
 
 SEQUENCE_PARALLEL = StreamLayout((Cut(Dim.SEQUENCE, "tensor"),))
 """Between blocks each tensor rank holds consecutive positions of the sequence (Korthikanti et al. 2022)."""
+
+CONTEXT_PARALLEL = StreamLayout((Cut(Dim.SEQUENCE, "sequence", Order.ZIGZAG, Begin.INPUTS),))
+"""Each rank of the sequence axis holds some positions, two chunks of them (Liu et al. 2023, Jacobs et al. 2023)."""

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.grid import AXES, Grid
 from shardformer.mesh.processes import Processes, ProcessGroupTransport
-from shardformer.mesh.sizes import agreed_grid
+from shardformer.mesh.sizes import RingOfGroups, agreed_grid
 from shardformer.mesh.traffic import Traffic
 from shardformer.mesh.transport import NOBODY, Lines, Transport, World
 
@@ -63,6 +63,14 @@ class ParallelContext:
     @property
     def sequence(self) -> Axis:
         return self.axes["sequence"]
+
+    @property
+    def alike(self) -> Axis:
+        """The ranks that are given the same batch, on one stage: those of sequence and of tensor.
+
+        All processes ask for it first at the same time: it may have to be connected.
+        """
+        return self.merged("sequence", "tensor")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -171,6 +179,14 @@ class ParallelContext:
     def __str__(self) -> str:
         base = (self.axes[name] for name in AXES)
         return ", ".join(f"{a.name}={a.size}" for a in base if a.size > 1) or "one process"
+
+
+def with_sequence(context: ParallelContext, sequence: RingOfGroups | None) -> ParallelContext:
+    """The context whose sequence axis is also seen as a ring of groups, where two numbers were given."""
+    if sequence is None or isinstance(sequence, int):
+        return context
+    ring, group = sequence
+    return context.view("sequence", ring=ring, ulysses=group)
 
 
 def local_device() -> torch.device:

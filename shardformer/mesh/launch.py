@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from shardformer.errors import ConfigError, nearest
-from shardformer.mesh.context import ParallelContext, local_device
+from shardformer.mesh.context import ParallelContext, local_device, with_sequence
 from shardformer.mesh.grid import AXES
 from shardformer.mesh.process_group import join_process_group
+from shardformer.mesh.sizes import total_of
 
 
 def launch_from_torch(
@@ -23,7 +24,7 @@ def launch_from_torch(
     tensor: int | None = None,
     pipe: int | None = None,
     data: int | None = None,
-    sequence: int | None = None,
+    sequence: int | tuple[int, int] | None = None,
     backend: str | None = None,
     seed: int | None = None,
     timeout_s: float = 600.0,
@@ -36,7 +37,8 @@ def launch_from_torch(
         config: a dict, or a Python file whose names are its keys, with ``parallel = dict(tensor=2, data=2)`` or
             ``parallel = dict(tensor=dict(size=2, mode="1d"))``; keyword arguments win over it.
         tensor, pipe, data, sequence: sizes of these axes. One of tensor and data that is left open takes what remains
-            of the processes; pipe and sequence are 1 unless given.
+            of the processes; pipe and sequence are 1 unless given. Two numbers for sequence are a ring of groups: keys
+            travel in the ring, and heads are exchanged for positions in the groups.
         backend: a torch.distributed backend; by default gloo, and with CUDA nccl beside it.
         seed: seeds torch on every process, the same everywhere.
         timeout_s: after this many seconds a collective that not all processes joined is an error.
@@ -44,7 +46,7 @@ def launch_from_torch(
     Raises LaunchError without a launcher's environment, ConfigError when the sizes do not fit the processes.
     """
     settings = _read_config(config)
-    sizes = {"tensor": tensor, "pipe": pipe, "data": data, "sequence": sequence}
+    sizes: dict[str, Any] = {"tensor": tensor, "pipe": pipe, "data": data, "sequence": sequence}
     for name, size in _parallel_sizes(settings).items():
         if sizes.get(name) is None:
             sizes[name] = size
@@ -54,7 +56,10 @@ def launch_from_torch(
         seed = settings.get("seed")
     if seed is not None:
         torch.manual_seed(seed)
-    return ParallelContext.from_world(sizes)
+    given = sizes["sequence"]
+    if isinstance(given, tuple | list):
+        sizes["sequence"] = total_of(given)
+    return with_sequence(ParallelContext.from_world(sizes), given)
 
 
 def launch(

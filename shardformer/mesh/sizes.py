@@ -12,6 +12,25 @@ import torch.distributed as dist
 from shardformer.errors import ConfigError
 from shardformer.mesh.grid import AXES, Grid, check_size
 
+RingOfGroups = int | tuple[int, int] | list[int]
+"""The size of the sequence axis: how many ranks, or how many in a ring of groups, and how many in each group."""
+
+
+def total_of(sequence: RingOfGroups | None) -> int:
+    """The ranks of a sequence axis. Raises ConfigError for what is neither a number nor two."""
+    if sequence is None:
+        return 1
+    sizes = [sequence] if isinstance(sequence, int) else list(sequence)
+    if len(sizes) not in (1, 2):
+        raise ConfigError(
+            f"sequence={sequence!r}",
+            rule="The sequence axis has a number of ranks, or two: of a ring, and of the groups in it",
+            remedy="Write sequence=4, or sequence=(2, 2)",
+        )
+    for size in sizes:
+        check_size("sequence", size)
+    return prod(sizes)
+
 
 def agreed_grid(sizes: Mapping[str, int | None]) -> Grid:
     """The grid over all processes, and who sits on which host.

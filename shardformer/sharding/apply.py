@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
 from shardformer.errors import PolicyError
+from shardformer.layers.context.run import Dims
 from shardformer.layers.random_stream import align_random
 from shardformer.layers.tensor.parallel_module import ParallelModule
 from shardformer.layers.tensor.parameters import shard_parameter
@@ -26,6 +27,7 @@ from shardformer.policies.paths import owner_of, value_at
 from shardformer.policies.policy import Policy
 from shardformer.sharding.agree import agree, agree_on_group, agree_on_token, agree_on_weights, model_lines
 from shardformer.sharding.checks import check_layouts, check_plain, check_unheld, checked_plan, unchanged_on_error
+from shardformer.sharding.context import open_context, proven_dims
 from shardformer.sharding.gradients import agree_on_gradients
 from shardformer.sharding.guards import Guard
 from shardformer.sharding.optimize import apply_optimizations
@@ -43,6 +45,8 @@ class Sharding:
         model: the plain model, the same on every rank (where weights differ, rank 0's are taken).
         config: what is asked for.
         find: (model, number of tensor ranks) -> its policy, and where that comes from.
+        prove: (model, find, sizes of the sequence axis) -> whether a model's sequence can be cut over ranks, and what
+            was learnt of it (``shardformer.policies.infer.prove_context``); None: it is what is being found out.
         fresh: whether the model was made for this, so that no optimizer can hold its parameters: looking for one goes
             through everything that the process holds.
 
@@ -55,9 +59,11 @@ class Sharding:
         config: ShardConfig,
         find: Callable[[nn.Module, int], tuple[Policy, str]],
         *,
+        prove: Callable[..., Any] | None = None,
         fresh: bool = False,
     ) -> None:
-        self.model = model
+        self.model, self._prove = model, prove
+        self._dims: Dims = {}
         self._fresh = fresh
         self.shard_config = config
         self._find = find
@@ -81,7 +87,7 @@ class Sharding:
                 stages.take_out(self.model)
                 plan = plan.restricted(stages.placeholders)
             blocks = agree(context, lambda: self._carry_out(plan))
-            for axis in (context.tensor, context.pipe):
+            for axis in (state.alike, context.pipe):
                 align_random(axis, context.device)
             agree_on_gradients(self.model, plan if self._is_cut else Plan(self.model, []), blocks, state)
             state.attach(self.model)
@@ -104,6 +110,8 @@ class Sharding:
         request = Request(source, config.options(), config.extra_kwargs, self._policy)
         self._state = ShardedState(self._context, request, StreamLayout(tuple(cuts)))
         plan = checked_plan(model, self._policy, config)
+        if config.cuts_context and self._prove is not None:
+            self._dims = proven_dims(model, self._prove, self._find, self._context, config.context_parallel)
         self.model = plan.model
         self._ties = ties_in(self.model)
         self._state.notes += self._policy.notes
@@ -155,10 +163,14 @@ class Sharding:
             state.note(target, "own parameter", f"tied to {source}", kind="tie")
         apply_optimizations(self.model, config, plan, state)
         blocks = open_regions(self.model, plan, state, config) if self._is_cut else []
+        if config.cuts_context:
+            open_context(
+                self.model, plan.stacks, state, config.context_parallel, self._dims, draws=uses_dropout(self.model)
+            )
         self.model = policy.postprocess() or self.model
         if state.stages is not None:
             state.stages.open(self.model, state.stream)
-        Guard(self.model, state, is_cut=self._is_cut)
+        Guard(self.model, state, is_cut=self._is_cut or config.cuts_context)
         install_saving(self.model, state)
         return blocks
 

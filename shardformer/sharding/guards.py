@@ -22,13 +22,13 @@ from shardformer.sharding.stages import OF_EVERY_LAYER, WHY_NOT
 class Guard:
     """Before a forward: what an error broke off is forgotten, gradients are hooked; once, inputs are compared.
 
-    In training the tensor ranks draw the same random numbers outside of blocks, whatever a script seeded them with.
-    What the model gives are plain tensors.
+    In training the ranks that are given the same batch draw the same random numbers outside of blocks, whatever a
+    script seeded them with. What the model gives are plain tensors.
     """
 
     def __init__(self, model: nn.Module, state: ShardedState, *, is_cut: bool) -> None:
         self._state, self._is_cut = state, is_cut
-        self._compared = not state.request.extra.get("check_inputs", True) or state.context.tensor.size == 1
+        self._compared = not state.request.extra.get("check_inputs", True) or state.alike.size == 1
         self._known = False
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._behind)
@@ -50,9 +50,9 @@ class Guard:
             check_parameters(model, self._state)
         if not self._compared:
             self._compared = True
-            compare_inputs([*args, *kwargs.values()], self._state.context.tensor)
+            compare_inputs([*args, *kwargs.values()], self._state.alike)
         if self._aligns(model):
-            align_random(self._state.context.tensor, self._state.context.device)
+            align_random(self._state.alike, self._state.context.device)
 
     def _behind(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return resolved(output)
@@ -99,10 +99,10 @@ class Guard:
 
 
 def compare_inputs(values: list[Any], axis: Axis) -> None:
-    """Raises InputError on every rank when the tensor ranks were not fed the same. A few numbers are gathered."""
+    """Raises InputError on every rank when ranks were not fed the same that should be. A few numbers are gathered."""
     if differs([checksum(v) for v in values if isinstance(v, Tensor)], axis):
         raise InputError(
-            f"The {axis.size} tensor ranks were fed different batches",
-            rule="Tensor ranks compute one batch together; only data ranks have batches of their own",
+            f"The {axis.size} {axis.name.replace('_', ' and ')} ranks were fed different batches",
+            rule="Tensor and sequence ranks compute one batch together; only data ranks have batches of their own",
             remedy="Draw the batch by the data rank: context.data.rank of context.data.size, not the global rank",
         )

@@ -20,6 +20,7 @@ from shardformer.layers.tensor.parallel_module import ParallelModule
 from shardformer.layout.state import ShardedState
 from shardformer.policies.paths import owner_of
 from shardformer.policies.policy import Policy
+from shardformer.sharding.context import check_context
 from shardformer.sharding.plan import Plan
 
 # by class name: written out in several operations where torch has one kernel; and what is one already
@@ -35,6 +36,8 @@ def check_optimizations(model: nn.Module, config: ShardConfig, policy: Policy) -
             rule="Sequence parallelism runs from the first layer of a stack to its last, between blocks",
             remedy="Write the policy as roles (RolePolicy with a Stack), or leave sequence parallelism off",
         )
+    if config.cuts_context:
+        check_context(model, policy.stacks(), config.resolve_context(), config.context_parallel)
     if config.enable_flash_attention:
         check_flash_attention(model, config.resolve_context().device)
     if config.enable_fused_normalization:
@@ -45,7 +48,7 @@ def check_optimizations(model: nn.Module, config: ShardConfig, policy: Policy) -
 
 def apply_optimizations(model: nn.Module, config: ShardConfig, plan: Plan, state: ShardedState) -> None:
     """Makes the replacements that the options ask for, and records them."""
-    if config.enable_flash_attention:
+    if config.enable_flash_attention and not config.cuts_context:  # whose kernels are fused ones, too
         replaced = partial(state.note, kind="method")
         state.notes.append(f"Attention: {use_flash_attention(model, state.context.device, replaced)}.")
     if config.enable_fused_normalization:

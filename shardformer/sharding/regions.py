@@ -10,6 +10,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError
+from shardformer.layers.context.sequence_cut import of_positions
 from shardformer.layers.random_stream import agree_on_draws
 from shardformer.layers.tensor.arguments import change_argument, enclose, of_local_heads
 from shardformer.layers.tensor.block import Block
@@ -87,7 +88,7 @@ def _open_stack(model: nn.Module, stack: StackDescription, stream: Stream, axis:
     """Another stack's states enter once for all layers; the stream is cut from the first layer to the last."""
     if stack.context is not None and stack.reads_context:
         path, name = stack.context
-        change_argument(model.get_submodule(path), name, partial(enter, axis=axis))
+        change_argument(model.get_submodule(path), name, partial(of_positions, partial(enter, axis=axis)))
     layers = model.get_submodule(stack.layers)
     children = list(layers.children())
     stream.register(children[0], model.get_submodule(stack.final_norm) if stack.final_norm else children[-1])

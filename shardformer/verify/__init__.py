@@ -14,6 +14,7 @@ import torch
 
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, ShardFormerError, WorkerError, nearest, wants_traceback
+from shardformer.mesh.sizes import total_of
 from shardformer.policies.policy import Policy
 from shardformer.testing.pool import WorkerPool
 from shardformer.testing.pool_worker import RemoteCall
@@ -30,7 +31,7 @@ __all__ = ["Bounds", "Difference", "Pipelined", "Report", "Training", "verify"]
 def verify(
     model_fn: ModelFn,
     batch_fn: BatchFn,
-    tensor: int = 2,
+    tensor: int | Mapping[str, Any] = 2,
     data: int = 1,
     steps: int = 3,
     dtype: torch.dtype = torch.float64,
@@ -48,7 +49,8 @@ def verify(
         model_fn: builds the plain model; called under one seed in every process. Picklable.
         batch_fn: step -> the global batch of that step. Tensors whose first dim is the batch are cut along the data
             axis, whose size divides it. Picklable.
-        tensor, data: sizes of axes; as many processes as they and the pipe axis multiply to are started.
+        tensor, data: sizes of axes; as many processes as all axes multiply to are started. In the place of the first a
+            dict of sizes: ``{"tensor": 2, "sequence": 4}``, or ``{"sequence": (2, 2)}`` for a ring of groups.
         steps: optimizer steps (SGD with momentum on gradients clipped to norm 1).
         dtype: of the model and of what floats in the batch.
         loss_fn: (model, batch) -> loss; by default ``model(**batch).loss``.
@@ -65,7 +67,8 @@ def verify(
     bounds_for(dtype)
     options = _options_of(config)
     how = training or Training()
-    job = Job(model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, options, pipeline, how)
+    tensor, sequence = _sizes_of(tensor)
+    job = Job(model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, options, pipeline, how, sequence)
     stages = None if pipeline is None else _stages_of(pipeline)
     start = time.perf_counter()
     RemoteCall.of(report_here, (job,), {})  # refuses what cannot be sent
@@ -74,7 +77,7 @@ def verify(
     if pool is not None:
         report = _run_in(pool, job)
     else:
-        with WorkerPool(tensor * job.pipe * data, timeout_s=3600.0) as own:
+        with WorkerPool(tensor * job.pipe * data * total_of(sequence), timeout_s=3600.0) as own:
             report = _run_in(own, job)
     report.seconds = time.perf_counter() - start
     return report
@@ -92,6 +95,19 @@ def _run_in(pool: WorkerPool, job: Job) -> Report:
         raise error.with_traceback(None) from None  # what all ranks raised alike, without each rank's own words
     assert report is not None
     return report
+
+
+def _sizes_of(tensor: int | Mapping[str, Any]) -> tuple[int, int | tuple[int, int]]:
+    """Of the tensor axis and of the sequence axis."""
+    if not isinstance(tensor, Mapping):
+        return tensor, 1
+    for name in tensor:
+        if name not in ("tensor", "sequence"):
+            rule = "The dict in the place of tensor= has the sizes of tensor and of sequence"
+            raise ConfigError(
+                f"There is no axis {name!r} in it", rule=rule, remedy=nearest(name, ("tensor", "sequence"))
+            )
+    return tensor.get("tensor", 1), tensor.get("sequence", 1)
 
 
 def _stages_of(pipeline: Pipelined) -> AskedStages:

@@ -20,7 +20,8 @@ from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.layers.dropout import silence_dropout
 from shardformer.layers.random_stream import seed_random
 from shardformer.layout.state import specs_of, state_of
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.context import ParallelContext, with_sequence
+from shardformer.mesh.sizes import total_of
 from shardformer.optim.grad_norm import clip_grad_norm_
 from shardformer.optim.optimizer import ZeroOptimizer
 from shardformer.optim.zero import zero
@@ -90,6 +91,7 @@ class Job:
     config: Mapping[str, Any]
     pipeline: Pipelined | None = None
     training: Training = field(default_factory=Training)
+    sequence: int | tuple[int, int] = 1
 
     def __post_init__(self) -> None:
         self.training.check_pipeline(self.pipe)
@@ -132,14 +134,16 @@ class Trajectory:
 
 def run_job(job: Job) -> tuple[Trajectory | None, Trajectory, str, str]:
     """Called on every worker: the plain trace (on the first only), the sharded one, the model's name, the layout."""
-    context = ParallelContext.from_world({"tensor": job.tensor, "pipe": job.pipe, "data": job.data})
+    sizes = {"tensor": job.tensor, "pipe": job.pipe, "data": job.data}
+    context = with_sequence(ParallelContext.from_world({**sizes, "sequence": total_of(job.sequence)}), job.sequence)
     plain, problem = None, None
-    if context.tensor.rank == 0 and context.pipe.rank == 0 and context.data.rank == 0:
+    if context.rank == 0:
         try:
             plain = _run_plain(job)
         except ShardFormerError as error:
             problem = error
-    for axis in (context.data, context.pipe, context.tensor):  # what is wrong with the job is raised alike on all ranks
+    # what is wrong with the job is raised alike on all ranks
+    for axis in (context.data, context.pipe, context.sequence, context.tensor):
         problem = broadcast_object(problem, axis)
     if problem is not None:
         raise problem

@@ -104,7 +104,7 @@ def test_a_folder_is_verified_in_a_table_of_80_columns(run: Run, bert: Path) -> 
 
 def test_a_config_is_verified_under_another_head_with_options(run: Run, bert: Path) -> None:
     head = "BertForMultipleChoice"
-    options = ["--head", head, "--fused-norm", "--flash-attention", "--batch", "2", "--sequence", "8", "--steps", "1"]
+    options = ["--head", head, "--fused-norm", "--flash-attention", "--batch", "2", "--tokens", "8", "--steps", "1"]
     status, out, _ = run("verify", bert / "config.json", *options, "--json")
     report = json.loads(out)
     assert (status, report["passed"], report["model"]) == (0, True, head)
@@ -199,7 +199,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["gpt2", "--pipe", "2", "--cut", "1,2,3"], "Give 2 counts that sum to 6, as [3, 3]"),
         (["gpt_neo", "--pipe", "2", "--cut", "2,3"], "skips layer 5"),
         ([os.path.dirname(__file__)], "There is no config.json in the folder"),
-        (["bert", "--sequence", "99"], "64 positions"),
+        (["bert", "--tokens", "99"], "64 positions"),
         (["nowhere:model"], "There is no module 'nowhere'"),
         (["bret"], "There is no model 'bret'"),
         (["bret"], ".\n  Did you mean 'bert' or 'beit' or 'albert'?\n  MODEL is a family"),

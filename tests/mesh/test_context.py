@@ -16,11 +16,13 @@ import torch.distributed as dist
 from shardformer.comm.collectives import all_reduce
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, LaunchError
+from shardformer.layout.stream import StreamLayout
 from shardformer.mesh.axis import Axis
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.context import ParallelContext, with_sequence
 from shardformer.mesh.grid import AXES
 from shardformer.mesh.launch import launch, launch_from_slurm, launch_from_torch
 from shardformer.mesh.process_group import first_slurm_host
+from shardformer.mesh.sizes import total_of
 from shardformer.testing.pool import Pools, WorkerPool
 
 Place = dict[str, tuple[int, int, tuple[int, ...]]]
@@ -358,8 +360,16 @@ def test_a_context_by_arithmetic_reaches_nobody() -> None:
         context.axis("rwo")
 
 
-@pytest.mark.parametrize("sizes", [{"sequence": 2}, {"sequence": 2, "tensor": 2}], ids=str)
-def test_a_model_is_not_sharded_over_a_sequence_axis_yet(sizes: dict[str, int]) -> None:
-    context = ParallelContext.of(sizes)
-    with pytest.raises(ConfigError, match=r"sequence=2.*enable_sequence_parallelism"):
-        ShardConfig(context=context).resolve_context()
+def test_a_stream_of_ones_own_says_what_the_sequence_axis_cuts() -> None:
+    context = ParallelContext.of({"sequence": 2})
+    with pytest.raises(ConfigError, match=r"sequence=2"):
+        ShardConfig(context=context, stream=StreamLayout()).resolve_context()
+
+
+def test_the_sequence_axis_may_be_a_ring_of_groups() -> None:
+    context = with_sequence(ParallelContext.of({"sequence": 6}, {"sequence": 4}), (3, 2))
+    assert (str(context.axis("ring")), str(context.axis("ulysses"))) == ("ring 2/3", "ulysses 0/2")
+    assert total_of((3, 2)) == total_of(6) == 6
+    for wrong in ((2, 2, 2), (0, 2), ()):
+        with pytest.raises(ConfigError, match=r"sequence"):
+            total_of(wrong)  # type: ignore[arg-type]

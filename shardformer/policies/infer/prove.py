@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardformer.config import ShardConfig
 from shardformer.errors import ShardFormerError
+from shardformer.layout.split import Coords
 from shardformer.layout.state import specs_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.policy import Policy
@@ -78,7 +79,7 @@ def mismatch(reference: Reference, policy: type[Policy], ranks: int, **options: 
         if not abs(loss.item() - reference.loss) <= RELATIVE * abs(reference.loss):
             raise Differs(f"the output differs: {loss.item():.6g} instead of {reference.loss:.6g}")
         loss.backward()
-        _compare_gradients(reference, model, context.tensor.rank)
+        compare_gradients(reference, model, {"tensor": context.tensor.rank})
 
     try:
         run_as_threads(train, tensor=ranks, in_turn=True)
@@ -126,7 +127,8 @@ def fields_of(output: Any) -> Any:
     return dict(output) if hasattr(output, "keys") else output
 
 
-def _compare_gradients(reference: Reference, model: nn.Module, rank: int) -> None:
+def compare_gradients(reference: Reference, model: nn.Module, coords: Coords) -> None:
+    """Raises Differs where the gradients of a rank's model are not its parts of the reference's."""
     specs = specs_of(model)
     for name, param in model.named_parameters():
         expected = reference.gradients[name]
@@ -134,6 +136,6 @@ def _compare_gradients(reference: Reference, model: nn.Module, rank: int) -> Non
             raise Differs(f"{name} has {'a' if expected is None else 'no'} gradient")
         if expected is None or param.grad is None or not expected.numel():
             continue
-        own = specs[name].slice(expected, {"tensor": rank})
+        own = specs[name].slice(expected, coords)
         if own.shape != param.grad.shape or not (own - param.grad).abs().max().item() <= reference.allowed[name]:
             raise Differs(f"the gradient of {name} differs")

@@ -1,0 +1,103 @@
+"""The proof that a model's sequence can be cut over ranks: on a small twin, whose ranks are threads, nobody can tell.
+
+What cannot be told from a model's parts is found so: a forward that adds a bias of all positions, that reads a length
+from what it is given, or a head that looks at more than one position where it should not. The proof also learns which
+dim of each argument of a layer is the sequence's, where sizes alone would leave a doubt.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardformer.config import ShardConfig
+from shardformer.errors import PolicyError, ShardFormerError
+from shardformer.layers.context.run import Dims
+from shardformer.layout.state import state_of
+from shardformer.mesh.context import ParallelContext
+from shardformer.policies.infer.prove import RELATIVE, Differs, Reference, compare_gradients, copied, loss_of
+from shardformer.policies.infer.twin import twin_of
+from shardformer.policies.policy import Policy
+from shardformer.sharding.apply import Sharding
+from shardformer.sharding.context import Sizes
+from shardformer.testing.threads import run_as_threads
+
+Find = Callable[[nn.Module, int], tuple[Policy, str]]
+
+
+@dataclass(frozen=True)
+class ContextProof:
+    """What was found on the twin.
+
+    Args:
+        against: why the sequence cannot be cut; None where nobody could tell.
+        dims: which dim of a layer's arguments is the sequence's.
+    """
+
+    against: str | None
+    dims: Dims = field(default_factory=dict)
+
+
+_KNOWN: dict[Hashable, ContextProof] = {}
+_ONE_AT_A_TIME = threading.RLock()
+
+
+def prove_context(model: nn.Module, find: Find, sizes: Sizes) -> ContextProof:
+    """The proof for a model, made once for models of one class with one config. Communicates nothing.
+
+    Args:
+        find: (model, number of tensor ranks) -> its policy, and where that comes from.
+        sizes: how the ranks of the sequence axis are laid out.
+    """
+    config: Any = getattr(model, "config", None)
+    said = config.to_json_string() if hasattr(config, "to_json_string") else id(model)
+    ring, group = min(sizes.ring, 2), min(sizes.group, 2)
+    key = (type(model), said, ring, group, sizes.gathers)
+    with _ONE_AT_A_TIME:
+        if key not in _KNOWN:
+            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+                _KNOWN[key] = _prove(model, find, Sizes(ring, group, sizes.gathers))
+        return _KNOWN[key]
+
+
+def _prove(model: nn.Module, find: Find, sizes: Sizes) -> ContextProof:
+    try:
+        twin = twin_of(model)
+    except PolicyError as error:
+        return ContextProof(error.what)
+    reference = Reference.of(twin.model, twin.run)
+    learned: Dims = {}
+
+    def find_copy(model: nn.Module, tensor: int) -> tuple[Policy, str]:
+        policy, source = find(model, tensor)
+        return copy.copy(policy), source  # a user's own one is that of the model itself
+
+    def train(context: ParallelContext) -> None:
+        view = context.view("sequence", ring=sizes.ring, ulysses=sizes.group)
+        config = ShardConfig(context=view, context_parallel="gather" if sizes.gathers else "auto")
+        sharded = copied(reference.model)
+        Sharding(sharded, config, find_copy, fresh=True).shard()
+        loss = loss_of(reference.run(sharded))
+        if not abs(loss.item() - reference.loss) <= RELATIVE * abs(reference.loss):
+            raise Differs(f"the output differs: {loss.item():.6g} instead of {reference.loss:.6g}")
+        loss.backward()
+        compare_gradients(reference, sharded, {"tensor": 0})
+        if context.rank == 0:
+            learned.update(state_of(sharded).context_run.dims)
+
+    try:
+        run_as_threads(train, sequence=sizes.ring * sizes.group, in_turn=True)
+    except Differs as difference:
+        return ContextProof(str(difference))
+    except ShardFormerError as error:
+        return ContextProof(error.what)
+    except Exception as error:  # a forward that the cut breaks can raise anything
+        said = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(": ")
+        return ContextProof(f"cut so, it does not run ({said[:160]})")
+    return ContextProof(None, learned)

@@ -1,0 +1,170 @@
+"""Context parallelism of one model: what it must be, how its ranks are laid out, and what is changed in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardformer.errors import ConfigError
+from shardformer.layers.attention.select import attention_classes, configs, is_on_interface
+from shardformer.layers.context import attention
+from shardformer.layers.context.run import ContextRun, Dims
+from shardformer.layers.context.stack import ContextEntry, ContextStack, pass_through
+from shardformer.layers.tensor.parallel_module import ParallelModule
+from shardformer.layout.state import ShardedState
+from shardformer.mesh.context import ParallelContext
+from shardformer.pipeline.chain import StackDescription
+
+RING, GROUP = "ring", "ulysses"
+"""The views of the sequence axis."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How the ranks of the sequence axis are laid out.
+
+    Args:
+        ring: between whom keys and values travel.
+        group: who exchange heads for positions.
+        gathers: whether keys are gathered.
+    """
+
+    ring: int
+    group: int
+    gathers: bool = False
+
+    def __str__(self) -> str:
+        if self.gathers:
+            return f"keys gathered over {self.ring} ranks"
+        parts = [f"ring of {self.ring}"] if self.ring > 1 else []
+        parts += [f"Ulysses over {self.group}"] if self.group > 1 else []
+        return " x ".join(parts)
+
+
+def check_context(model: nn.Module, stacks: Sequence[StackDescription], context: ParallelContext, way: str) -> None:
+    """Raises ConfigError for a model whose sequence cannot be cut over ranks. Changes nothing."""
+    if not stacks:
+        raise ConfigError(
+            f"sequence={context.sequence.size} for {type(model).__name__}, whose policy names no stack of layers",
+            rule="The sequence is cut from the first layer of a stack to its last",
+            remedy="Write the policy as roles (RolePolicy with a Stack), or leave the sequence axis out",
+        )
+    classes = attention_classes(model)
+    own = sorted(cls.__name__ for cls, source in classes.items() if not is_on_interface(source))
+    if own or not classes:
+        what = f"computes attention by itself in {', '.join(own)}" if own else "has no attention that is dispatched"
+        raise ConfigError(
+            f"sequence={context.sequence.size} for {type(model).__name__}, which {what}",
+            rule="Attention to the positions of other ranks is put in through transformers' AttentionInterface",
+            remedy="Leave the sequence axis out for this model: enable_sequence_parallelism cuts the sequence between "
+            "the blocks of tensor parallelism",
+        )
+    sizes_for(model, context, way)
+
+
+def sizes_for(model: nn.Module, context: ParallelContext, way: str) -> Sizes:
+    """The ring and the groups in it. Raises ConfigError where the way that was asked for does not fit.
+
+    "auto" takes what sends the least by the formulas of ring attention and of Ulysses, with Ulysses inside of a host.
+    """
+    size, view = context.sequence.size, context.sizes
+    if RING in view and GROUP in view:
+        sizes = Sizes(view[RING], view[GROUP], way == "gather")
+        if (way == "ring" and sizes.group > 1) or (way in ("ulysses", "gather") and sizes.ring > 1 < sizes.group):
+            raise ConfigError(
+                f"context_parallel={way!r} on a sequence axis of {sizes.ring} x {sizes.group}",
+                rule="An axis of two numbers is a ring of groups: keys travel in the ring, heads in the groups",
+                remedy="Leave context_parallel at 'auto', or give the axis one number",
+            )
+        return sizes
+    if way == "ulysses":
+        return Sizes(1, size)
+    if way in ("ring", "gather"):
+        return Sizes(size, 1, way == "gather")
+    return min(_possible(model, context), key=lambda found: found[0])[1]
+
+
+def _possible(model: nn.Module, context: ParallelContext) -> Iterator[tuple[float, Sizes]]:
+    size, queries, keys = context.sequence.size, *_head_counts(model)
+    queries, keys = max(queries // context.tensor.size, 1), max(keys // context.tensor.size, 1)
+    for group in range(1, size + 1):
+        if size % group or group > queries or (group > 1 and not _is_inside_host(context, group)):
+            continue
+        ring = size // group
+        mine = max(keys / group, 1)
+        sent = 4.5 * mine * (ring - 1) / ring
+        sent += 4 * (queries + max(keys, group)) / ring * (group - 1) / group**2
+        yield sent, Sizes(ring, group)
+
+
+def _head_counts(model: nn.Module) -> tuple[int, int]:
+    """Of the attention, by the config: query heads and key heads."""
+    config = getattr(model, "config", None)
+    inner = getattr(config, "get_text_config", lambda: config)()
+    for name in ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads"):
+        if isinstance(queries := getattr(inner, name, None), int):
+            keys = getattr(inner, "num_key_value_heads", None)
+            return queries, keys if isinstance(keys, int) else queries
+    return 1, 1
+
+
+def _is_inside_host(context: ParallelContext, group: int) -> bool:
+    """Whether so many neighbours on the axis are on one host, as far as is known."""
+    lines = context.grid.lines("sequence")
+    return not any(
+        context.grid.crosses_hosts(line[i : i + group]) for line in lines for i in range(0, len(line), group)
+    )
+
+
+def proven_dims(
+    model: nn.Module, prove: Callable[..., Any], find: Callable[..., Any], context: ParallelContext, way: str
+) -> Dims:
+    """What a proof learnt of the arguments of layers. Raises ConfigError where the proof fails."""
+    found = prove(model, find, sizes_for(model, context, way))
+    if found.against is not None:
+        raise ConfigError(
+            f"sequence={context.sequence.size} for {type(model).__name__}: {found.against}",
+            rule="A sequence is cut over ranks where a small twin of the model trains so as it does whole",
+            remedy="Leave the sequence axis out for this model: enable_sequence_parallelism cuts the sequence between "
+            "the blocks of tensor parallelism",
+        )
+    dims: Dims = found.dims
+    return dims
+
+
+def open_context(
+    model: nn.Module, stacks: Sequence[StackDescription], state: ShardedState, way: str, dims: Dims, *, draws: bool
+) -> None:
+    """Cuts the sequence in the layers of a model, whose other changes are done. Communicates when groups are made."""
+    context = state.context
+    sizes = sizes_for(model, context, way)
+    has_view = RING in context.axes and GROUP in context.axes
+    view = context if has_view else context.view("sequence", **{RING: sizes.ring, GROUP: sizes.group})
+    run = ContextRun(context.sequence, view.axis(RING), view.axis(GROUP), sizes.gathers, dims=dict(dims))
+    attention.register()
+    for config in configs(model):
+        config._attn_implementation = attention.NAME
+    sources = attention_classes(model)
+    for module in model.modules():
+        if type(module) in sources:
+            module.__dict__[attention.RUN] = run
+    ContextEntry(run, model, draws=draws)
+    inside: set[int] = set()
+    opened: list[Any] = []
+    for stack in stacks:
+        if stack.whole_sequence:
+            state.notes.append(f"The sequence stays whole in {stack.layers}: {stack.whole_sequence}.")
+            continue
+        layers = [layer for _, layer in model.get_submodule(stack.layers).named_children()]
+        norm = model.get_submodule(stack.final_norm) if stack.final_norm else None
+        opened.append(ContextStack(run, stack.layers, layers, norm or layers[-1], draws=draws))
+        inside |= {id(m) for layer in (*layers, *([norm] if norm is not None else [])) for m in layer.modules()}
+    for module in model.modules():
+        if isinstance(module, ParallelModule) and id(module) not in inside:
+            pass_through(module)
+    state.edges += opened
+    state.context_run = run
+    state.notes.append(f"Context parallelism: {sizes}.")

@@ -1,0 +1,366 @@
+"""Context parallelism of whole models: the sequence is cut over ranks, and nobody can tell."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import shardformer
+from shardformer.layers.context.cut_tensor import CutTensor
+from shardformer.layout.state import specs_of
+from shardformer.mesh.context import ParallelContext, with_sequence
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import MAIN, Batches, Sample
+from shardformer.verify import Training, verify
+from tests.pairwise import in_turn
+
+STEPS, LEARNING_RATE, SAMPLES = 2, 0.1, 4
+FAMILIES = ("llama", "gpt2", "bert", "opt", "qwen2", "qwen3", "mistral", "roberta", "albert", "ernie", "whisper", "vit",
+            "blip-2")  # fmt: skip
+LAYOUTS: list[dict[str, Any]] = [
+    {"sequence": 2, "way": "ring"},
+    {"sequence": 4, "way": "ring"},
+    {"sequence": 2, "way": "ulysses"},
+    {"sequence": (2, 2), "way": "auto"},
+    {"sequence": 2, "way": "gather"},
+    {"sequence": 2, "way": "ring", "tensor": 2},
+    {"sequence": 2, "way": "ring", "tensor": 2, "enable_sequence_parallelism": True},
+    {"sequence": 2, "way": "ring", "data": 2},
+]
+Batch = Mapping[str, Any]
+
+
+def in_fp64(batch: Batch) -> dict[str, Any]:
+    return {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in batch.items()}
+
+
+@cache
+def plain_of(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = Sample(family)().double().train()
+    return model
+
+
+def train(model: nn.Module, batches: list[dict[str, Any]], **pipeline: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of some steps, and the gradients of the first."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    losses: list[float] = []
+    first: dict[str, Tensor] = {}
+    step = shardformer.Pipeline(model, **pipeline).step if pipeline else None
+    for batch in batches:
+        if step is not None:
+            loss = step(batch)
+        else:
+            loss = model(**batch).loss
+            loss.backward()
+        first = first or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, first
+
+
+def check(
+    plain: nn.Module, batches: list[dict[str, Any]], layout: Mapping[str, Any], bound: float = 1e-9, **pipeline: Any
+) -> None:
+    """Losses, each gradient and each weight, on every rank, against one process."""
+    sizes = {name: layout[name] for name in ("data", "pipe", "tensor") if name in layout}
+    sequence = layout["sequence"]
+    ranks = sequence if isinstance(sequence, int) else sequence[0] * sequence[1]
+    options = {name: value for name, value in layout.items() if name.startswith("enable_")}
+    parts = sizes.get("data", 1)
+    alone = copy.deepcopy(plain)
+    if parts == 1:
+        expected, gradients = train(alone, batches)
+    else:  # each data rank's part has its own mean
+        joined = [[shared(batch, rank, parts) for rank in range(parts)] for batch in batches]
+        expected, gradients = train_in_parts(alone, joined)
+    weights = dict(alone.named_parameters())
+
+    def compute(context: ParallelContext) -> None:
+        grid = with_sequence(context, sequence)
+        model = shardformer.shard_model(
+            copy.deepcopy(plain), context=grid, context_parallel=layout.get("way", "auto"), **options
+        )
+        own = [shared(batch, context.data.rank, parts) for batch in batches]
+        losses, first = train(model, own, **pipeline)
+        if parts == 1:
+            assert losses == pytest.approx(expected, rel=max(bound, 1e-6))  # in fp32, where a model casts its logits
+        specs = specs_of(model)
+        for name, param in model.named_parameters():
+            if param.is_meta or name not in gradients:
+                continue
+            coords = {"tensor": context.tensor.rank}
+            near(f"gradient of {name}", first[name], specs[name].slice(gradients[name], coords), bound)
+            near(name, param.detach(), specs[name].slice(weights[name].detach(), coords), bound)
+
+    run_as_threads(compute, sequence=ranks, in_turn=True, **sizes)
+
+
+def near(what: str, found: Tensor, expected: Tensor, bound: float) -> None:
+    difference = (found - expected).abs().max().item() if found.numel() else 0.0
+    assert difference <= bound * max(expected.abs().max().item() if found.numel() else 0.0, 1e-2), (what, difference)
+
+
+def shared(batch: Batch, rank: int, parts: int) -> dict[str, Any]:
+    each = SAMPLES // parts
+    return {
+        name: x[rank * each : (rank + 1) * each] if isinstance(x, Tensor) and x.dim() and len(x) == SAMPLES else x
+        for name, x in batch.items()
+    }
+
+
+def train_in_parts(model: nn.Module, batches: list[list[dict[str, Any]]]) -> tuple[list[float], dict[str, Tensor]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    first: dict[str, Tensor] = {}
+    for parts in batches:
+        for part in parts:
+            (model(**part).loss / len(parts)).backward()
+        first = first or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    return [], first
+
+
+def batches_of(family: str, length: int = 13) -> list[dict[str, Any]]:
+    source = Batches(MAIN[family], batch=SAMPLES, sequence=length)
+    return [in_fp64(source(step)) for step in range(STEPS)]
+
+
+def bound_of(family: str) -> float:
+    """Where a model casts its logits to fp32, or its norms."""
+    exact = ("bert", "roberta", "albert", "ernie", "whisper", "vit")
+    return 1e-9 if family in exact else 3e-6
+
+
+CASES = [
+    (family, layout)
+    for family, layout in in_turn([f for f in FAMILIES for _ in range(2)], *[(x,) for x in LAYOUTS])
+    if family != "blip-2" or layout["sequence"] == 2  # its images have five positions
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES, ids=str)
+def test_nobody_can_tell_that_the_sequence_was_cut(family: str, layout: dict[str, Any]) -> None:
+    check(plain_of(family), batches_of(family), layout, bound_of(family))
+
+
+@pytest.mark.parametrize("length", [7, 8, 11, 16, 31])
+def test_sequences_of_any_length(length: int) -> None:
+    check(plain_of("llama"), batches_of("llama", length), {"sequence": 3, "way": "ring"}, bound_of("llama"))
+
+
+def text(**more: Any) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(5, 100, (SAMPLES, 13), generator=generator)
+    return [{"input_ids": ids, "labels": ids, **more}] * STEPS
+
+
+def padded(left: int, right: int) -> Tensor:
+    mask = torch.ones(SAMPLES, 13, dtype=torch.int64)
+    mask[0, :left] = 0
+    mask[1, 13 - right :] = 0
+    return mask
+
+
+PACKED = torch.tensor([[*range(5), *range(8)], [*range(13)], [*range(9), *range(4)], [*range(1), *range(12)]])
+
+
+@pytest.mark.parametrize("way", ["ring", "ulysses", "gather"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"attention_mask": padded(4, 0)},
+        {"attention_mask": padded(0, 6)},
+        {"position_ids": PACKED},
+        {"position_ids": torch.arange(3, 16)[None]},
+    ],
+    ids=["nothing", "left", "right", "documents", "positions"],
+)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_padding_documents_and_windows(family: str, more: dict[str, Any], way: str) -> None:
+    check(plain_of(family), text(**more), {"sequence": 2, "way": way}, 3e-6)
+
+
+@pytest.mark.parametrize("layout", [{"sequence": 2, "pipe": 2}, {"sequence": 2, "pipe": 2, "tensor": 2}])
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_a_stage_sends_its_positions(family: str, layout: dict[str, Any]) -> None:
+    check(plain_of(family), batches_of(family), layout, bound_of(family), micro_batches=2)
+
+
+def test_layers_that_are_computed_again_have_the_same_gradients() -> None:
+    plain = plain_of("llama")
+    expected = train(copy.deepcopy(plain), batches_of("llama"))[1]
+
+    def compute(context: ParallelContext) -> None:
+        model: Any = shardformer.shard_model(copy.deepcopy(plain), context=context, context_parallel="ring")
+        model.gradient_checkpointing_enable()
+        for name, gradient in train(model, batches_of("llama"))[1].items():
+            near(name, gradient, expected[name], 3e-6)
+
+    run_as_threads(compute, sequence=2, in_turn=True)
+
+
+def test_the_logits_are_cut_and_behave_as_the_full_ones() -> None:
+    plain = plain_of("gpt2")
+    batch = batches_of("gpt2")[0]
+    expected = copy.deepcopy(plain)(**batch)
+
+    def compute(context: ParallelContext) -> None:
+        model = shardformer.shard_model(copy.deepcopy(plain), context=context, context_parallel="ring")
+        out = model(**batch)
+        logits = out.logits
+        assert isinstance(logits, CutTensor)
+        assert logits.shape == expected.logits.shape
+        assert logits.local.shape[1] < logits.shape[1]
+        near("logits", logits.full_tensor().detach(), expected.logits.detach(), 1e-9)
+        assert torch.equal(logits.argmax(-1) + 0, expected.logits.argmax(-1))
+        near("row", logits[:, -1].detach(), expected.logits[:, -1].detach(), 1e-9)
+        near("mean", logits.mean().detach(), expected.logits.mean().detach(), 1e-9)
+        shifted = nn.functional.cross_entropy(
+            logits[:, :-1].reshape(-1, logits.shape[-1]), batch["input_ids"][:, 1:].reshape(-1)
+        )
+        whole = expected.logits[:, :-1].reshape(-1, logits.shape[-1])
+        near("loss", shifted, nn.functional.cross_entropy(whole, batch["input_ids"][:, 1:].reshape(-1)), 1e-9)
+
+    run_as_threads(compute, sequence=3, in_turn=True)
+
+
+def test_decoding_with_a_cache_is_done_whole_on_all_ranks() -> None:
+    plain: Any = plain_of("llama")
+    prompt = torch.arange(5, 9)[None]
+    expected = copy.deepcopy(plain).eval().generate(prompt, max_new_tokens=6, do_sample=False)
+
+    def compute(context: ParallelContext) -> None:
+        model: Any = shardformer.shard_model(copy.deepcopy(plain), context=context).eval()
+        assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), expected)
+
+    run_as_threads(compute, sequence=2, in_turn=True)
+
+
+def losses_with_dropout(sequence: int, way: str, rate: float) -> list[float]:
+    """On a rank that was seeded apart from the others."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=100, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=rate
+    )
+    plain = transformers.GPT2LMHeadModel(config).double().train()
+    context = ParallelContext.from_world({"sequence": sequence})
+    model = shardformer.shard_model(plain, context=context, context_parallel=way)
+    torch.manual_seed(5 + context.sequence.rank)
+    return train(model, text())[0]
+
+
+def test_dropout_of_attention_weights_does_not_depend_on_the_ranks(pool2: WorkerPool, pool4: WorkerPool) -> None:
+    found = [
+        pool.run(losses_with_dropout, ranks, way, 0.4)
+        for pool, ranks, way in ((pool2, 2, "ring"), (pool4, 4, "ring"), (pool2, 2, "ulysses"), (pool4, 4, "gather"))
+    ]
+    for losses in (losses for ranks in found for losses in ranks):
+        assert losses == pytest.approx(found[0][0], rel=1e-6)
+    assert abs(found[0][0][0] - pool2.run(losses_with_dropout, 2, "ring", 0.0)[0][0]) > 1e-4, "it drops"
+
+
+def refused(plain: nn.Module, batch: Batch | None = None, sequence: Any = 2, **options: Any) -> str:
+    """What every rank says."""
+
+    def compute(context: ParallelContext) -> str:
+        try:
+            model = shardformer.shard_model(copy.deepcopy(plain), context=with_sequence(context, sequence), **options)
+            if batch is not None:
+                model(**batch)
+        except shardformer.ShardFormerError as error:
+            return str(error)
+        return "nothing"
+
+    ranks = sequence if isinstance(sequence, int) else sequence[0] * sequence[1]
+    said = run_as_threads(compute, sequence=ranks, in_turn=True)
+    assert len(set(said)) == 1
+    return said[0]
+
+
+IDS = torch.arange(5, 18)[None]
+
+
+@pytest.mark.parametrize(
+    ("batch", "sequence", "said"),
+    [
+        ({"input_ids": IDS[:, :3]}, 2, "A sequence of 3 positions"),
+        (
+            {"input_ids": IDS, "attention_mask": torch.ones(1, 1, 13, 13, dtype=torch.bool)},
+            2,
+            "a mask that was made before",
+        ),
+        ({"input_ids": IDS, "output_hidden_states": True}, 2, "output_hidden_states=True"),
+        ({"input_ids": IDS, "output_attentions": True}, 2, "output_attentions=True"),
+        (None, (1, 12), "query heads"),
+    ],
+    ids=["short", "mask", "hidden states", "weights", "heads"],
+)
+def test_what_cannot_be_is_said_on_all_ranks(batch: Batch | None, sequence: Any, said: str) -> None:
+    batch = {"input_ids": IDS} if batch is None else batch
+    found = refused(plain_of("llama"), batch, sequence)
+    assert said in found
+    assert found.count(". ") >= 2, "the rule, and the remedy"
+
+
+@pytest.mark.parametrize("family", ["swin", "beit", "bloom", "t5"])
+def test_a_model_that_cannot_be_cut_is_refused_before_it_is(family: str) -> None:
+    assert "sequence=2 for" in refused(plain_of(family))
+
+
+def test_a_way_that_does_not_fit_the_axis_is_refused() -> None:
+    assert "context_parallel='ring'" in refused(plain_of("llama"), sequence=(2, 2), context_parallel="ring")
+    with pytest.raises(shardformer.ShardFormerError, match=r"context_parallel='rign'.*'ring'"):
+        shardformer.ShardConfig(context_parallel="rign")
+
+
+def test_other_batches_on_the_ranks_of_a_sequence_are_refused() -> None:
+    def compute(context: ParallelContext) -> str:
+        model = shardformer.shard_model(copy.deepcopy(plain_of("llama")), context=context)
+        with pytest.raises(shardformer.ShardFormerError, match="were fed different batches"):
+            model(input_ids=IDS + context.sequence.rank)
+        return "said"
+
+    assert run_as_threads(compute, sequence=2, in_turn=True) == ["said", "said"]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"tensor": 2, "sequence": 2}, {"tensor": 1, "sequence": (2, 2)}, {"tensor": 1, "sequence": 4}],
+    ids=str,
+)
+def test_processes_give_what_one_gives(pool4: WorkerPool, sizes: dict[str, Any]) -> None:
+    report = verify(Sample("llama"), Batches("LlamaForCausalLM"), sizes, pool=pool4)
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_zero_beside_the_sequence_axis(pool4: WorkerPool, zero: int) -> None:
+    sizes = {"tensor": 1, "sequence": 2}
+    report = verify(Sample("gpt2"), Batches("GPT2LMHeadModel"), sizes, 2, training=Training(zero), pool=pool4)
+    assert report.passed, str(report)
+
+
+def run_page(block: str) -> float:
+    names = {"model": Sample("llama")().train(), "batch": Batches("LlamaForCausalLM")(0)}
+    exec(compile(block, "long-sequences.md", "exec"), names)
+    return float(names["loss"].detach())  # type: ignore[attr-defined]
+
+
+def test_the_page_of_long_sequences_runs(pool4: WorkerPool) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "long-sequences.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    losses = pool4.run(run_page, block)
+    assert losses == pytest.approx([losses[0]] * 4)
