@@ -86,6 +86,11 @@ class Guard:
                 bool(cuts),
                 f"Between the blocks each rank holds a part of the {' and '.join(cuts)}",
             ),
+            (
+                "output_router_logits",
+                bool(cuts),
+                "The loss of routers is one of all tokens, which no rank has",
+            ),
             *((name, in_stages, WHY_NOT) for name in OF_EVERY_LAYER),
             ("use_cache", in_stages, "Keys and values would be kept by the stage that has the layer"),
         ):

@@ -70,12 +70,6 @@ def _check_stream(plan: Plan, stream: StreamLayout) -> None:
     """Raises ConfigError where a stack would cut the stream, and a layer of it needs more than its own part."""
     cut = {stack.layers for stack in plan.stacks if any(c.begin is Begin.STACK for c in stack.layout_in(stream).cuts)}
     for _, block in plan.blocks:
-        if block.summands is not None and any(block.entry.startswith(f"{layers}.") for layers in cut):
-            raise ConfigError(
-                f"Sequence parallelism around the stacked experts {block.entry}",
-                rule="A rank has a part of each expert, and all tokens have to pass through every part",
-                remedy="Leave enable_sequence_parallelism off for this model",
-            )
         if block.entry.rpartition(".")[0] in cut and block.gathers_around is None:
             raise ConfigError(
                 f"Sequence parallelism in {block.entry}, whose layers are blocks themselves",
@@ -107,7 +101,7 @@ def _open_block(
     if isinstance(row, classes.row) and getattr(row, "block", None) is not None:
         return None
     if description.summands is not None:
-        enclose(row, axis, description.summands)
+        enclose(row, stream, description.summands)
         return None
     arguments = description.arguments or BlockArguments("")
     brings = model.get_submodule(arguments.at)

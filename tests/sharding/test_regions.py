@@ -1,14 +1,19 @@
-"""Where the stream cannot be cut from a stack's first layer to its last, sequence parallelism is refused."""
+"""Sequence parallelism around experts; where a stream cannot be cut from a stack's first layer to its last, refused."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
+from shardformer.comm.recorder import Recorder
 from shardformer.errors import ConfigError
+from shardformer.layout.state import specs_of
 from shardformer.mesh.context import ParallelContext
-from shardformer.policies.policy import Policy
+from shardformer.policies.infer.infer import infer
 from shardformer.policies.role_policy import Experts, RolePolicy, Stack
 from shardformer.sharder import shard_model
 from shardformer.testing.threads import run_as_threads
@@ -40,20 +45,49 @@ class ExpertsPolicy(RolePolicy):
     stack = Stack("layers", [Experts("experts", "up", "down")])
 
 
-@pytest.mark.parametrize(
-    ("model", "policy", "said"),
-    [
-        (OfExperts, ExpertsPolicy, r"around the stacked experts layers\.0\.experts"),
-        (AttentionsOnly, AttentionsOnlyPolicy, "whose layers are blocks themselves"),
-    ],
-)
-def test_a_layer_that_needs_more_than_its_part_is_refused(
-    model: type[nn.Module], policy: type[Policy], said: str
-) -> None:
-    models = [model() for _ in range(2)]
+def test_a_layer_that_needs_more_than_its_part_is_refused() -> None:
+    models = [AttentionsOnly() for _ in range(2)]
 
     def shard(context: ParallelContext) -> None:
-        shard_model(models[context.tensor.rank], policy(), context=context, enable_sequence_parallelism=True)
+        shard_model(
+            models[context.tensor.rank], AttentionsOnlyPolicy(), context=context, enable_sequence_parallelism=True
+        )
 
-    with pytest.raises(ConfigError, match=f"Sequence parallelism.*{said}"):
+    with pytest.raises(ConfigError, match=r"Sequence parallelism.*whose layers are blocks themselves"):
         run_as_threads(shard, tensor=2)
+
+
+@pytest.mark.parametrize("length", [8, 9, 11])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_experts_are_given_the_tokens_of_all_ranks(length: int, ranks: int) -> None:
+    torch.manual_seed(0)
+    plain = OfExperts().double()
+    x = torch.randn(2, length, 8, dtype=torch.float64)
+    expected = plain(x)
+    expected.square().sum().backward()
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    models = [copy.deepcopy(plain) for _ in range(ranks)]
+
+    def compute(context: ParallelContext) -> None:
+        model = models[context.tensor.rank]
+        shard_model(model, ExpertsPolicy(), context=context, enable_sequence_parallelism=True).zero_grad()
+        with Recorder(context) as recorder:
+            out = model(x)
+            out.square().sum().backward()
+        torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-8)
+        specs = specs_of(model)
+        for name, param in model.named_parameters():
+            own = specs[name].slice(gradients[name], {"tensor": context.tensor.rank})
+            torch.testing.assert_close(param.grad, own, rtol=1e-11, atol=1e-8)
+        assert recorder.count("all_reduce", purpose="block") == 0, "gathers and scatters alone"
+
+    run_as_threads(compute, tensor=ranks)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "deepseek_v3"])
+def test_experts_of_transformers_are_cut_beside_the_sequence(family: str) -> None:
+    config = transformers.AutoConfig.for_model(family)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    policy = infer(model)
+    assert policy.against_sequence is None

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardformer.comm.conjugates import leave_block
+from shardformer.comm.conjugates import leave_block, scatter_output
 from shardformer.errors import PolicyError
-from shardformer.layers.tensor.edges import enter
+from shardformer.layers.tensor.edges import SEQUENCE, enter
+from shardformer.layers.tensor.stream import Stream
 from shardformer.mesh.axis import Axis
 
 Bounds = tuple[int, int, int]
@@ -54,20 +55,38 @@ def of_local_heads(x: Tensor, dim: int, bounds: Bounds, axis: Axis) -> Tensor:
     return by_head.narrow(dim + 1, start, end - start).flatten(dim, dim + 1)
 
 
-def enclose(module: nn.Module, axis: Axis, summands: Sequence[str] = ()) -> None:
+def enclose(module: nn.Module, stream: Stream, summands: Sequence[str] = ()) -> None:
     """Makes ``module`` a block by itself: every tensor that it is given enters, and its output is the ranks' sum.
 
-    Communicates: forward one all-reduce of the output, backward one of the gradient of each tensor that needs one.
+    Where the stream is cut, what it is given for each token is gathered first, and each rank keeps its tokens' sums:
+    what comes before, as a router, sees this rank's tokens alone.
+
+    Communicates: forward one all-reduce of the output, backward one of the gradient of each tensor that needs one;
+    where the stream is cut an all-gather of each tensor and a reduce-scatter of the output, and backward the other way
+    round.
 
     Args:
         summands: what every rank has whole and adds to what the module gives: its own parameters (a bias behind the
             experts), and modules in it (an identity among them). Each rank adds an equal part, so that the gradients of
             all ranks add up to the whole one.
     """
+    axis = stream.axis
     own = [name for name in summands if name in module._parameters]
 
     def entered(x: Any) -> Any:
-        return enter(x, axis) if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad else x
+        if not isinstance(x, Tensor):
+            return x
+        tokens = stream.by_token(x)
+        if tokens is not None:
+            return stream.gathered(tokens).view(-1, *x.shape[1:]) if x.dim() == tokens.dim() - 1 else stream.gathered(x)
+        return enter(x, axis) if x.is_floating_point() and x.requires_grad else x
+
+    def left(output: Tensor) -> Tensor:
+        if not stream.is_cut:
+            return leave_block(output, axis)
+        whole = output if output.dim() == 3 else output.view(-1, stream.full, *output.shape[1:])
+        part = scatter_output(whole, axis, SEQUENCE)
+        return part if output.dim() == 3 else part.reshape(-1, *output.shape[1:])
 
     def enter_all(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return tuple(entered(x) for x in args), {name: entered(x) for name, x in kwargs.items()}
@@ -81,7 +100,7 @@ def enclose(module: nn.Module, axis: Axis, summands: Sequence[str] = ()) -> None
             vars(module).pop(name, None)
 
     module.register_forward_pre_hook(enter_all, with_kwargs=True)
-    module.register_forward_hook(lambda _, __, output: leave_block(output, axis))
+    module.register_forward_hook(lambda _, __, output: left(output))
     if own:
         module.register_forward_pre_hook(share)
         module.register_forward_hook(end_share, always_call=True)

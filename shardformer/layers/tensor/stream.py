@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import all_gather, start_all_reduce
-from shardformer.comm.conjugates import join_dim, own_slices, scatter_output, split_dim
+from shardformer.comm.conjugates import gather_input, join_dim, own_slices, scatter_output, split_dim
 from shardformer.errors import ConfigError, InputError
 from shardformer.layers.random_stream import RandomStream
 from shardformer.layers.tensor.edges import EDGES, SEQUENCE, Edges, SequenceEdges, WholeEdges, own_length
@@ -162,6 +162,25 @@ class Stream:
                 rule=f"Its input is (batch, {length}, hidden): this rank's part of {self.full} positions",
                 remedy="Switch off what cuts the sequence itself (chunk_size_feed_forward), or sequence parallelism",
             )
+
+    def by_token(self, x: Tensor) -> Tensor | None:
+        """What is given for each token of this rank's part as (B, s, ...); None for anything else.
+
+        Tokens may be flattened, (B*s, ...).
+        """
+        if not self.is_cut:
+            return None
+        length = own_length(self.full, self.axis)
+        if x.dim() > 1 and tuple(x.shape[:2]) == (self.samples, length):
+            return x
+        rows = self.samples * length
+        return x.view(self.samples, length, *x.shape[1:]) if x.dim() and x.shape[0] == rows else None
+
+    def gathered(self, x_Bs: Tensor) -> Tensor:
+        """(B, s, ...) of all ranks as (B, S, ...). One all-gather, and in the backward one reduce-scatter."""
+        if x_Bs.is_floating_point():
+            return gather_input(x_Bs, self.axis, SEQUENCE, self.full)
+        return all_gather(x_Bs, self.axis, SEQUENCE, self.full)
 
     def unflatten(self, x: Tensor) -> Tensor:
         """(B*s, H), as some layers hand it to their MLP, as (B, s, H)."""
