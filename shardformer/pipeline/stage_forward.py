@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from shardformer.errors import ConfigError
+from shardformer.layers.context.sequence_cut import local_part, placed_as
 from shardformer.layers.random_stream import DrawObserver, seed_random
 from shardformer.layers.tensor.stream import first_tensor
 from shardformer.pipeline.chain import Chain, StackDescription, UnitRange
@@ -240,7 +241,7 @@ class StageForward:
             payload["hidden"] = first_tensor(args, kwargs)
         if "context" in carried:
             assert run.context is not None
-            payload["context"] = run.context
+            payload["context"] = local_part(run.context)
         return payload
 
     def _stand_at_entry(self, module: nn.Module, stack: StackDescription, start: int) -> None:
@@ -256,7 +257,7 @@ class StageForward:
             value = kwargs.get(name) if name in kwargs else (args[position] if position < len(args) else None)
             if run.span.start >= start and "context" in run.received:
                 if run.span.start in range(start, start + len(stack.units)):
-                    run.context = run.received["context"]
+                    run.context = placed_as(run.received["context"], value)
                     if name in kwargs:
                         return args, {**kwargs, name: run.context}
                     return (*args[:position], run.context, *args[position + 1 :]), kwargs
@@ -268,7 +269,7 @@ class StageForward:
                     remedy="Call the model with what both of its stacks read, as in training it on one device",
                 )
             if run.span.stop <= start:
-                raise _Left({"context": value})
+                raise _Left({"context": local_part(value)})
             run.context = value
             return None
 

@@ -151,6 +151,7 @@ def open_context(
     for module in model.modules():
         if type(module) in sources:
             module.__dict__[attention.RUN] = run
+        attention.give_line(module, run)
     ContextEntry(run, model, draws=draws)
     inside: set[int] = set()
     opened: list[Any] = []

@@ -25,8 +25,10 @@ from shardformer.verify import Training, verify
 from tests.pairwise import in_turn
 
 STEPS, LEARNING_RATE, SAMPLES = 2, 0.1, 4
-FAMILIES = ("llama", "gpt2", "bert", "opt", "qwen2", "qwen3", "mistral", "roberta", "albert", "ernie", "whisper", "vit",
-            "blip-2")  # fmt: skip
+FAMILIES = (
+    "llama", "gpt2", "bert", "t5", "opt", "qwen2", "qwen3", "mistral", "roberta", "albert", "ernie", "whisper", "vit",
+    "blip-2",
+)  # fmt: skip
 LAYOUTS: list[dict[str, Any]] = [
     {"sequence": 2, "way": "ring"},
     {"sequence": 4, "way": "ring"},
@@ -139,7 +141,7 @@ def batches_of(family: str, length: int = 13) -> list[dict[str, Any]]:
 
 def bound_of(family: str) -> float:
     """Where a model casts its logits to fp32, or its norms."""
-    exact = ("bert", "roberta", "albert", "ernie", "whisper", "vit")
+    exact = ("bert", "roberta", "albert", "ernie", "whisper", "vit", "t5")
     return 1e-9 if family in exact else 3e-6
 
 
@@ -194,19 +196,20 @@ def test_padding_documents_and_windows(family: str, more: dict[str, Any], way: s
 
 
 @pytest.mark.parametrize("layout", [{"sequence": 2, "pipe": 2}, {"sequence": 2, "pipe": 2, "tensor": 2}])
-@pytest.mark.parametrize("family", ["gpt2", "bert"])
+@pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "whisper"])
 def test_a_stage_sends_its_positions(family: str, layout: dict[str, Any]) -> None:
     check(plain_of(family), batches_of(family), layout, bound_of(family), micro_batches=2)
 
 
-def test_layers_that_are_computed_again_have_the_same_gradients() -> None:
-    plain = plain_of("llama")
-    expected = train(copy.deepcopy(plain), batches_of("llama"))[1]
+@pytest.mark.parametrize("family", ["llama", "t5", "vit"])
+def test_layers_that_are_computed_again_have_the_same_gradients(family: str) -> None:
+    plain = plain_of(family)
+    expected = train(copy.deepcopy(plain), batches_of(family))[1]
 
     def compute(context: ParallelContext) -> None:
         model: Any = shardformer.shard_model(copy.deepcopy(plain), context=context, context_parallel="ring")
         model.gradient_checkpointing_enable()
-        for name, gradient in train(model, batches_of("llama"))[1].items():
+        for name, gradient in train(model, batches_of(family))[1].items():
             near(name, gradient, expected[name], 3e-6)
 
     run_as_threads(compute, sequence=2, in_turn=True)
@@ -315,7 +318,7 @@ def test_what_cannot_be_is_said_on_all_ranks(batch: Batch | None, sequence: Any,
     assert found.count(". ") >= 2, "the rule, and the remedy"
 
 
-@pytest.mark.parametrize("family", ["swin", "beit", "bloom", "t5"])
+@pytest.mark.parametrize("family", ["swin", "beit", "bloom", "gpt_neo"])
 def test_a_model_that_cannot_be_cut_is_refused_before_it_is(family: str) -> None:
     assert "sequence=2 for" in refused(plain_of(family))
 

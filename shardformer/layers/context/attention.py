@@ -8,6 +8,9 @@ with it. Of a forward that is not cut, as in decoding with a cache, both are tor
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -70,8 +73,49 @@ def context_attention(
         drop = Dropout(dropout, mask.seed + run.number(module), ulysses.own_queries())
     travel = Travel(run.ring, mask, Scores(scale, kwargs.get("softcap"), drop), run.gathers)
     q, k, v = ulysses.enter(query, key, value)
-    out = ring_attention(q, k, v, travel, None if sinks is None else sinks[ulysses.own_queries().to(sinks.device)])
+    own = ulysses.own_queries().to(query.device)
+    bias = kwargs.get("position_bias")
+    line = bias.line[own] if isinstance(bias, LineBias) else None
+    out = ring_attention(q, k, v, travel, None if sinks is None else sinks[own], line)
     return ulysses.leave(out)[..., :width].transpose(1, 2).contiguous(), None
+
+
+@dataclass(frozen=True)
+class LineBias:
+    """What stands where a model hands a bias of all pairs of positions to its layers: see ``kernels.Bias``."""
+
+    line: Tensor
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise ConfigError(
+            f"A model reads .{name} of the bias of its attention",
+            rule="With a sequence that is cut over ranks there is no tensor of all pairs of positions: a bias is "
+            "handed to the attention function as it is",
+            remedy="Leave the sequence axis out for this model",
+        )
+
+
+def give_line(module: nn.Module, run: ContextRun) -> None:
+    """A module that makes a bias of relative positions (``compute_bias``, as T5's) makes the line of it instead."""
+    whole = getattr(type(module), "compute_bias", None)
+    if whole is not None and "past_seen_tokens" in inspect.signature(whole).parameters:
+        module.__dict__[RUN] = run
+        module.__dict__["compute_bias"] = MethodType(_line_bias, module)
+
+
+def _line_bias(self: nn.Module, query_length: int, key_length: int, *args: Any, **kwargs: Any) -> Any:
+    run: ContextRun = self.__dict__[RUN]
+    whole: Any = getattr(type(self), "compute_bias")  # noqa: B009  # which nn.Module has not
+    again = torch._C._current_graph_task_id() >= 0
+    lies = run.of_part(query_length) if again else run.now
+    if lies is None:
+        return whole(self, query_length, key_length, *args, **kwargs)
+    # of one query, behind which and before which there are as many keys as the sequence has
+    device = {"device": kwargs["device"]} if "device" in kwargs else {}
+    line = whole(self, 1, 2 * lies.length - 1, past_seen_tokens=lies.length - 1, **device)
+    return LineBias(line[0, :, 0])
 
 
 class _Heads:
@@ -149,7 +193,7 @@ def _check(module: nn.Module, mask: Any, kwargs: dict[str, Any]) -> None:
             remedy="Leave output_attentions off",
         )
     for name, given in kwargs.items():
-        if name not in KNOWN and isinstance(given, Tensor):
+        if name not in KNOWN and isinstance(given, Tensor) and bool(given.any()):  # T5's cross-attention adds zeros
             raise ConfigError(
                 f"{type(module).__name__} calls its attention with {name}",
                 rule="With a sequence that is cut over ranks scores are products of queries and keys: a term that is "

@@ -62,6 +62,25 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Bias:
+    """A term of the scores that depends on how far a key is from a query.
+
+    Args:
+        line: (N, 2L - 1) of a sequence of L positions: of keys from L - 1 before the query to L - 1 behind it.
+    """
+
+    line: Tensor
+
+    def between(self, rows: Tensor, cols: Tensor) -> Tensor:
+        """(N, Q, S)."""
+        return self.line[:, self.places(rows, cols)]
+
+    def places(self, rows: Tensor, cols: Tensor) -> Tensor:
+        """(Q, S): where on the line."""
+        return cols[None, :] - rows[:, None] + self.line.shape[1] // 2
+
+
+@dataclass(frozen=True)
 class Scores:
     """How scores become weights.
 
@@ -69,15 +88,18 @@ class Scores:
         scale: what the products of queries and keys are multiplied by.
         cap: c in c tanh(score / c); None where they are not capped.
         dropout: of the weights.
+        bias: what is added to the scores.
     """
 
     scale: float
     cap: float | None = None
     dropout: Dropout | None = None
+    bias: Bias | None = None
 
     @property
     def is_plain(self) -> bool:
-        return self.cap is None and self.dropout is None
+        """Whether a fused kernel computes them, forward and backward."""
+        return self.cap is None and self.dropout is None and self.bias is None
 
 
 @dataclass(frozen=True)
@@ -101,11 +123,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, part: Part, how: Scores) -> tuple[Te
 
     A query that sees no key has a very low lse and an output without a meaning.
     """
-    if how.is_plain and q.device.type == "cpu":
-        added = _added(part, q.dtype)
-        found = ATEN._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, part.causal, attn_mask=added, scale=how.scale
-        )
+    if q.device.type == "cpu" and how.cap is None and how.dropout is None:
+        added = _added(part, q.dtype) if how.bias is None else _biased(part, how.bias, q.dtype)
+        causal = part.causal and how.bias is None
+        found = ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=added, scale=how.scale)
         return found[0], found[1]
     if how.is_plain and q.is_cuda and q.dtype != torch.float64:
         return _attend_cuda(q, k, v, part, how.scale)
@@ -114,15 +135,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, part: Part, how: Scores) -> tuple[Te
 
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Part, how: Scores
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, from the output and log-sum-exp over all keys."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of q, k and v, from the output and log-sum-exp over all keys; and that of a bias's line."""
     if how.is_plain and q.device.type == "cpu":
         found = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, part.causal, attn_mask=_added(part, q.dtype), scale=how.scale
         )
-        return found[0], found[1], found[2]
+        return found[0], found[1], found[2], None
     if how.is_plain and q.is_cuda and q.dtype != torch.float64:
-        return _attend_cuda_backward(grad, q, k, v, out, lse, part, how.scale)
+        return *_attend_cuda_backward(grad, q, k, v, out, lse, part, how.scale), None
     return _attend_plain_backward(grad, q, k, v, out, lse, part, how)
 
 
@@ -135,6 +156,16 @@ def _added(part: Part, dtype: torch.dtype) -> Tensor | None:
     if part.sees is None:
         return None
     return torch.zeros(part.sees.shape, dtype=dtype, device=part.sees.device).masked_fill(~part.sees, lowest(dtype))
+
+
+def _biased(part: Part, bias: Bias, dtype: torch.dtype) -> Tensor:
+    """(B or 1, N, Q, S): the bias, and what is not seen."""
+    added = bias.between(part.rows, part.cols)[None].to(dtype)
+    if part.sees is not None:
+        return added.masked_fill(~part.sees, lowest(dtype))
+    if part.causal:
+        return added.masked_fill(part.cols[None, :] > part.rows[:, None], lowest(dtype))
+    return added
 
 
 # ------------------------------------------------------------------------------------------------------------ on a GPU
@@ -190,6 +221,8 @@ def _attend_plain(q: Tensor, k: Tensor, v: Tensor, part: Part, how: Scores) -> t
     outs, sums = [], []
     for rows in _stretches(q, k):
         scores = _capped(q[:, :, rows] @ k.transpose(2, 3), how)[0].to(wide)
+        if how.bias is not None:
+            scores = scores + how.bias.between(part.rows[rows], part.cols).to(wide)
         if (hidden := _hidden(part, rows)) is not None:
             scores = scores.masked_fill(hidden, lowest(wide))
         lse = scores.logsumexp(-1)
@@ -203,14 +236,18 @@ def _attend_plain(q: Tensor, k: Tensor, v: Tensor, part: Part, how: Scores) -> t
 
 def _attend_plain_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Part, how: Scores
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     wide = torch.promote_types(q.dtype, torch.float32)
+    line = None if how.bias is None else torch.zeros_like(how.bias.line, dtype=wide)
     heads, groups = k.shape[1], q.shape[1] // k.shape[1]
     k, v = _for_heads(k, q), _for_heads(v, q)
     dqs, dk, dv = [], torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     for rows in _stretches(q, k):
         scores, slope = _capped(q[:, :, rows] @ k.transpose(2, 3), how)
-        weights = (scores.to(wide) - lse[:, :, rows, None]).exp()
+        scores = scores.to(wide)
+        if how.bias is not None:
+            scores = scores + how.bias.between(part.rows[rows], part.cols).to(wide)
+        weights = (scores - lse[:, :, rows, None]).exp()
         if (hidden := _hidden(part, rows)) is not None:
             weights = weights.masked_fill(hidden, 0.0)
         kept = how.dropout.kept(q.shape[0], part.rows[rows], part.cols) if how.dropout is not None else None
@@ -219,14 +256,18 @@ def _attend_plain_backward(
         if kept is not None:
             of_weights = of_weights * kept
         whole = (grad[:, :, rows].to(wide) * out[:, :, rows].to(wide)).sum(-1, keepdim=True)
-        of_scores = weights * (of_weights - whole) * how.scale
+        of_scores = weights * (of_weights - whole)
+        if line is not None and how.bias is not None:
+            at = how.bias.places(part.rows[rows], part.cols).flatten()
+            line.index_add_(1, at, of_scores.sum(0).flatten(1))
+        of_scores = of_scores * how.scale
         if slope is not None:
             of_scores = of_scores * slope
         of_scores = of_scores.to(q.dtype)
         dqs.append(of_scores @ k)
         dk += (of_scores.transpose(2, 3) @ q[:, :, rows]).to(wide)
     dk, dv = (x.unflatten(1, (heads, groups)).sum(2).to(q.dtype) for x in (dk, dv))
-    return torch.cat(dqs, 2), dk, dv
+    return torch.cat(dqs, 2), dk, dv, line
 
 
 def _capped(products: Tensor, how: Scores) -> tuple[Tensor, Tensor | None]:

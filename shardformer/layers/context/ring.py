@@ -15,7 +15,7 @@ The sums over keys are those of Liu et al. 2023, "Ring Attention", and of Dao et
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.autograd import Function
 from shardformer.comm.collectives import all_gather
 from shardformer.comm.conjugates import first_order_only
 from shardformer.comm.recorder import bytes_of, record
-from shardformer.layers.context.kernels import Scores, attend, attend_backward, join, lowest
+from shardformer.layers.context.kernels import Bias, Scores, attend, attend_backward, join, lowest
 from shardformer.layers.context.mask import Mask
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.transport import Work
@@ -55,23 +55,30 @@ class Travel:
         return chunks if self.gathers else self.mask.needed(rank, chunks)
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, travel: Travel, sinks: Tensor | None = None) -> Tensor:
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, travel: Travel, sinks: Tensor | None = None, line: Tensor | None = None
+) -> Tensor:
     """q (B, N, s, D), k and v (B, K, s, D) of this rank's positions -> (B, N, s, D): attention to those of all ranks.
 
     Args:
         sinks: (N,): a score that each head adds to its sum of exponentials, of a key without a value.
+        line: (N, 2L - 1) of a sequence of L positions: what is added to the scores of keys from L - 1 before the query
+            to L - 1 behind it.
 
     Communicates, over the ring: forward the chunks of keys and values that other ranks see, once to each; backward the
     same again, and their gradients back. With ``gathers`` one all-gather of keys and values, in the backward again,
     and one reduce-scatter of their gradients.
     """
-    out: Tensor = _Ring.apply(q, k, v, sinks, travel)
+    out: Tensor = _Ring.apply(q, k, v, sinks, line, travel)
     return out
 
 
 class _Ring(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, travel: Travel) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, line: Tensor | None, travel: Travel
+    ) -> Tensor:
+        how = travel.how if line is None else replace(travel.how, bias=Bias(line))
         wide = torch.promote_types(q.dtype, torch.float32)
         out: Tensor | None = None
         lse = q.new_full(q.shape[:3], lowest(wide), dtype=wide)
@@ -82,7 +89,7 @@ class _Ring(Function):
                 keys, _ = _places(travel.mask.keys, chunks, cols)
                 part = travel.mask.part(rows, cols, q.device)
                 seen = arrived[:, :, :, keys]
-                one, one_lse = attend(q[:, :, at], seen[0], seen[1], part, travel.how)
+                one, one_lse = attend(q[:, :, at], seen[0], seen[1], part, how)
                 if out is None and of_q == q.shape[2]:
                     out, lse = one.to(wide) if travel.axis.size > 1 else one, one_lse.contiguous()
                     continue
@@ -98,14 +105,16 @@ class _Ring(Function):
             out = out.masked_fill(unseeing[..., None], 0.0)
         out = out.to(q.dtype)
         ctx.travel, ctx.unseeing = travel, unseeing if is_blind else None
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, line, out, lse)
         return out
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
+        q, k, v, sinks, line, out, lse = ctx.saved_tensors
         travel: Travel = ctx.travel
+        how = travel.how if line is None else replace(travel.how, bias=Bias(line))
+        of_line = None if line is None else torch.zeros_like(line, dtype=torch.promote_types(line.dtype, torch.float32))
         wide = torch.promote_types(q.dtype, torch.float32)
         if ctx.unseeing is not None:
             grad = grad.masked_fill(ctx.unseeing[..., None], 0.0)
@@ -121,9 +130,11 @@ class _Ring(Function):
                 mine = [x[:, :, at].contiguous() for x in (grad, q, out, lse)]
                 seen = arrived[:, :, :, keys]
                 part = travel.mask.part(rows, cols, q.device)
-                of_q, of_k, of_v = attend_backward(
-                    mine[0], mine[1], seen[0], seen[1], mine[2], mine[3], part, travel.how
+                of_q, of_k, of_v, found = attend_backward(
+                    mine[0], mine[1], seen[0], seen[1], mine[2], mine[3], part, how
                 )
+                if of_line is not None and found is not None:
+                    of_line += found
                 dq[:, :, at] += of_q
                 total[:, :, :, keys] += torch.stack((of_k, of_v))
             home.take(owner, total)
@@ -132,7 +143,8 @@ class _Ring(Function):
         if sinks is not None:
             weight = (sinks.to(wide)[None, :, None] - lse).exp()
             of_sinks = -(weight * (grad.to(wide) * out.to(wide)).sum(-1)).sum((0, 2)).to(sinks.dtype)
-        return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), of_sinks, None
+        of_line = None if of_line is None else of_line.to(line.dtype)
+        return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), of_sinks, of_line, None
 
 
 def _arriving(kv: Tensor, travel: Travel) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:

@@ -322,3 +322,13 @@ RULES: Mapping[Any, Callable[[Torch, Args, Kwargs], Any]] = dict(_rules())
 def of_positions(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """``change`` of each position by itself: of a cut tensor, of this rank's."""
     return SequenceCut(change(x.local), x.rows, x.cut_dim) if isinstance(x, CutTensor) else change(x)
+
+
+def local_part(x: Tensor) -> Tensor:
+    """This rank's part of a cut tensor; any other as it is."""
+    return x.local if isinstance(x, CutTensor) else x
+
+
+def placed_as(local: Tensor, x: Any) -> Tensor:
+    """A part that another stage made, as the tensor in whose place it comes."""
+    return SequenceCut(local, x.rows, x.cut_dim) if isinstance(x, CutTensor) else local

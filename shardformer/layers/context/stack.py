@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_with_path
 
 from shardformer.comm.collectives import gather_numbers
-from shardformer.errors import ConfigError, InputError
+from shardformer.errors import InputError
 from shardformer.layers.context.cut_tensor import enter_model, take_rows
 from shardformer.layers.context.mask import Mask
 from shardformer.layers.context.run import ContextRun, new_seed, set_current
@@ -25,12 +25,6 @@ from shardformer.layers.context.sequence_cut import SequenceCut
 from shardformer.layers.random_stream import RandomStream
 from shardformer.layers.tensor.pending import resolved
 from shardformer.layers.tensor.stream import first_tensor, with_first_output
-
-OUTPUTS_REFUSED = {
-    "output_hidden_states": "the hidden states of a layer are of this rank's positions alone",
-    "output_attentions": "no rank has the weights of all positions",
-    "output_router_logits": "the loss of routers is one of all tokens of a layer, of which each rank has some",
-}
 
 
 class ContextEntry:
@@ -54,14 +48,6 @@ class ContextEntry:
         enter_model(True)
         if not run.is_open:
             return None
-        config = getattr(model, "config", None)
-        for name, why in OUTPUTS_REFUSED.items():
-            if kwargs.get(name, getattr(config, name, False)):
-                raise ConfigError(
-                    f"{name}=True with a sequence that is cut over {run.axis.size} ranks",
-                    rule=f"Each rank has a part of the positions: {why}",
-                    remedy=f"Leave {name} off, in the call and in the config",
-                )
         if self._draws and model.training:  # before ranks that were seeded apart are aligned
             run.seed = gather_numbers([new_seed()], run.axis)[0][0]
         return None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardformer.comm.recorder import Recorder
-from shardformer.layers.context.kernels import Dropout, Scores
+from shardformer.layers.context.kernels import Bias, Dropout, Scores
 from shardformer.layers.context.mask import Mask, Predicate, causal
 from shardformer.layers.context.ring import Travel, ring_attention
 from shardformer.layout.positions import Positions
@@ -49,12 +49,16 @@ def kind_of(name: str, length: int) -> Kind:
     }[name]
 
 
-def in_one_place(q: Tensor, k: Tensor, v: Tensor, sees: Tensor, how: Scores, sinks: Tensor | None) -> Tensor:
+def in_one_place(
+    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, how: Scores, sinks: Tensor | None, line: Tensor | None
+) -> Tensor:
     """Written out; a query that sees nothing gives zeros, as torch's attention does."""
     k, v = (x.repeat_interleave(HEADS // KEYS, 1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * how.scale
     if how.cap is not None:
         scores = how.cap * torch.tanh(scores / how.cap)
+    if line is not None:
+        scores = scores + Bias(line).between(torch.arange(q.shape[2]), torch.arange(k.shape[2]))
     scores = scores.masked_fill(~sees, torch.finfo(q.dtype).min)
     if sinks is not None:
         scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
@@ -71,7 +75,7 @@ CASES = all_pairs(
         "length": [13, 16, 17],
         "mask": ["causal", "all", "window", "padded", "all padded", "documents", "by one"],
         "gathers": [False, True],
-        "scores": ["plain", "capped", "dropped"],
+        "scores": ["plain", "capped", "dropped", "biased"],
         "sinks": [False, True],
     }
 )
@@ -94,17 +98,20 @@ def test_nobody_can_tell_in_how_many_places_it_was_computed(case: dict[str, Any]
         return Mask(kind.predicate, kind.padding, positions, positions, BATCH, by_vmap=kind.by_vmap)
 
     places = torch.arange(length)
-    whole = in_one_place(*tensors, mask().sees(places, places), how, sinks)
+    line = torch.randn(HEADS, 2 * length - 1, dtype=torch.float64, requires_grad=True)
+    line = line if case["scores"] == "biased" else None
+    whole = in_one_place(*tensors, mask().sees(places, places), how, sinks, line)
     grad = torch.randn_like(whole)
-    wanted = [*tensors, *([sinks] if sinks is not None else [])]
+    common = [x for x in (sinks, line) if x is not None]
+    wanted = [*tensors, *common]
     expected = torch.autograd.grad(whole, wanted, grad)
 
     def compute(context: ParallelContext) -> tuple[Tensor, list[Tensor]]:
         at = positions.indices(context.sequence.rank)
         mine = [t.detach()[:, :, at].requires_grad_() for t in tensors]
-        own_sinks = None if sinks is None else sinks.detach().requires_grad_()
-        out = ring_attention(*mine, Travel(context.sequence, mask(), how, case["gathers"]), own_sinks)
-        inputs = [*mine, *([own_sinks] if own_sinks is not None else [])]
+        own = [None if x is None else x.detach().requires_grad_() for x in (sinks, line)]
+        out = ring_attention(*mine, Travel(context.sequence, mask(), how, case["gathers"]), *own)
+        inputs = [*mine, *(x for x in own if x is not None)]
         return out.detach(), list(torch.autograd.grad(out, inputs, grad[:, :, at]))
 
     found = run_as_threads(compute, sequence=ring)
@@ -113,8 +120,8 @@ def test_nobody_can_tell_in_how_many_places_it_was_computed(case: dict[str, Any]
         torch.testing.assert_close(out, whole[:, :, at], rtol=0, atol=1e-12)
         for mine, full in zip(grads[:3], expected[:3], strict=True):
             torch.testing.assert_close(mine, full[:, :, at], rtol=0, atol=1e-12)
-    if sinks is not None:
-        torch.testing.assert_close(sum(grads[3] for _, grads in found), expected[3], rtol=0, atol=1e-12)
+    for at, full in enumerate(expected[3:], start=3):
+        torch.testing.assert_close(sum(grads[at] for _, grads in found), full, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("predicate", "share"), [(causal, 4.5), (None, 6.0)])
