@@ -100,7 +100,7 @@ class Link:
         while self._timed and self._timed[0][3].query():
             timed, size, begin, end = self._timed.popleft()
             self.log.append(Copied(timed, size, 0.0, begin.elapsed_time(end) / 1e3))
-        done = [copied for copied in self.log if copied.way == way]
+        done = [copied for copied in list(self.log) if copied.way == way]  # at once: the threads write on
         seconds = sum(copied.end - copied.begin for copied in done)
         return sum(copied.size for copied in done) / seconds if seconds else None
 

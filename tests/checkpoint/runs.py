@@ -32,12 +32,13 @@ class Layout:
     data: int = 1
     tensor: int = 1
     pipe: int = 1
+    sequence: int = 1
     stage: int | None = None
     sequence_parallel: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        parts = [f"{name}{n}" for name in ("data", "tensor", "pipe") if (n := getattr(self, name)) > 1]
+        parts = [f"{name}{n}" for name in ("data", "sequence", "tensor", "pipe") if (n := getattr(self, name)) > 1]
         return "-".join([*parts, *([f"zero{self.stage}"] if self.stage is not None else [])]) or "one"
 
 
@@ -50,6 +51,7 @@ LAYOUTS = {
         Layout(data=4, stage=2),
         Layout(data=2, tensor=2, stage=3),
         Layout(tensor=4, sequence_parallel=True),
+        Layout(data=2, sequence=2),
     )
 }
 
@@ -126,6 +128,7 @@ def on_ranks(layout: Layout, family: str, do: Callable[[Run], Any]) -> list[Any]
         data=layout.data,
         tensor=layout.tensor,
         pipe=layout.pipe,
+        sequence=layout.sequence,
     )
 
 

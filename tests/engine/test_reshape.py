@@ -26,6 +26,7 @@ LAYOUTS: list[Layout] = [
     {"data": 2, "tensor": 2, "zero": 3},
     {"tensor": 4, "sequence_parallel": True},
     {"data": 2, "pipe": 2, "zero": 0, "offload": "cpu"},
+    {"sequence": 2, "tensor": 2, "zero": 1},
 ]
 
 

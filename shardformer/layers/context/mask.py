@@ -74,6 +74,11 @@ class Mask:
         key = None if self.padding is not None else recipe(predicate)
         self._known = _remembered((key, queries, keys, by_vmap)) if key is not None else {}
 
+    @property
+    def may_hide_all(self) -> bool:
+        """Whether some query may see no key at all."""
+        return self.padding is not None or self.predicate not in (None, causal)
+
     def sees(self, rows: Tensor, cols: Tensor) -> Tensor:
         """(B or 1, 1, Q, S) bool, for positions of queries and of keys."""
         device = rows.device

@@ -99,12 +99,11 @@ class _Ring(Function):
         if sinks is not None:
             lse, before = torch.logaddexp(lse, sinks.to(wide)[None, :, None]), lse
             out = out * (before - lse).exp_()[..., None]
-        unseeing = lse < lowest(wide) / 2
-        is_blind = bool(unseeing.any()) if travel.mask.padding is not None or travel.mask.predicate else False
-        if is_blind:  # as torch has it
+        unseeing = lse < lowest(wide) / 2 if travel.mask.may_hide_all else None
+        if unseeing is not None:  # as torch has it
             out = out.masked_fill(unseeing[..., None], 0.0)
         out = out.to(q.dtype)
-        ctx.travel, ctx.unseeing = travel, unseeing if is_blind else None
+        ctx.travel, ctx.unseeing = travel, unseeing
         ctx.save_for_backward(q, k, v, sinks, line, out, lse)
         return out
 
