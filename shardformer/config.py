@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from shardformer.errors import ConfigError, nearest
 from shardformer.layers.tensor.modes import MODES
-from shardformer.layout.stream import CONTEXT_PARALLEL, SEQUENCE_PARALLEL, StreamLayout
+from shardformer.layout.stream import CONTEXT_PARALLEL, GRIDS, SEQUENCE_PARALLEL, StreamLayout
+from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.stage_manager import PipelineStageManager
 
@@ -33,7 +34,8 @@ class ShardConfig:
         enable_sequence_parallelism: between blocks each tensor rank holds a part of the sequence.
         enable_sequence_overlap: the gathers and scatters of sequence parallelism run under the matmuls beside them.
         enable_all_optimization: all five of the above.
-        tensor_parallel_mode: "1d".
+        tensor_parallel_mode: "1d", or the tensor axis as a grid: "2d" (rows and columns), "2.5d" (and copies of these)
+            or "3d" (and a third axis that is cut too), with ``launch_from_torch(tensor=(2, 2))`` or three numbers.
         context_parallel: how attention reads the positions of other ranks of the sequence axis: "ring" (keys and values
             travel), "ulysses" (heads are exchanged for positions), "gather" (keys and values are gathered), or "auto":
             ring and Ulysses as they send the least.
@@ -69,7 +71,7 @@ class ShardConfig:
         self._check_kinds()
         if self.enable_all_optimization:
             self.enable_fused_normalization = self.enable_flash_attention = self.enable_jit_fused = True
-            if self.enable_tensor_parallelism:
+            if self.enable_tensor_parallelism and self.tensor_parallel_mode == "1d":
                 self.enable_sequence_parallelism = self.enable_sequence_overlap = True
         if self.enable_sequence_overlap and not self.enable_sequence_parallelism:
             raise ConfigError(
@@ -87,7 +89,14 @@ class ShardConfig:
             raise ConfigError(
                 f"tensor_parallel_mode={self.tensor_parallel_mode!r}",
                 rule=f"The modes are {', '.join(MODES)}",
-                remedy="Use tensor_parallel_mode='1d'",
+                remedy=nearest(str(self.tensor_parallel_mode), MODES),
+            )
+        if self.tensor_parallel_mode != "1d" and (self.enable_sequence_parallelism or self.cuts_context):
+            other = "enable_sequence_parallelism=True" if self.enable_sequence_parallelism else "a sequence axis"
+            raise ConfigError(
+                f"tensor_parallel_mode={self.tensor_parallel_mode!r} with {other}",
+                rule="On a tensor grid what flows between the blocks is cut along samples and hidden features",
+                remedy="Leave the sequence whole, or use tensor_parallel_mode='1d'",
             )
         if self.context_parallel not in CONTEXT_WAYS:
             raise ConfigError(
@@ -130,6 +139,8 @@ class ShardConfig:
         """How the activations between the blocks are to lie."""
         if self.stream is not None:
             return self.stream
+        if self.tensor_parallel_mode in GRIDS:
+            return GRIDS[self.tensor_parallel_mode]
         cuts = SEQUENCE_PARALLEL.cuts if self.enable_sequence_parallelism else ()
         return StreamLayout((*CONTEXT_PARALLEL.cuts, *cuts) if self.cuts_context else cuts)
 
@@ -139,6 +150,16 @@ class ShardConfig:
         manager = self.pipeline_stage_manager
         context = self.context if manager is None or self.context is not None else manager.context
         return self.stream is None and context is not None and context.sequence.size > 1
+
+    def heads_axis(self) -> Axis:
+        """The axis over which heads and features are cut: tensor, or on a tensor grid its columns."""
+        context = self.resolve_context()
+        return context.axes["column"] if self.is_grid and "column" in context.axes else context.tensor
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether the tensor axis is a grid."""
+        return self.tensor_parallel_mode in GRIDS and self.enable_tensor_parallelism
 
     def resolve_context(self) -> ParallelContext:
         """The grid to shard over: the one given, one around the group given, or all processes as the tensor axis."""

@@ -16,6 +16,7 @@ from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.chain import no_chain
 from shardformer.policies.infer.infer import infer, infer_stacks
 from shardformer.policies.infer.prove_context import prove_context
+from shardformer.policies.infer.prove_grid import prove_grid
 from shardformer.policies.policy import Policy
 from shardformer.policies.registry import FAMILIES, family_of, registered_policy
 from shardformer.sharding.apply import Sharding
@@ -42,7 +43,7 @@ class ModelSharder(Sharding):
         if policy is None and _is_policy(shard_config):
             shard_config, policy = None, shard_config  # the first form: ModelSharder(model, policy)
         find = partial(_resolved, policy)
-        super().__init__(model, _checked(shard_config), find, prove=prove_context)
+        super().__init__(model, _checked(shard_config), find, prove=prove_context, prove_grid=prove_grid)
 
 
 def _resolved(policy: Policy | type[Policy] | None, model: nn.Module, tensor: int) -> tuple[Policy, str]:

@@ -11,7 +11,6 @@ from shardformer.activations.store import ActivationStore
 from shardformer.errors import ConfigError, nearest
 from shardformer.layers.tensor.stream import first_tensor
 from shardformer.layout.state import ROOT, ShardedState, known_state
-from shardformer.layout.stream import Place
 
 WHERE = ("device", "host", "tensor", "tensor+host")
 STORE = "_shardformer_activations"
@@ -98,7 +97,7 @@ def _whole_layers(model: nn.Module, on: str) -> dict[str, nn.Module]:
         policy: Any = state.request.policy
         for stack in policy.chain().stacks:
             layout = stack.layout_in(state.stream)
-            if "tensor" in layout.partial_over(Place.STACK):
+            if layout.cuts_stacks:
                 cut = str(layout)
             else:
                 layers |= {path: module.get_submodule(path) for path in stack.units}

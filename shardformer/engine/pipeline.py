@@ -340,5 +340,5 @@ def _single_stage(model: nn.Module, state: ShardedState) -> Stages:
     manager = PipelineStageManager(state.context, "1f1b")
     state.stages = stages = make_stages(model, state.request.policy, manager)
     stages.draws = uses_dropout(model)
-    stages.open(model, state.stream)
+    stages.open(model, state.stream, state.context)
     return stages

@@ -41,13 +41,15 @@ def reduction_of(
     """The reduction of a parameter with this layout at this place of a model on a grid of these sizes.
 
     Over ``data``, and over what the model's inputs are cut over, each rank has the mean of its own samples: the sum is
-    divided by their number. A whole parameter that sees a part of the heads, or of the sequence, has a summand on each
-    rank, and so have the slices of a cut parameter that several ranks hold, and what several stages hold.
+    divided by their number. A parameter that sees a part of the heads, of the samples or of the sequence has a summand
+    on each rank of an axis over which it is not cut itself, and so have the slices of a cut parameter that several
+    ranks hold, and what several stages hold.
     """
-    partial = () if spec.is_sharded else stream.partial_over(place)
+    partial = tuple(axis for axis in stream.partial_over(place) if axis not in spec.axes)
     inputs = tuple(cut.axis for cut in stream.in_force(Place.OUTSIDE))
-    shared = () if spec.is_partition else tuple(spec.axes)
-    over = [axis for axis in sizes if axis in {"data", *partial, *inputs, *shared} and sizes[axis] > 1]
+    over = [axis for axis in sizes if axis in {"data", *partial, *inputs, *spec.shared_axes} and sizes[axis] > 1]
     divisor = float(sizes.get("data", 1) * stream.num_parts(sizes))
     pipe = ("pipe",) if sizes.get("pipe", 1) > 1 else ()
-    return Reduction(tuple(over), divisor, tuple(spec.axes) + pipe, stages)
+    # on a grid the tensor axis is counted along its rows and columns, so that no rank is counted twice
+    norm_over = [a for axis in spec.axes for a in (stream.block if axis == "tensor" else (axis,))]
+    return Reduction(tuple(over), divisor, tuple(norm_over) + pipe, stages)

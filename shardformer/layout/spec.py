@@ -156,6 +156,12 @@ class ShardSpec:
         }
 
     @property
+    def shared_axes(self) -> tuple[str, ...]:
+        """The axes over whose ranks numbers are held more than once."""
+        shared = [d for d, runs in self._holders.items() if any(count > 1 for *_, count in runs)]
+        return tuple(axis for dim in shared for axis in _axes_of(self.splits[dim]))
+
+    @property
     def is_partition(self) -> bool:
         """Whether every number is held by one rank only, of those that hold different parts."""
         return all(count == 1 for runs in self._holders.values() for *_, count in runs)

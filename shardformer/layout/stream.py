@@ -60,6 +60,7 @@ class Place(StrEnum):
     OUTSIDE = "outside"  # before and behind the stacks: embeddings, heads
     STACK = "stack"  # in a stack, between its blocks
     BLOCK = "block"  # between the entry and the exit of a block, where a rank has its heads or features only
+    GATHERED = "gathered"  # in a module of a stack that is given whole samples: each rank has its samples only
 
 
 @dataclass(frozen=True)
@@ -87,25 +88,32 @@ class Cut:
 
 @dataclass(frozen=True)
 class StreamLayout:
-    """How the stream is cut: nowhere, or along these cuts, each over an axis of its own."""
+    """How the stream is cut: nowhere, or along these cuts, each over an axis of its own.
+
+    Args:
+        block: the axes over which what is inside of blocks is cut: by heads or features, and by samples.
+    """
 
     cuts: tuple[Cut, ...] = ()
+    block: tuple[str, ...] = ("tensor",)
 
     def in_force(self, place: Place) -> tuple[Cut, ...]:
         """The cuts of what a module at this place reads: a block's entry undoes those that begin at the stack."""
-        return tuple(c for c in self.cuts if c.begin is Begin.INPUTS or place is Place.STACK)
+        in_stack = {Place.STACK: list(Dim), Place.GATHERED: [Dim.BATCH]}.get(place, [])
+        return tuple(c for c in self.cuts if c.begin is Begin.INPUTS or c.dim in in_stack)
+
+    @property
+    def cuts_stacks(self) -> bool:
+        """Whether ranks have parts of what flows through a stack that they have whole before and behind it."""
+        return any(cut.begin is Begin.STACK for cut in self.cuts)
 
     def cut_at_stack(self, axis: str) -> Cut | None:
         """What the layers of a stack cut over this axis."""
         return next((c for c in self.cuts if c.begin is Begin.STACK and c.axis == axis), None)
 
-    def partial_over(self, place: Place, block: tuple[str, ...] = ("tensor",)) -> tuple[str, ...]:
-        """The axes over whose ranks a whole parameter at this place has summands of its gradient.
-
-        Args:
-            block: the axes over which blocks are cut: inside of one a rank has a part of the heads or features.
-        """
-        axes = [cut.axis for cut in self.in_force(place)] + [a for a in block if place is Place.BLOCK]
+    def partial_over(self, place: Place) -> tuple[str, ...]:
+        """The axes over whose ranks a whole parameter at this place has summands of its gradient."""
+        axes = [cut.axis for cut in self.in_force(place)] + [a for a in self.block if place is Place.BLOCK]
         return tuple(dict.fromkeys(axes))
 
     def num_parts(self, sizes: Mapping[str, int]) -> int:
@@ -133,6 +141,18 @@ class StreamLayout:
 
 SEQUENCE_PARALLEL = StreamLayout((Cut(Dim.SEQUENCE, "tensor"),))
 """Between blocks each tensor rank holds consecutive positions of the sequence (Korthikanti et al. 2022)."""
+
+GRID_AXES = ("row", "column", "depth")
+"""How the tensor axis is also seen where it is a grid, the last of which counts fastest."""
+
+GRIDS = {
+    "2d": StreamLayout((Cut(Dim.BATCH, "row"), Cut(Dim.HIDDEN, "column")), GRID_AXES),
+    "2.5d": StreamLayout((Cut(Dim.BATCH, "row"), Cut(Dim.BATCH, "depth"), Cut(Dim.HIDDEN, "column")), GRID_AXES),
+    "3d": StreamLayout((Cut(Dim.BATCH, "row"), Cut(Dim.BATCH, "column"), Cut(Dim.HIDDEN, "depth")), GRID_AXES),
+}
+"""``tensor_parallel_mode`` -> how the stream lies between the blocks.
+
+Xu et al. 2021, Wang et al. 2021 and Bian et al. 2021 tell of such grids: see ``shardformer/layers/grid/edges.py``."""
 
 CONTEXT_PARALLEL = StreamLayout((Cut(Dim.SEQUENCE, "sequence", Order.ZIGZAG, Begin.INPUTS),))
 """Each rank of the sequence axis holds some positions, two chunks of them (Liu et al. 2023, Jacobs et al. 2023)."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,6 +71,16 @@ class ParallelContext:
         All processes ask for it first at the same time: it may have to be connected.
         """
         return self.merged("sequence", "tensor")
+
+    @property
+    def own_axes(self) -> list[Axis]:
+        """The axes of the grid itself, without those of its views: together they count each rank once."""
+        return [self.axes[name] for name in self.grid.sizes]
+
+    def finest(self, names: Iterable[str]) -> set[str]:
+        """The named axes, with those of a view in the place of an axis that one refolds."""
+        views = {view.of[0]: tuple(view.sizes) for view in self.grid.views if len(view.of) == 1}
+        return {finer for name in names for finer in views.get(name, (name,))}
 
     @property
     def sizes(self) -> dict[str, int]:

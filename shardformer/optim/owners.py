@@ -22,7 +22,7 @@ def give_to_owners(gradients: Sequence[Gradient], params: Collection[int], conte
     chosen = [gradient for gradient in gradients if id(gradient.param) in params]
     cut = {id(g): _axes_of(g, context) for g in chosen if g.entry.spec.is_sharded}
     wanted = set(cut.values())
-    for axis in context.axes.values():
+    for axis in context.own_axes:
         wanted = {names for theirs in gather_objects(wanted, axis) for names in theirs}
     axes = {names: context.merged(*names) for names in sorted(wanted)}
     holders = {names: gather_objects(dict(context.coords), axis) for names, axis in axes.items()}
@@ -42,4 +42,4 @@ def give_to_owners(gradients: Sequence[Gradient], params: Collection[int], conte
 
 def _axes_of(gradient: Gradient, context: ParallelContext) -> tuple[str, ...]:
     names = {*gradient.entry.reduction.sum_over, *gradient.entry.spec.axes}
-    return tuple(name for name, size in context.grid.sizes.items() if name in names and size > 1)
+    return tuple(n for n, size in context.grid.sizes.items() if size > 1 and ({n} | context.finest([n])) & names)

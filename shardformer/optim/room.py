@@ -63,7 +63,7 @@ class Room:
             return
         self._is_open = False
         room: float = free_bytes(self._context.device) * MARGIN
-        for axis in self._context.axes.values():
+        for axis in self._context.own_axes:
             room = min(gather_objects(room, axis))
         if self._brings:
             room = self._bring(room, [self._bytes(shard) for shard in self._shards])

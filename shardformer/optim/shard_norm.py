@@ -24,7 +24,7 @@ def norm_of_shards(shards: Sequence[Shard], table: ShardedState, stage: int) -> 
             if found is not None and shard.had[piece.number] and _counts(piece.gradient, table, stage):
                 total += torch.linalg.vector_norm(found[piece.at]).to(total) ** 2
     total = here + there.to(device)
-    for axis in table.context.axes.values():
+    for axis in table.context.own_axes:
         total = all_reduce(total, axis, purpose="norm")
     is_wide = any(entry.param.dtype == torch.float64 for entry in table.entries)
     return total.sqrt() if is_wide else total.sqrt().float()
@@ -32,7 +32,8 @@ def norm_of_shards(shards: Sequence[Shard], table: ShardedState, stage: int) -> 
 
 def _counts(gradient: Gradient, table: ShardedState, stage: int) -> bool:
     """Whether this rank counts what it has of a parameter: of what ranks hold alike, the first one does."""
-    reduction, coords = gradient.entry.reduction, table.context.coords
+    reduction, context = gradient.entry.reduction, table.context
+    coords = context.coords
     if stage > 0:
         own = {*reduction.sum_over, *reduction.norm_over, *(["pipe"] if reduction.stages else [])}
     elif reduction.stages and coords["pipe"] != reduction.stages[0]:
@@ -40,7 +41,8 @@ def _counts(gradient: Gradient, table: ShardedState, stage: int) -> bool:
     else:
         cut = gradient.entry.spec.axes if gradient.is_shared else ()
         own = {*reduction.norm_over} - {*reduction.sum_over, *cut}
-    return all(rank == 0 for name, rank in coords.items() if name not in own)
+    others = context.finest(context.grid.sizes) - context.finest(own)
+    return all(coords[name] == 0 for name in others)
 
 
 def nonfinite(shards: Sequence[Shard], table: ShardedState, norm: Tensor) -> InputError:
@@ -52,7 +54,7 @@ def nonfinite(shards: Sequence[Shard], table: ShardedState, norm: Tensor) -> Inp
         for piece in shard.pieces
         if shard.sum is not None and not bool(torch.isfinite(shard.sum[piece.at]).all())
     ]
-    for axis in table.context.axes.values():
+    for axis in table.context.own_axes:
         found = [item for theirs in gather_objects(found, axis) for item in theirs]
     _, rank, name = min(found, default=(0, 0, "some parameter"))
     return InputError(

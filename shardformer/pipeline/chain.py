@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from shardformer.errors import ConfigError
-from shardformer.layout.stream import Begin, StreamLayout
+from shardformer.layout.stream import Begin, Dim, StreamLayout
 
 R = TypeVar("R", bound=Any)
 
@@ -82,9 +82,10 @@ class StackDescription:
         return replace(own, context=self.context and (_inside(path, self.context[0]), self.context[1]), stages=stages)
 
     def layout_in(self, stream: StreamLayout) -> StreamLayout:
-        """The stream in this stack: of one whose sequence stays whole, what begins at the model's inputs."""
-        cuts = [cut for cut in stream.cuts if cut.begin is Begin.INPUTS or not self.whole_sequence]
-        return StreamLayout(tuple(cuts))
+        """The stream in this stack: where the sequence stays whole, the stack does not cut it."""
+        whole = Dim.SEQUENCE if self.whole_sequence else None
+        cuts = [cut for cut in stream.cuts if cut.begin is Begin.INPUTS or cut.dim is not whole]
+        return replace(stream, cuts=tuple(cuts))
 
     @property
     def calls_again(self) -> bool:

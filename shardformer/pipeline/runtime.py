@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import LaunchError
-from shardformer.layout.stream import Place, StreamLayout
+from shardformer.layout.stream import StreamLayout
 from shardformer.pipeline.actions import Action, Kind
 from shardformer.pipeline.backward import WeightBackward, backward_of_inputs
 from shardformer.pipeline.chain import Chain, UnitRange
@@ -93,7 +93,7 @@ class Runtime:
         self._spans, self._exchange, self._stage = spans, exchange, stage
         self._live: dict[tuple[int, int], _Live] = {}
         self._weights: dict[tuple[int, int], WeightBackward] = {}
-        self._cuts_stream = "tensor" in stream.partial_over(Place.STACK)
+        self._cuts_stream = stream.cuts_stacks
         self._broken_off = ""
         self.trace: Trace | None = None
 

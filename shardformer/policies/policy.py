@@ -43,7 +43,7 @@ class Policy(FirstForm):
         """Makes the config known as ``self.shard_config``, and checks that the policy can do it."""
         self.shard_config = shard_config
         # with tensor parallelism off nothing is cut: the policy sees the model as one rank alone does
-        self.axis = shard_config.resolve_context().tensor if shard_config.enable_tensor_parallelism else Axis("tensor")
+        self.axis = shard_config.heads_axis() if shard_config.enable_tensor_parallelism else Axis("tensor")
         self.config_sanity_check()
 
     def config_sanity_check(self) -> None:

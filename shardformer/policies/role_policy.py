@@ -136,7 +136,9 @@ class RolePolicy(Policy):
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
         self.notes = list(type(self).notes)
         self._few = []
-        model = LayerLowering(self.model, "", self.axis, classes=self._classes)
+        # outside of the stacks all tensor ranks have the same, on a grid too
+        tensor = self.shard_config.resolve_context().tensor if self.axis.name == "column" else self.axis
+        model = LayerLowering(self.model, "", tensor)
         out: dict[ModuleKey, ModulePolicyDescription] = {
             "": merged([self._outside(), self._merged(self.single, model)])
         }

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -51,8 +52,8 @@ class Gradient:
     def _look(self, is_shared: bool) -> None:
         spec = self.entry.spec
         self.is_shared = is_shared
-        num_places = len(spec.places()) if is_shared else 1
-        self.copies = spec.multiplicity() * (self.axis.size // num_places)
+        summed = [size for name, size in spec.axes.items() if self.is_whole or name in self.entry.reduction.sum_over]
+        self.copies = spec.multiplicity() * (self.axis.size // (prod(summed) if is_shared else 1))
         """How many of the ranks hold each number: a number, or one for each of the full tensor."""
 
     def bring_together(self, axis: Axis | None, holders: Sequence[Coords] = ()) -> None:

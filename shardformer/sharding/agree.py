@@ -186,7 +186,7 @@ def _said(problem: Exception | None) -> str | None:
 def gather_all(value: T, context: ParallelContext) -> list[tuple[int, T]]:
     """(global rank, value) of every rank of the grid."""
     found = [(context.rank, value)]
-    for axis in reversed(list(context.axes.values())):
+    for axis in reversed(list(context.own_axes)):
         found = [pair for row in gather_objects(found, axis) for pair in row]
     return found
 

@@ -18,7 +18,9 @@ from shardformer.layers.tensor.parameters import shard_parameter
 from shardformer.layout.state import Request, ShardedState, cut_in
 from shardformer.layout.stream import StreamLayout
 from shardformer.lazy.materialize import copy_with_values, fill, is_lazy, notes_of, recording
+from shardformer.mesh.axis import Axis
 from shardformer.mesh.launch import launch_from_torch
+from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.optim.torch_clipping import lead_clipping_here
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies import first_form
@@ -29,6 +31,7 @@ from shardformer.sharding.agree import agree, agree_on_group, agree_on_token, ag
 from shardformer.sharding.checks import check_layouts, check_plain, check_unheld, checked_plan, unchanged_on_error
 from shardformer.sharding.context import open_context, proven_dims
 from shardformer.sharding.gradients import agree_on_gradients
+from shardformer.sharding.grid import Samples, learned_samples, on_grid, open_arguments, with_edges
 from shardformer.sharding.guards import Guard
 from shardformer.sharding.optimize import apply_optimizations
 from shardformer.sharding.plan import Plan, name_of
@@ -47,6 +50,7 @@ class Sharding:
         find: (model, number of tensor ranks) -> its policy, and where that comes from.
         prove: (model, find, sizes of the sequence axis) -> whether a model's sequence can be cut over ranks, and what
             was learnt of it (``shardformer.policies.infer.prove_context``); None: it is what is being found out.
+        prove_grid: (model, find, grid) -> the same of a tensor grid (``shardformer.policies.infer.prove_grid``).
         fresh: whether the model was made for this, so that no optimizer can hold its parameters: looking for one goes
             through everything that the process holds.
 
@@ -60,10 +64,13 @@ class Sharding:
         find: Callable[[nn.Module, int], tuple[Policy, str]],
         *,
         prove: Callable[..., Any] | None = None,
+        prove_grid: Callable[..., Any] | None = None,
         fresh: bool = False,
     ) -> None:
-        self.model, self._prove = model, prove
+        self.model, self._prove, self._prove_grid = model, prove, prove_grid
         self._dims: Dims = {}
+        self._grid: TensorGrid | None = None
+        self._samples: Samples = {}
         self._fresh = fresh
         self.shard_config = config
         self._find = find
@@ -77,9 +84,13 @@ class Sharding:
         if config.context is None and config.tensor_parallel_process_group is None and not dist.is_initialized():
             launch_from_torch()
         self._context = context = agree_on_group(config)
+        if config.is_grid and context.tensor.size > 1:
+            config, self._grid = on_grid(config, context)
+            self.shard_config, self._context = config, config.resolve_context()
+            context = self._context
         with unchanged_on_error(self.model):
             plan = agree(context, self._plan, self._lines)
-            state, axes = self._state, list(context.axes.values())[::-1]
+            state, axes = self._state, context.own_axes[::-1]
             state.notes += agree_on_weights(self.model, axes)
             state.token = agree_on_token(axes)
             stages = state.stages
@@ -106,10 +117,16 @@ class Sharding:
         config, model = self.shard_config, self.model
         check_plain(model)
         self._policy, source = self._found(model)
-        cuts = [cut for cut in config.stream_layout().cuts if self._is_cut or cut.axis != "tensor"]
+        layout = config.stream_layout()
+        if not self._is_cut:
+            layout = StreamLayout(tuple(cut for cut in layout.cuts if cut.axis not in layout.block))
         request = Request(source, config.options(), config.extra_kwargs, self._policy)
-        self._state = ShardedState(self._context, request, StreamLayout(tuple(cuts)))
+        self._state = ShardedState(self._context, request, layout)
         plan = checked_plan(model, self._policy, config)
+        if self._grid is not None:
+            plan = with_edges(plan, self._grid)
+            if self._prove_grid is not None:
+                self._samples = learned_samples(model, self._prove_grid, self._find, self._grid)
         if config.cuts_context and self._prove is not None:
             self._dims = proven_dims(model, self._prove, self._find, self._context, config.context_parallel)
         self.model = plan.model
@@ -162,14 +179,18 @@ class Sharding:
         for target, source in first_form.bind(policy, self.model):
             state.note(target, "own parameter", f"tied to {source}", kind="tie")
         apply_optimizations(self.model, config, plan, state)
-        blocks = open_regions(self.model, plan, state, config) if self._is_cut else []
+        if self._grid is not None:
+            state.notes.append(f"Tensor parallelism on a grid: {self._grid}.")
+        blocks = open_regions(self.model, plan, state, config, self._grid) if self._is_cut else []
+        if self._grid is not None:
+            open_arguments(self.model, plan, state, self._samples)
         if config.cuts_context:
             open_context(
                 self.model, plan.stacks, state, config.context_parallel, self._dims, draws=uses_dropout(self.model)
             )
         self.model = policy.postprocess() or self.model
         if state.stages is not None:
-            state.stages.open(self.model, state.stream)
+            state.stages.open(self.model, state.stream, state.context)
         Guard(self.model, state, is_cut=self._is_cut or config.cuts_context)
         install_saving(self.model, state)
         return blocks
@@ -181,18 +202,20 @@ class Sharding:
         native = {path: self.model.get_submodule(path) for path in plan.replacements}
         kept_alive: list[Tensor] = []  # as the native modules are: no identity in `shared` is used twice
         for path, module in native.items():
-            new = self._replacement(path, module, plan.replacements[path], shared)
+            new = self._replacement(path, module, plan.replacements[path], shared, self._axis_at(path, plan))
             setattr(*owner_of(self.model, path), new)
             self._state.note(path, module, new)
         for path, splits in plan.parameters.items():
             module, name = owner_of(self.model, path)
             if splits and (id(module), name) not in done:
                 done.add((id(module), name))
-                kept_alive.append(shard_parameter(module, name, splits, self._context.tensor, shared))
+                named = {split.axes[0] for split in splits.values()} & {"row", "column", "depth"}
+                axis = self._context.axis(named.pop()) if named else self._axis_at(path, plan)
+                kept_alive.append(shard_parameter(module, name, splits, axis, shared))
                 self._state.note(path, "buffer" if name in module._buffers else "parameter", "a part")
         self._rebind(shared)
         keep_ties(self.model, self._ties, {id(part): spec for _, part, spec in cut_in(self.model)})
-        check_layouts(self.model, {"tensor": self._context.tensor.rank})
+        check_layouts(self.model, self._context.coords)
         self._change(plan)
 
     def _replacement(
@@ -201,12 +224,14 @@ class Sharding:
         module: nn.Module,
         sub: SubModuleReplacementDescription,
         shared: dict[int, nn.Parameter],
+        axis: Axis,
     ) -> nn.Module:
-        axis, kwargs, make = self._context.tensor, dict(sub.kwargs or {}), sub.target_module.from_native_module
+        kwargs, make = dict(sub.kwargs or {}), sub.target_module.from_native_module
         if getattr(make, "__module__", "").startswith("shardformer."):
+            group: Any = axis
             if isinstance(sub.target_module, type) and issubclass(sub.target_module, ParallelModule):
                 kwargs["shared"] = shared
-            group: Any = axis
+                group = self._grid if sub.target_module.takes_grid else axis
         else:
             group = axis.group  # a class of the user's own knows torch's groups
         try:
@@ -226,6 +251,11 @@ class Sharding:
                 remedy="Return it",
             )
         return new
+
+    def _axis_at(self, path: str, plan: Plan) -> Axis:
+        """The axis over which what stands there is cut: on a grid heads and features in a stack lie over columns."""
+        inside = self._grid is not None and path.startswith(tuple(f"{stack.layers}." for stack in plan.stacks))
+        return self._grid.column if inside and self._grid is not None else self._context.tensor
 
     def _rebind(self, shared: dict[int, nn.Parameter]) -> None:
         """Other owners of a parameter that was cut (BERT's head keeps the decoder's bias) own the part too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,7 +58,8 @@ class Places:
         self._stream, blocks = stream, [block for _, block in plan.blocks]
         self._inside = tuple(_prefix(block.entry) for block in blocks)
         self._biases = {f"{_prefix(block.row)}bias" for block in blocks}
-        self._whole = tuple(_prefix(b.gathers_around) for b in blocks if b.gathers_around is not None)
+        whole = [*plan.gathered, *(b.gathers_around for b in blocks if b.gathers_around is not None)]
+        self._whole = tuple(map(_prefix, whole))
         self._stacks = [
             (prefix, stack.layout_in(stream))
             for stack in plan.stacks
@@ -70,9 +72,9 @@ class Places:
         layout = next((layout for prefix, layout in self._stacks if name.startswith(prefix)), None)
         if name not in self._biases and name.startswith(self._inside):
             return layout or self._stream, Place.BLOCK
-        if layout is None or name.startswith(self._whole):
+        if layout is None:
             return self._stream, Place.OUTSIDE
-        return layout, Place.STACK
+        return layout, Place.GATHERED if name.startswith(self._whole) else Place.STACK
 
 
 def _prefix(path: str) -> str:
@@ -89,12 +91,15 @@ def _axes(state: ShardedState, held: Sequence[tuple[int, ...]]) -> Callable[[Red
     context = state.context
     names = ("data", *state.stream.partial_over(Place.OUTSIDE))
     outside = tuple(name for name in names if context.axis(name).size > 1)
-    inside = (*outside, "tensor") if context.tensor.size > 1 else outside
+    block = [name for name in state.stream.block if context.sizes.get(name, 1) > 1]
+    choices = [(*outside, *chosen) for count in range(len(block) + 1) for chosen in combinations(block, count)]
     of_stages = {
         (tuple(sorted(names)), stages): context.merged(*names, "pipe", only={"pipe": stages})
         for stages in held
-        for names in dict.fromkeys((outside, inside))
+        for names in choices
     }
+    for names in choices:
+        context.merged(*names or ("data",))
 
     def axis_of(reduction: Reduction) -> Axis:
         if reduction.stages:

@@ -40,6 +40,7 @@ class Plan:
         functions: (path of a module, function that changes its parameters in place).
         methods: path of a method -> the function that takes its place.
         blocks: (path of the described module, block).
+        gathered: on a tensor grid, paths of modules in a layer that are given all hidden features.
     """
 
     model: nn.Module
@@ -50,6 +51,7 @@ class Plan:
     functions: list[tuple[str, Callable[[nn.Module], Any]]] = field(default_factory=list)
     methods: dict[str, Callable[..., Any]] = field(default_factory=dict)
     blocks: list[tuple[str, BlockDescription]] = field(default_factory=list)
+    gathered: list[str] = field(default_factory=list)
 
     def cut(self) -> dict[int, str]:
         """The identity of every parameter that is cut, and a name of it."""
@@ -72,6 +74,7 @@ class Plan:
             replacements={path: sub for path, sub in self.replacements.items() if is_here(path)},
             parameters={path: splits for path, splits in self.parameters.items() if has(path)},
             blocks=[(path, block) for path, block in self.blocks if is_here(block.row)],
+            gathered=[path for path in self.gathered if is_here(path)],
         )
 
     def lines(self) -> list[str]:
@@ -85,7 +88,8 @@ class Plan:
         out += [f"{path}: {splits}" for path, splits in self.parameters.items()]
         # of attributes the names only: their values differ where ranks hold different numbers of heads
         out += [*self.attributes, *self.methods, *(f"{path}: {name_of(f)}" for path, f in self.functions)]
-        return [*out, *(f"{path}: {block}" for path, block in self.blocks), *map(str, self.stacks)]
+        out += [f"{path}: {block}" for path, block in self.blocks]
+        return [*out, *(f"{path}: gathered" for path in self.gathered), *map(str, self.stacks)]
 
 
 def make_plan(model: nn.Module, policy: Policy) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.layers.context.sequence_cut import of_positions
+from shardformer.layers.grid.block import GridBlock
+from shardformer.layers.grid.linear import OnGrid
+from shardformer.layers.grid.stream import GridStream
 from shardformer.layers.random_stream import agree_on_draws
 from shardformer.layers.tensor.arguments import change_argument, enclose, of_local_heads
 from shardformer.layers.tensor.block import Block
@@ -20,6 +24,7 @@ from shardformer.layers.tensor.stream import Stream
 from shardformer.layout.state import ShardedState
 from shardformer.layout.stream import Begin, StreamLayout
 from shardformer.mesh.axis import Axis
+from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.pipeline.chain import StackDescription
 from shardformer.policies.describe import BlockArguments, BlockDescription
 from shardformer.policies.paths import configs_in
@@ -32,7 +37,9 @@ OpenBlock = tuple[nn.Module, Block]
 """The module at the entry of a block, and the block."""
 
 
-def open_regions(model: nn.Module, plan: Plan, state: ShardedState, config: ShardConfig) -> list[OpenBlock]:
+def open_regions(
+    model: nn.Module, plan: Plan, state: ShardedState, config: ShardConfig, grid: TensorGrid | None = None
+) -> list[OpenBlock]:
     """Registers the hooks of every stack and block, after all other changes: they stand on modules that stay."""
     axis, random = state.context.tensor, uses_dropout(model)
     classes = MODES[config.tensor_parallel_mode]
@@ -42,7 +49,11 @@ def open_regions(model: nn.Module, plan: Plan, state: ShardedState, config: Shar
         layout = stack.layout_in(state.stream)
         if stack.whole_sequence and layout != state.stream:
             state.notes.append(f"The sequence stays whole in {stack.layers}: {stack.whole_sequence}.")
-        stream = Stream(layout, axis, overlap=config.enable_sequence_overlap, random=random)
+        stream = (
+            Stream(layout, axis, overlap=config.enable_sequence_overlap, random=random)
+            if grid is None
+            else GridStream(layout, grid, random=random)
+        )
         streams[f"{stack.layers}."] = stream
         _open_stack(model, stack, stream, axis, random)
     if any(stream.layout.cut_at_stack(axis.name) for stream in streams.values()):
@@ -50,20 +61,31 @@ def open_regions(model: nn.Module, plan: Plan, state: ShardedState, config: Shar
             if isinstance(module, classes.embedding):
                 module.__dict__["sums_later"] = True
     alone = Stream(StreamLayout(), axis)
+    for path in plan.gathered:
+        around = _stream_at(path, streams, alone).register_whole(model.get_submodule(path), random)
+        state.edges += [around] if around is not None else []
     blocks: list[OpenBlock] = []
     for path, description in plan.blocks:
-        stream = next((s for prefix, s in streams.items() if path.startswith(prefix)), alone)
-        if description.gathers_around is not None:
+        stream, of_block = _stream_at(f"{path}.", streams, alone), classes
+        if stream is alone:
+            of_block = MODES["1d"]
+        elif description.gathers_around is not None:
             around = stream.register_whole(model.get_submodule(description.gathers_around), random)
-            stream = alone
+            stream = Stream(StreamLayout(), stream.axis)
             if around is not None:
                 state.edges.append(around)
-        opened = _open_block(model, description, classes, stream, random)
+        elif f"{description.entry}.".startswith(tuple(f"{path}." for path in plan.gathered)):
+            stream = Stream(StreamLayout(), stream.axis)
+        opened = _open_block(model, description, of_block, stream, random, axis)
         if opened is not None:
             blocks.append(opened)
             state.edges.append(opened[1])
     state.edges += streams.values()  # behind the blocks: what was entered last is left first
     return blocks
+
+
+def _stream_at(path: str, streams: Mapping[str, Stream], alone: Stream) -> Stream:
+    return next((stream for prefix, stream in streams.items() if path.startswith(prefix)), alone)
 
 
 def _check_stream(plan: Plan, stream: StreamLayout) -> None:
@@ -86,17 +108,26 @@ def _open_stack(model: nn.Module, stack: StackDescription, stream: Stream, axis:
     layers = model.get_submodule(stack.layers)
     children = list(layers.children())
     stream.register(children[0], model.get_submodule(stack.final_norm) if stack.final_norm else children[-1])
-    if random and stream.layout.cut_at_stack(axis.name) is not None:
+    alike = stream.shares_samples
+    if random and alike is not None:
         for module in layers.modules():  # each rank has a part of every sample: all drop the same samples
             if type(module).__name__.endswith("DropPath"):  # in timm, and in each of transformers' families with one
-                agree_on_draws(axis, module)
+                agree_on_draws(alike, module)
 
 
 def _open_block(
-    model: nn.Module, description: BlockDescription, classes: ParallelLayers, stream: Stream, random: bool
+    model: nn.Module,
+    description: BlockDescription,
+    classes: ParallelLayers,
+    stream: Stream,
+    random: bool,
+    axis: Axis,
 ) -> OpenBlock | None:
-    """Opens one block; None where it needs no hooks of its own, or stands in two layers and is open already."""
-    axis = stream.axis
+    """Opens one block; None where it needs no hooks of its own, or stands in two layers and is open already.
+
+    Args:
+        axis: of the ranks that are given the same.
+    """
     row = model.get_submodule(description.row)
     if isinstance(row, classes.row) and getattr(row, "block", None) is not None:
         return None
@@ -109,7 +140,7 @@ def _open_block(
         change_argument(brings, name, partial(enter, axis=axis))
     for name, dim in arguments.by_head.items():
         change_argument(brings, name, partial(of_local_heads, dim=dim, bounds=arguments.bounds, axis=axis))
-    block = Block(stream, random, arguments.width)
+    block = (GridBlock if issubclass(classes.row, OnGrid) else Block)(stream, random, arguments.width)
     for name in [*description.columns, *description.others]:
         column = _expected(model, name, classes.column, "columns")
         column.block = block

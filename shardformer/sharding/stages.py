@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardformer.errors import ConfigError
 from shardformer.layers.tensor.modes import MODES
 from shardformer.layout.stream import Place, StreamLayout
+from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.balance import balanced, even, explicit
 from shardformer.pipeline.chain import Chain, UnitRange, holders, homes, no_chain
 from shardformer.pipeline.placeholders import Placeholders
@@ -102,13 +103,12 @@ class Stages:
     def _own_spans(self) -> list[UnitRange]:
         return [self.spans[v] for v in self.manager.virtual_stages]
 
-    def open(self, model: nn.Module, stream: StreamLayout) -> None:
+    def open(self, model: nn.Module, stream: StreamLayout, context: ParallelContext) -> None:
         """Makes what runs a part of the model, and puts it into the layers, after all else that changes them.
 
         Where there is one stage it goes there for each step, and leaves the model as it was.
         """
         self.stream = stream
-        context = self.manager.context
         share_from_first(model, self.chain, self._own_spans())
         self.stage_forward = StageForward(
             model,

@@ -33,6 +33,10 @@ from shardformer.layers.tensor.stream import Stream, with_first_tensor
 from shardformer.mesh.axis import Axis
 
 
+EXITS = ("RowExitBackward", "GridRowExitBackward", "_LeaveBlockBackward")
+"""The functions by which something leaves a block, as autograd names them."""
+
+
 @dataclass(eq=False)
 class Block:
     """The two edges of one block, shared by its entry hook, its column-parallel linears and its row-parallel linear.
@@ -121,11 +125,16 @@ class Block:
                 return column.multiply(x)  # one that reads other states too, which have entered by themselves
             pending = self._pending
             known = pending.known if pending is not None and pending.is_pending else None
-            seen, outputs = project(self._source, self.edges, self.columns, known)
-            if pending is not None and pending.known is None and seen.dtype == pending.dtype:
+            seen, outputs = self._project_all(known)
+            if pending is not None and pending.known is None and seen is not None and seen.dtype == pending.dtype:
                 pending.offer(seen)
             self._outputs = {id(c): y for c, y in zip(self.columns, outputs, strict=True)}
         return self._outputs.pop(id(column))
+
+    def _project_all(self, known: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
+        """What the columns see, without history, and their outputs."""
+        assert self._source is not None
+        return project(self._source, self.edges, self.columns, known)
 
     def _refuse_replaced(self, column: Column) -> None:
         if any(own is column for own in self.columns):
@@ -144,7 +153,7 @@ class Block:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Block:
         """Without what a forward left here: a recomputation under checkpointing stops before the exit."""
-        memo[id(self)] = twin = Block(deepcopy(self.stream, memo), self.random, self.width, is_flat=self.is_flat)
+        memo[id(self)] = twin = type(self)(deepcopy(self.stream, memo), self.random, self.width, is_flat=self.is_flat)
         twin.columns = deepcopy(self.columns, memo)
         return twin
 
@@ -162,7 +171,7 @@ class Block:
         reached, seen = [out.grad_fn], set()
         while reached:
             node: Any = reached.pop()
-            if node is None or node in seen or type(node).__name__ == "RowExitBackward":
+            if node is None or node in seen or type(node).__name__ in EXITS:
                 continue
             if node is entered.grad_fn or (isinstance(entered, PendingTensor) and entered.is_made_by(node)):
                 raise PolicyError(

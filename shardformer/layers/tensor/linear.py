@@ -65,11 +65,16 @@ class _ParallelLinear(ParallelModule):
         weight, full_bias = native.weight, getattr(native, "bias", None)
         assert isinstance(weight, Tensor) and (full_bias is None or isinstance(full_bias, Tensor))
         self.split = (split or self._even_split()).over(self.axis.name)
+        of_weight, of_bias = self._specs(weight.shape)
+        self.register_shard("weight", weight, of_weight, shared)
+        self.register_shard("bias", full_bias, of_bias, shared)
+        self.train(native.training)
+
+    def _specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
+        """The layouts of the weight, of this shape, and of the bias."""
         cuts_out = self._cut == "out_features"
         splits = {int(cuts_out == self.transposed): self.split}
-        self.register_shard("weight", weight, ShardSpec(weight.shape, splits), shared)
-        self.register_shard("bias", full_bias, ShardSpec((out_features,), {0: self.split} if cuts_out else {}), shared)
-        self.train(native.training)
+        return ShardSpec(shape, splits), ShardSpec((self.out_features,), {0: self.split} if cuts_out else {})
 
     def _even_split(self) -> Split:
         size: int = getattr(self, self._cut)
@@ -229,11 +234,9 @@ class Linear1D_Row(_ParallelLinear):
         if not self.parallel_input:
             x = self._part_of(x)
         weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight = x.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
         edges = WholeEdges(self.axis) if self.block is None else self.block.edges
         try:
             y = self._leave(x, weight, edges)
@@ -242,9 +245,16 @@ class Linear1D_Row(_ParallelLinear):
                 self.block.leave(self.training)
         if self.block is not None and self.block.is_flat:
             y = y.flatten(0, 1)
+        bias = self._bias_for(y)
+        if bias is not None and torch.is_autocast_enabled(x.device.type):
+            bias = bias.to(torch.get_autocast_dtype(x.device.type))
         if self.skip_bias_add:
             return y, bias
         return y if bias is None else y + bias
+
+    def _bias_for(self, y: Tensor) -> Tensor | None:
+        """What is added to the sum."""
+        return self.bias
 
     def _leave(self, x: Tensor, weight: Tensor, edges: Edges) -> Tensor:
         """The sum over the ranks, with the product that another row handed to this one; zero where this one did so."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from shardformer.layers.grid.linear import GridLinear_Col, GridLinear_Row
 from shardformer.layers.tensor.embedding import Embedding1D, VocabParallelEmbedding1D
 from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
 from shardformer.layers.tensor.parallel_module import ParallelModule
 from shardformer.layers.tensor.split_norm import SplitNorm
+from shardformer.mesh.tensor_grid import GRID_MODES
 
 
 @dataclass(frozen=True)
@@ -31,14 +33,13 @@ class ParallelLayers:
     head: type[ParallelModule]
 
 
-MODES = {
-    "1d": ParallelLayers(
-        column=Linear1D_Col,
-        row=Linear1D_Row,
-        norm=SplitNorm,
-        table=Embedding1D,
-        embedding=VocabParallelEmbedding1D,
-        head=VocabParallelLMHead1D,
-    ),
-}
+_1D = ParallelLayers(
+    column=Linear1D_Col,
+    row=Linear1D_Row,
+    norm=SplitNorm,
+    table=Embedding1D,
+    embedding=VocabParallelEmbedding1D,
+    head=VocabParallelLMHead1D,
+)
+MODES = {"1d": _1D} | dict.fromkeys(GRID_MODES, replace(_1D, column=GridLinear_Col, row=GridLinear_Row))
 """``tensor_parallel_mode`` -> its layers."""

@@ -28,6 +28,9 @@ class ParallelModule(nn.Module, ABC):
     keep their names, so a sharded model's state dict has the keys of the plain one.
     """
 
+    takes_grid = False
+    """Whether it is made with a ``TensorGrid`` in the place of one axis."""
+
     def __init__(self, axis: Axis | None = None) -> None:
         super().__init__()
         self.axis = axis or Axis("tensor")

@@ -46,7 +46,7 @@ class SplitNorm(ParallelModule):
         self.kind: str = "layer" if isinstance(norm, FusedLayerNorm) else str(norm.kind)
         self.eps: Any = norm.eps
         split = split.over(self.axis.name)
-        self.expand, self.full = expand, split.full
+        self.expand, self.full, self.split = expand, split.full, split
         for name in ("weight", "bias"):
             param = norm._parameters.get(name)
             self.register_shard(name, param, ShardSpec((split.full,), {0: split}), shared)

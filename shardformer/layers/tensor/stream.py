@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,11 @@ class Stream:
     def is_cut(self) -> bool:
         """Whether each rank holds a part of the stream just now."""
         return self._dim is not None and self._is_open
+
+    @property
+    def shares_samples(self) -> Axis | None:
+        """The ranks that have parts of the same samples; None where nothing is cut."""
+        return self.axis if self._dim is not None else None
 
     def edges(self, x: Tensor) -> Edges:
         """The edges of a block that is given x."""
@@ -123,7 +128,7 @@ class Stream:
     def _leave_module(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return with_first_output(output, self.leave_stack)
 
-    def register_whole(self, module: nn.Module, random: bool) -> GatheredModule | None:
+    def register_whole(self, module: nn.Module, random: bool) -> Gathered | None:
         """Gives ``module`` the whole sequence, which its forward needs outside of its block too: it adds its residual.
 
         Forward: one all-gather of B*S*H; backward the same. What is inside of the module and outside of a block is
@@ -187,6 +192,12 @@ class Stream:
         length = own_length(self.full, self.axis)
         samples = x.shape[0] // length if length else self.samples
         return x.view(samples, length, x.shape[-1]) if x.dim() == 2 and x.shape[0] == samples * length else x
+
+
+class Gathered(Protocol):
+    """What stands around a module that is given more than this rank's part of the stream."""
+
+    def abandon(self) -> None: ...
 
 
 class GatheredModule:

@@ -50,7 +50,7 @@ class Files(Host):
         """
         self.disk.flush()
         said = None if self.disk.error is None else f"{self.disk.error} (rank {context.rank})"
-        for axis in context.axes.values():
+        for axis in context.own_axes:
             said = next((theirs for theirs in gather_objects(said, axis) if theirs is not None), None)
         for part in parts:
             if isinstance(part, PagedPart):

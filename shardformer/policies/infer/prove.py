@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from shardformer.config import ShardConfig
 from shardformer.errors import ShardFormerError
 from shardformer.layout.split import Coords
-from shardformer.layout.state import specs_of
+from shardformer.layout.state import specs_of, state_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.policy import Policy
 from shardformer.sharding.apply import Sharding
@@ -72,17 +72,27 @@ def allowed(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
 def mismatch(reference: Reference, policy: type[Policy], ranks: int, **options: bool) -> str | None:
     """What is wrong with ``policy`` over ``ranks`` tensor ranks; None when nobody could tell."""
 
+    def shard(model: nn.Module, context: ParallelContext) -> None:
+        config = ShardConfig(context=context, **options)  # type: ignore[arg-type]  # of switches alone
+        Sharding(model, config, lambda *_: (policy(), "to be proven"), fresh=True).shard()
+
+    return difference(reference, shard, tensor=ranks)
+
+
+def difference(reference: Reference, shard: Callable[[nn.Module, ParallelContext], None], **sizes: int) -> str | None:
+    """By what a model that ``shard`` shards, over ranks that are threads, can be told; None when nobody could tell."""
+
     def train(context: ParallelContext) -> None:
         model = copied(reference.model)
-        Sharding(model, _config(context, options), lambda *_: (policy(), "to be proven"), fresh=True).shard()
+        shard(model, context)
         loss = loss_of(reference.run(model))
         if not abs(loss.item() - reference.loss) <= RELATIVE * abs(reference.loss):
             raise Differs(f"the output differs: {loss.item():.6g} instead of {reference.loss:.6g}")
         loss.backward()
-        compare_gradients(reference, model, {"tensor": context.tensor.rank})
+        compare_gradients(reference, model, state_of(model).coords)
 
     try:
-        run_as_threads(train, tensor=ranks, in_turn=True)
+        run_as_threads(train, **sizes, in_turn=True)
         return None
     except Differs as difference:
         return str(difference)
@@ -103,10 +113,6 @@ def copied(model: nn.Module) -> nn.Module:
         id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if type(p) is nn.Parameter
     }
     return copy.deepcopy(model, own)
-
-
-def _config(context: ParallelContext, options: Mapping[str, Any]) -> ShardConfig:
-    return ShardConfig(context=context, **options)
 
 
 def loss_of(output: Any, *, alike: bool = False) -> Tensor:

@@ -1,0 +1,121 @@
+"""The tensor axis as a grid of rows, columns and a third axis: which of its axes cuts what, by mode.
+
+    mode   batch between blocks   hidden between blocks   batch in a block   heads, width   weights lie over
+    2d     row                    column                  row                column         row, column
+    2.5d   row, depth             column                  row, depth         column         row, column
+    3d     row, column            depth                   row, depth         column         row, column, depth
+
+In 2.5D the third axis has copies of the weights, in 3D it cuts the contraction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any
+
+from shardformer.errors import ConfigError
+from shardformer.mesh.axis import Axis
+from shardformer.mesh.context import ParallelContext
+
+NAMES = ("row", "column", "depth")
+GRID_MODES = ("2d", "2.5d", "3d")
+
+
+@dataclass(frozen=True, eq=False)
+class TensorGrid:
+    """The axes of one tensor grid, as one process sees them.
+
+    Args:
+        whole: all of its ranks.
+        hidden: cuts what flows between the blocks along its hidden dim.
+        contraction: cuts the hidden dim in a block: the third axis in 3D, an axis of one rank otherwise.
+        batch: cuts the batch between the blocks.
+        core: cuts it in a block.
+    """
+
+    mode: str
+    whole: Axis
+    row: Axis
+    column: Axis
+    depth: Axis
+    hidden: Axis
+    contraction: Axis
+    batch: Axis
+    core: Axis
+
+    @classmethod
+    def of(cls, context: ParallelContext, mode: str) -> TensorGrid:
+        """The grid of a context that is seen by ``with_grid``. All processes call it: axes may have to be connected."""
+        row, column, depth = (context.axis(name) for name in NAMES)
+        batch = context.merged("row", "column" if mode == "3d" else "depth")
+        core = context.merged("row", "depth")
+        hidden, contraction = (depth, depth) if mode == "3d" else (column, Axis("contraction"))
+        return cls(mode, context.tensor, row, column, depth, hidden, contraction, batch, core)
+
+    @property
+    def coords(self) -> dict[str, int]:
+        return {axis.name: axis.rank for axis in (self.row, self.column, self.depth)}
+
+    @property
+    def samples(self) -> int:
+        """The batch is padded to a multiple of this."""
+        return self.row.size * self.column.size * self.depth.size if self.mode == "3d" else self.batch.size
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorGrid:
+        return self
+
+    def __str__(self) -> str:
+        sizes = [self.row.size, self.column.size] + [self.depth.size] * (self.depth.size > 1 or self.mode != "2d")
+        return f"{self.mode} {'x'.join(map(str, sizes))}"
+
+
+def grid_sizes(context: ParallelContext, mode: str) -> tuple[int, int, int]:
+    """Rows, columns and the third axis. Raises ConfigError where the tensor axis and the mode do not fit.
+
+    An axis that was given as one number becomes the square, the squares behind each other, or the cube of that size.
+    """
+    size, known = context.tensor.size, context.sizes
+    if "row" in known:
+        row, column, depth = (known[name] for name in NAMES)
+        if mode == "2d" and depth > 1:
+            raise _refused(f"{row} x {column} x {depth}", mode, f"Use tensor=({row}, {column * depth})")
+        if mode != "2d" and depth == 1 < row * column:
+            raise _refused(f"{row} x {column}", mode, f"Give three numbers, such as tensor=({row}, {column}, 2)")
+        return row, column, depth
+    if mode == "2d":
+        side = isqrt(size)
+        if side * side != size:
+            raise _refused(str(size), mode, f"Name rows and columns: tensor={_factors(size)}")
+        return side, side, 1
+    if mode == "3d":
+        side = round(size ** (1 / 3))
+        if side**3 != size:
+            raise _refused(str(size), mode, "Name the three sizes, such as tensor=(2, 2, 2), or tensor=(4, 2, 2)")
+        return side, side, side
+    sides = [n for n in range(isqrt(size), 1, -1) if size % (n * n) == 0 and size > n * n]
+    if not sides:
+        raise _refused(str(size), mode, "Name the three sizes, such as tensor=(2, 2, 2)")
+    return sides[0], sides[0], size // sides[0] ** 2
+
+
+def with_grid(context: ParallelContext, mode: str) -> ParallelContext:
+    """The context whose tensor axis is also seen as a grid. All processes call it. Raises as ``grid_sizes``."""
+    sizes = grid_sizes(context, mode)
+    return context if "row" in context.sizes else context.view("tensor", **dict(zip(NAMES, sizes, strict=True)))
+
+
+def _factors(size: int) -> tuple[int, int]:
+    """The two nearest factors, the larger one first."""
+    small = next(n for n in range(isqrt(size), 0, -1) if size % n == 0)
+    return size // small, small
+
+
+def _refused(sizes: str, mode: str, remedy: str) -> ConfigError:
+    shapes = {"2d": "rows x columns", "2.5d": "rows x columns x copies", "3d": "rows x columns x a third"}
+    alone = {"2d": "a square", "2.5d": "two squares or more", "3d": "a cube"}
+    return ConfigError(
+        f"tensor={sizes} with tensor_parallel_mode={mode!r}",
+        rule=f"This mode lays the tensor ranks out as {shapes[mode]}; of one number alone it makes {alone[mode]}",
+        remedy=remedy,
+    )
