@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from shardformer.config import ShardConfig
@@ -55,6 +55,10 @@ def open_regions(
             else GridStream(layout, grid, random=random)
         )
         streams[f"{stack.layers}."] = stream
+        if grid is not None and stack.final_norm and state.stages is not None:
+            norm: Any = model.get_submodule(stack.final_norm)
+            if state.stages.placeholders.has_any(norm):  # of another stage, and over all features
+                norm.forward = _handed_on
         _open_stack(model, stack, stream, axis, random)
     if any(stream.layout.cut_at_stack(axis.name) for stream in streams.values()):
         for module in model.modules():
@@ -82,6 +86,10 @@ def open_regions(
             state.edges.append(opened[1])
     state.edges += streams.values()  # behind the blocks: what was entered last is left first
     return blocks
+
+
+def _handed_on(x: Tensor) -> Tensor:
+    return x
 
 
 def _stream_at(path: str, streams: Mapping[str, Stream], alone: Stream) -> Stream:

@@ -32,7 +32,6 @@ from shardformer.layers.tensor.projection import Column, project
 from shardformer.layers.tensor.stream import Stream, with_first_tensor
 from shardformer.mesh.axis import Axis
 
-
 EXITS = ("RowExitBackward", "GridRowExitBackward", "_LeaveBlockBackward")
 """The functions by which something leaves a block, as autograd names them."""
 
