@@ -164,6 +164,7 @@ class ShardConfig:
     def resolve_context(self) -> ParallelContext:
         """The grid to shard over: the one given, one around the group given, or all processes as the tensor axis."""
         context = self._given_context()
+        self._check_mode(context)
         if context.sequence.size > 1 and all(cut.axis != "sequence" for cut in self.stream_layout().cuts):
             raise ConfigError(
                 f"The grid has sequence={context.sequence.size}",
@@ -171,6 +172,16 @@ class ShardConfig:
                 remedy="Leave sequence out: enable_sequence_parallelism cuts the sequence along the tensor axis",
             )
         return context
+
+    def _check_mode(self, context: ParallelContext) -> None:
+        if self.tensor_parallel_mode == "1d" and "row" in context.axes and context.tensor.size > 1:
+            sizes = context.sizes
+            grid = " x ".join(str(sizes[name]) for name in ("row", "column", "depth"))
+            raise ConfigError(
+                f"tensor_parallel_mode='1d' on a tensor axis that was laid as a grid of {grid}",
+                rule="Rows and columns are those of the modes 2d, 2.5d and 3d",
+                remedy="Write tensor_parallel_mode='2d', or give tensor= one number",
+            )
 
     def _given_context(self) -> ParallelContext:
         manager = self.pipeline_stage_manager

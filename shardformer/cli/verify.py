@@ -16,6 +16,7 @@ from shardformer.cli._fields import takes
 from shardformer.cli._folder import check_folder
 from shardformer.cli._pipeline import pipelined
 from shardformer.errors import ConfigError
+from shardformer.mesh.sizes import parsed, total_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,8 +62,14 @@ class VerifyOptions:
         str, "How the model is cut: my_policy.py, my_policy.py:MyPolicy or module:MyPolicy; by default the family's."
     ] = ""
     tensor: Annotated[
-        int | None, "Over how many processes the weights are split: by default 2, and with --pipe 1, each layer whole."
+        str | None,
+        typer.Option(
+            metavar="RANKS",
+            help="Over how many processes the weights are split: by default 2, and with --pipe 1, each layer whole; or "
+            "rows and columns of a grid, as 4x2, or three numbers, with --mode.",
+        ),
     ] = None
+    mode: Annotated[str, typer.Option(metavar="NAME", help="Of the tensor axis: 1d, 2d, 2.5d or 3d.")] = "1d"
     data: Annotated[int, "Over how many groups of these the batch is split."] = 1
     pipe: Annotated[
         int | None,
@@ -144,27 +151,24 @@ class VerifyOptions:
     @property
     def tensor_size(self) -> int:
         """Of the tensor axis: who asks for a pipeline alone, or for the sequence axis, gets one."""
-        return self.tensor if self.tensor is not None else 2 if self.pipe is None and self.sequence == "1" else 1
+        return total_of(self.tensor_sizes, "tensor")
+
+    @property
+    def tensor_sizes(self) -> int | tuple[int, ...]:
+        """Its ranks, or those of its rows, columns and third axis. Raises ConfigError for anything else."""
+        if self.tensor is not None:
+            return parsed(self.tensor, "tensor")
+        return 2 if self.pipe is None and self.sequence == "1" else 1
 
     @property
     def sequence_sizes(self) -> int | tuple[int, int]:
         """Of the sequence axis. Raises ConfigError for what is neither a number nor two."""
-        try:
-            sizes = [int(part) for part in self.sequence.split("x")]
-        except ValueError:
-            sizes = []
-        if len(sizes) not in (1, 2) or min(sizes) < 1:
-            raise ConfigError(
-                f"--sequence {self.sequence}",
-                rule="It is a number of ranks, or two: of a ring, and of the groups in it",
-                remedy="Write --sequence 4, or --sequence 2x2",
-            )
-        return sizes[0] if len(sizes) == 1 else (sizes[0], sizes[1])
+        sizes = parsed(self.sequence, "sequence")
+        return sizes if isinstance(sizes, int) else (sizes[0], sizes[1])
 
     @property
     def sequence_ranks(self) -> int:
-        sizes = self.sequence_sizes
-        return sizes if isinstance(sizes, int) else sizes[0] * sizes[1]
+        return total_of(self.sequence_sizes)
 
     def pipelined(self, loss_weight: LossWeight | None = None) -> Pipelined | None:
         return pipelined(self.pipe, self.micro_batches, self.schedule, self.chunks, self.cut, loss_weight)
@@ -192,6 +196,7 @@ class VerifyOptions:
             "enable_flash_attention": self.flash_attention,
             "enable_jit_fused": self.jit,
             "context_parallel": self.context,
+            "tensor_parallel_mode": self.mode,
         }
 
 
@@ -232,7 +237,7 @@ def verify(options: VerifyOptions) -> None:
 def _check(options: VerifyOptions) -> None:
     from shardformer.config import ShardConfig
 
-    for name in ("tensor", "pipe", "data"):
+    for name in ("pipe", "data"):
         size = getattr(options, name)
         if size is not None and size < 1:
             raise ConfigError(
@@ -246,6 +251,7 @@ def _check(options: VerifyOptions) -> None:
             rule="--all-heads runs every head, --head one",
             remedy="Leave one of the two out",
         )
+    options.tensor_size, options.sequence_ranks  # noqa: B018  # what is no size is refused
     ShardConfig(**options.config())  # refuses a combination that cannot be before anything is loaded
     options.pipelined()
     options.training()
@@ -292,7 +298,7 @@ def _verify_one(options: VerifyOptions, source: ModelSource, policy: Any, pool: 
     return run_verify(
         source.model_fn,
         source.batches(batch, options.tokens or 13),
-        {"tensor": options.tensor_size, "sequence": options.sequence_sizes},
+        {"tensor": options.tensor_sizes, "sequence": options.sequence_sizes},
         options.data,
         options.steps,
         {Dtype.FP64: torch.float64, Dtype.FP32: torch.float32}[options.dtype],

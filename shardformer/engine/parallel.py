@@ -12,6 +12,8 @@ from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, nearest
 from shardformer.mesh.context import ParallelContext
 from shardformer.mesh.grid import check_size
+from shardformer.mesh.sizes import total_of
+from shardformer.mesh.tensor_grid import sizes_of_mode
 from shardformer.optim.settings import STAGES, Offload, Precision, Rules
 from shardformer.pipeline.microbatches import check_sizes
 from shardformer.pipeline.stage_manager import PipelineStageManager
@@ -27,7 +29,8 @@ class Parallel:
         data: ranks that each train on a part of the batch; None: what remains of the processes.
         pipe: stages, which hold some of the layers each.
         sequence: ranks over which the sequence is cut, attention reading the positions of all.
-        tensor: ranks that hold a part of each matrix.
+        tensor: ranks that hold a part of each matrix; two or three numbers for a grid of ``tensor_mode``.
+        tensor_mode: "1d", "2d", "2.5d" or "3d", as ``tensor_parallel_mode`` of ``ShardConfig``.
         sequence_parallel: whether between blocks each tensor rank holds a part of the sequence.
         sequence_overlap: whether its gathers and scatters run under the matmuls beside them.
         context_parallel: how it does: "ring", "ulysses", "gather" or "auto", as in ``ShardConfig``.
@@ -53,7 +56,8 @@ class Parallel:
     data: int | None = None
     pipe: int = 1
     sequence: int = 1
-    tensor: int = 1
+    tensor: int | tuple[int, ...] | list[int] = 1
+    tensor_mode: str = "1d"
     sequence_parallel: bool = False
     sequence_overlap: bool = False
     context_parallel: str = "auto"
@@ -75,9 +79,11 @@ class Parallel:
     average: str = "tokens"
 
     def __post_init__(self) -> None:
-        for name in ("data", "pipe", "sequence", "tensor"):
+        for name in ("data", "pipe", "sequence"):
             if (size := getattr(self, name)) is not None:
                 check_size(name, size)
+        if total_of(self.tensor, "tensor") > 1 and self.tensor_mode != "1d":
+            sizes_of_mode(self.tensor_mode, self.tensor)
         if self.micro_batches is not None or self.micro_batch_size is not None:
             check_sizes(self.micro_batches, self.micro_batch_size)
         Precision.of(self.precision), Offload.of(self.offload), Rules(self.max_grad_norm, self.on_nonfinite)
@@ -120,7 +126,8 @@ class Parallel:
     @property
     def sizes(self) -> dict[str, int | None]:
         """Of the axes."""
-        return {name: getattr(self, name) for name in ("data", "pipe", "sequence", "tensor")}
+        sizes = {name: getattr(self, name) for name in ("data", "pipe", "sequence")}
+        return {**sizes, "tensor": total_of(self.tensor, "tensor")}
 
     def fit(self, num_processes: int) -> Parallel:
         """The layout that is most like this one over another number of processes.
@@ -136,7 +143,7 @@ class Parallel:
             (pipe, sequence, tensor)
             for pipe in _divisors(self.pipe)
             for sequence in _divisors(self.sequence)
-            for tensor in _divisors(self.tensor)
+            for tensor in _divisors(total_of(self.tensor, "tensor"))
             if num_processes % (pipe * sequence * tensor) == 0
         ]
         pipe, sequence, tensor = max(found, key=lambda sizes: (prod(sizes), sizes[2]))
@@ -146,7 +153,9 @@ class Parallel:
         data = num_processes // (pipe * sequence * tensor)
         if tensor == 1:
             of_stages |= {"sequence_parallel": False, "sequence_overlap": False}
-        return replace(self, data=data, pipe=pipe, sequence=sequence, tensor=tensor, **of_stages)
+        if tensor != total_of(self.tensor, "tensor"):
+            of_stages |= {"tensor": tensor, "tensor_mode": "1d"}  # of another size there may be no such grid
+        return replace(self, data=data, pipe=pipe, sequence=sequence, **of_stages)
 
     def shard_config(self, context: ParallelContext) -> ShardConfig:
         """What is asked of the sharder, over a grid."""
@@ -163,6 +172,7 @@ class Parallel:
             enable_fused_normalization=self.fused_normalization,
             enable_jit_fused=self.jit_fused,
             context_parallel=self.context_parallel,
+            tensor_parallel_mode=self.tensor_mode,
             context=context,
         )
 

@@ -18,7 +18,7 @@ from shardformer.engine.parallel import Parallel
 from shardformer.engine.pipeline import Pipeline
 from shardformer.errors import ConfigError
 from shardformer.layout.state import ROOT
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.context import ParallelContext, with_tensor
 from shardformer.mesh.launch import launch_from_torch
 from shardformer.optim.zero import zero
 from shardformer.sharder import shard_model
@@ -38,11 +38,11 @@ def num_processes() -> int:
 def grid_of(context: ParallelContext | None, asked: Parallel) -> ParallelContext:
     if context is None:
         if dist.is_initialized() or any(name in os.environ for name in LAUNCHED):
-            return launch_from_torch(**asked.sizes)  # type: ignore[arg-type]
+            return with_tensor(launch_from_torch(**asked.sizes), asked.tensor)  # type: ignore[arg-type]
         context = ParallelContext.of({})
     differs = [name for name, size in asked.sizes.items() if size not in (None, 1) and context.sizes[name] != size]
     if not differs:
-        return context
+        return context if "row" in context.sizes else with_tensor(context, asked.tensor)
     name = differs[0]
     alone = context.world is None and all(size == 1 for size in context.sizes.values())
     raise ConfigError(

@@ -18,7 +18,7 @@ from shardformer.engine.parallel import Parallel
 from shardformer.engine.parts import grid_of, pipeline_of, sharded, zero_of
 from shardformer.errors import ConfigError
 from shardformer.lazy.materialize import recording
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.context import ParallelContext, with_tensor
 from shardformer.mesh.grid import Grid
 
 
@@ -72,4 +72,5 @@ def _other_grid(context: ParallelContext, asked: Parallel) -> ParallelContext:
     if asked.data is None:
         sizes["data"] = count // (prod(sizes.values()) or 1)
     grid = Grid.of(sizes)
-    return ParallelContext.of(sizes, grid.coords(context.rank), world=context.world, device=context.device)
+    other = ParallelContext.of(sizes, grid.coords(context.rank), world=context.world, device=context.device)
+    return with_tensor(other, asked.tensor)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.grid import AXES, Grid
 from shardformer.mesh.processes import Processes, ProcessGroupTransport
-from shardformer.mesh.sizes import RingOfGroups, agreed_grid
+from shardformer.mesh.sizes import GridSizes, RingOfGroups, agreed_grid
 from shardformer.mesh.traffic import Traffic
 from shardformer.mesh.transport import NOBODY, Lines, Transport, World
 
@@ -197,6 +197,14 @@ def with_sequence(context: ParallelContext, sequence: RingOfGroups | None) -> Pa
         return context
     ring, group = sequence
     return context.view("sequence", ring=ring, ulysses=group)
+
+
+def with_tensor(context: ParallelContext, tensor: GridSizes | None) -> ParallelContext:
+    """The context whose tensor axis is also seen as a grid, where two or three numbers were given."""
+    if not isinstance(tensor, tuple | list) or len(tensor) == 1:
+        return context
+    row, column, *depth = tensor
+    return context.view("tensor", row=row, column=column, depth=depth[0] if depth else 1)
 
 
 def local_device() -> torch.device:

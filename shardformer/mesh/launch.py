@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 
 from shardformer.errors import ConfigError, nearest
-from shardformer.mesh.context import ParallelContext, local_device, with_sequence
+from shardformer.mesh.context import ParallelContext, local_device, with_sequence, with_tensor
 from shardformer.mesh.grid import AXES
 from shardformer.mesh.process_group import join_process_group
 from shardformer.mesh.sizes import total_of
+from shardformer.mesh.tensor_grid import sizes_of_mode
 
 
 def launch_from_torch(
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
-    tensor: int | None = None,
+    tensor: int | tuple[int, ...] | None = None,
     pipe: int | None = None,
     data: int | None = None,
     sequence: int | tuple[int, int] | None = None,
@@ -35,10 +36,11 @@ def launch_from_torch(
 
     Args:
         config: a dict, or a Python file whose names are its keys, with ``parallel = dict(tensor=2, data=2)`` or
-            ``parallel = dict(tensor=dict(size=2, mode="1d"))``; keyword arguments win over it.
+            ``parallel = dict(tensor=dict(size=8, mode="2.5d", depth=2))``; keyword arguments win over it.
         tensor, pipe, data, sequence: sizes of these axes. One of tensor and data that is left open takes what remains
             of the processes; pipe and sequence are 1 unless given. Two numbers for sequence are a ring of groups: keys
-            travel in the ring, and heads are exchanged for positions in the groups.
+            travel in the ring, and heads are exchanged for positions in the groups. Two numbers for tensor are the rows
+            and columns of a grid, three have a third axis, for ``tensor_parallel_mode``.
         backend: a torch.distributed backend; by default gloo, and with CUDA nccl beside it.
         seed: seeds torch on every process, the same everywhere.
         timeout_s: after this many seconds a collective that not all processes joined is an error.
@@ -56,10 +58,11 @@ def launch_from_torch(
         seed = settings.get("seed")
     if seed is not None:
         torch.manual_seed(seed)
-    given = sizes["sequence"]
-    if isinstance(given, tuple | list):
-        sizes["sequence"] = total_of(given)
-    return with_sequence(ParallelContext.from_world(sizes), given)
+    given = dict(sizes)
+    for name in ("sequence", "tensor"):
+        if isinstance(given[name], tuple | list):
+            sizes[name] = total_of(given[name], name)
+    return with_tensor(with_sequence(ParallelContext.from_world(sizes), given["sequence"]), given["tensor"])
 
 
 def launch(
@@ -127,18 +130,14 @@ def _parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
                 remedy=nearest(name, AXES),
             )
         size = value.get("size", 1) if isinstance(value, Mapping) else value
-        if isinstance(value, Mapping) and (unknown := set(value) - {"size", "mode"}):
+        if isinstance(value, Mapping) and (unknown := set(value) - {"size", "mode", "depth"}):
             raise ConfigError(
                 f"The config says {sorted(map(str, unknown))[0]!r} of the parallel axis {name!r}",
-                rule="Of an axis it says the size, and of the tensor axis the mode",
-                remedy=nearest(sorted(map(str, unknown))[0], ("size", "mode")),
+                rule="Of an axis it says the size, and of the tensor axis the mode, and the depth of one of 2.5D",
+                remedy=nearest(sorted(map(str, unknown))[0], ("size", "mode", "depth")),
             )
         mode = value.get("mode") if isinstance(value, Mapping) else None
         if axis == "tensor" and mode not in (None, "1d"):
-            raise ConfigError(
-                f"The config asks for tensor parallel mode {mode!r}",
-                rule="This version has the mode '1d'",
-                remedy="Write parallel = dict(tensor=dict(size=2, mode='1d'))",
-            )
+            size = sizes_of_mode(mode, size, value.get("depth"))
         sizes[axis] = size
     return sizes

@@ -14,22 +14,44 @@ from shardformer.mesh.grid import AXES, Grid, check_size
 
 RingOfGroups = int | tuple[int, int] | list[int]
 """The size of the sequence axis: how many ranks, or how many in a ring of groups, and how many in each group."""
+GridSizes = int | tuple[int, ...] | list[int]
+"""The size of the tensor axis: how many ranks, or how many rows, columns and layers of a grid."""
+SEVERAL = {
+    "sequence": ((2,), "two: of a ring, and of the groups in it", "(2, 2)"),
+    "tensor": ((2, 3), "two or three: of rows, of columns, and of a third axis", "(2, 2)"),
+}
 
 
-def total_of(sequence: RingOfGroups | None) -> int:
-    """The ranks of a sequence axis. Raises ConfigError for what is neither a number nor two."""
-    if sequence is None:
+def total_of(sizes: GridSizes | None, axis: str = "sequence") -> int:
+    """The ranks of an axis that may be given as several. Raises ConfigError for what is neither a number nor those."""
+    if sizes is None:
         return 1
-    sizes = [sequence] if isinstance(sequence, int) else list(sequence)
-    if len(sizes) not in (1, 2):
+    every = list(sizes) if isinstance(sizes, tuple | list) else [sizes]
+    counts, meaning, example = SEVERAL[axis]
+    if len(every) not in (1, *counts):
         raise ConfigError(
-            f"sequence={sequence!r}",
-            rule="The sequence axis has a number of ranks, or two: of a ring, and of the groups in it",
-            remedy="Write sequence=4, or sequence=(2, 2)",
+            f"{axis}={sizes!r}",
+            rule=f"The {axis} axis has a number of ranks, or {meaning}",
+            remedy=f"Write {axis}=4, or {axis}={example}",
         )
-    for size in sizes:
-        check_size("sequence", size)
-    return prod(sizes)
+    for size in every:
+        check_size(axis, size)
+    return prod(every)
+
+
+def parsed(given: str, axis: str) -> int | tuple[int, ...]:
+    """``"4"`` or ``"2x2"`` as a number or several. Raises ConfigError for anything else."""
+    try:
+        sizes = tuple(int(part) for part in given.split("x"))
+        total_of(sizes, axis)
+    except (ValueError, ConfigError):
+        _, meaning, example = SEVERAL[axis]
+        raise ConfigError(
+            f"--{axis} {given}",
+            rule=f"It is a number of ranks, or {meaning}",
+            remedy=f"Write --{axis} 4, or --{axis} {example.strip('()').replace(', ', 'x')}",
+        ) from None
+    return sizes[0] if len(sizes) == 1 else sizes
 
 
 def agreed_grid(sizes: Mapping[str, int | None]) -> Grid:

@@ -10,11 +10,12 @@ In 2.5D the third axis has copies of the weights, in 3D it cuts the contraction.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, nearest
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext
 
@@ -70,19 +71,36 @@ class TensorGrid:
         return f"{self.mode} {'x'.join(map(str, sizes))}"
 
 
-def grid_sizes(context: ParallelContext, mode: str) -> tuple[int, int, int]:
-    """Rows, columns and the third axis. Raises ConfigError where the tensor axis and the mode do not fit.
+def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None) -> tuple[int, int, int]:
+    """Rows, columns and the third axis. Raises ConfigError where the sizes and the mode do not fit.
 
-    An axis that was given as one number becomes the square, the squares behind each other, or the cube of that size.
+    One number becomes the square, the squares behind each other, or the cube of that size.
+
+    >>> sizes_of_mode("2.5d", 8)
+    (2, 2, 2)
+
+    Args:
+        depth: how many squares, in 2.5D.
     """
-    size, known = context.tensor.size, context.sizes
-    if "row" in known:
-        row, column, depth = (known[name] for name in NAMES)
-        if mode == "2d" and depth > 1:
-            raise _refused(f"{row} x {column} x {depth}", mode, f"Use tensor=({row}, {column * depth})")
-        if mode != "2d" and depth == 1 < row * column:
+    if mode not in GRID_MODES:
+        raise ConfigError(
+            f"The config asks for tensor parallel mode {mode!r}",
+            rule=f"The modes are 1d, {', '.join(GRID_MODES)}",
+            remedy=nearest(str(mode), ("1d", *GRID_MODES)),
+        )
+    if isinstance(size, tuple | list):
+        row, column, third = (*size, 1)[:3]
+        if mode == "2d" and third > 1:
+            raise _refused(f"{row} x {column} x {third}", mode, f"Use tensor=({row}, {column * third})")
+        if mode != "2d" and third == 1 < row * column:
             raise _refused(f"{row} x {column}", mode, f"Give three numbers, such as tensor=({row}, {column}, 2)")
-        return row, column, depth
+        return row, column, third
+    assert isinstance(size, int)
+    if mode == "2.5d" and depth is not None:
+        side = isqrt(size // depth) if depth else 0
+        if side * side * depth != size:
+            raise _refused(f"{size} and depth={depth}", mode, f"Use a size of {depth} times a square")
+        return side, side, depth
     if mode == "2d":
         side = isqrt(size)
         if side * side != size:
@@ -100,8 +118,9 @@ def grid_sizes(context: ParallelContext, mode: str) -> tuple[int, int, int]:
 
 
 def with_grid(context: ParallelContext, mode: str) -> ParallelContext:
-    """The context whose tensor axis is also seen as a grid. All processes call it. Raises as ``grid_sizes``."""
-    sizes = grid_sizes(context, mode)
+    """The context whose tensor axis is also seen as a grid. All processes call it. Raises as ``sizes_of_mode``."""
+    known = context.sizes
+    sizes = sizes_of_mode(mode, [known[n] for n in NAMES] if "row" in known else context.tensor.size)
     return context if "row" in context.sizes else context.view("tensor", **dict(zip(NAMES, sizes, strict=True)))
 
 

@@ -93,7 +93,7 @@ class Runtime:
         self._spans, self._exchange, self._stage = spans, exchange, stage
         self._live: dict[tuple[int, int], _Live] = {}
         self._weights: dict[tuple[int, int], WeightBackward] = {}
-        self._cuts_stream = stream.cuts_stacks
+        self._stream = stream
         self._broken_off = ""
         self.trace: Trace | None = None
 
@@ -168,7 +168,7 @@ class Runtime:
 
     def _lies_whole(self, unit: int, payload: Payload) -> list[bool]:
         """Which tensors of a payload all tensor ranks hold alike, at a boundary before ``unit``."""
-        is_cut = self._cuts_stream and not self._chain.stacks[self._chain.stack_of(unit)].whole_sequence
+        is_cut = self._chain.stacks[self._chain.stack_of(unit)].layout_in(self._stream).cuts_stacks
         return [name != "hidden" or not is_cut for name in payload]
 
     def _backward(self, action: Action) -> float:

@@ -65,7 +65,8 @@ class StageForward:
         home: the units that each parameter goes with, by name.
         tables: classes of embeddings whose output can be told without computing it.
         checkpointed: the units whose activations are computed again in the backward instead of kept.
-        random_stream: which stream of random numbers is drawn from between the layers; 0 where all ranks hold the same.
+        random_stream: which stream of random numbers is drawn from between the layers of a stack; 0 where all ranks
+            hold the same.
         device: on which it runs.
         lasting: whether it stands in the layers from now on, or while it is ``installed``.
     """
@@ -78,7 +79,7 @@ class StageForward:
         home: Mapping[str, frozenset[int]],
         tables: Sequence[type[nn.Module]] = (nn.Embedding,),
         checkpointed: Iterable[int] = (),
-        random_stream: int = 0,
+        random_stream: Callable[[StackDescription], int] = lambda _: 0,
         device: torch.device | None = None,
         *,
         lasting: bool = True,
@@ -202,7 +203,7 @@ class StageForward:
     def _run_unit(
         self, run: StagePass, at: int, stack: StackDescription, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        self._seed(run, at + 1 + (self._num_units + 2) * (0 if stack.whole_sequence else self._random_stream))
+        self._seed(run, at + 1 + (self._num_units + 2) * self._random_stream(stack))
         is_first = at not in self._checked
         if is_first:
             self._checked.add(at)

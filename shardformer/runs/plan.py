@@ -16,6 +16,7 @@ from shardformer.engine.data_collate import collated
 from shardformer.engine.parallel import Parallel
 from shardformer.engine.parts import pipeline_of
 from shardformer.errors import ShardFormerError
+from shardformer.mesh.context import with_tensor
 from shardformer.optim.memory import Memory, memory
 from shardformer.optim.settings import Precision
 from shardformer.runs.config import RunConfig
@@ -81,6 +82,7 @@ def plan_of(config: RunConfig) -> RunPlan:
         context = fake_context(
             coords, tensor=sizes["tensor"], data=sizes["data"], pipe=sizes["pipe"], sequence=sizes["sequence"]
         )
+        context = with_tensor(context, layout.tensor)
         with _without_values():
             plain = model_of(config, data, saved, lazy=False)
             num_parameters = num_parameters or sum(p.numel() for p in plain.parameters())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from shardformer.layers.tensor.modes import MODES
 from shardformer.layout.stream import Place, StreamLayout
 from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.balance import balanced, even, explicit
-from shardformer.pipeline.chain import Chain, UnitRange, holders, homes, no_chain
+from shardformer.pipeline.chain import Chain, StackDescription, UnitRange, holders, homes, no_chain
 from shardformer.pipeline.placeholders import Placeholders
 from shardformer.pipeline.stage_forward import StageForward
 from shardformer.pipeline.stage_manager import PipelineStageManager
@@ -117,7 +118,7 @@ class Stages:
             self.home,
             (nn.Embedding, *(layers.embedding for layers in MODES.values())),
             self._checkpointed(),
-            stream.stream_of(Place.STACK, context.coords, context.sizes),
+            partial(_random_stream, stream=stream, context=context),
             context.device,
             lasting=self.manager.num_stages > 1,
         )
@@ -136,6 +137,12 @@ class Stages:
         for name, param in model.named_parameters():
             if name in self.shared:
                 self.shared_params.append(dict.fromkeys(self.shared[name], param))
+
+
+def _random_stream(stack: StackDescription, stream: StreamLayout, context: ParallelContext) -> int:
+    layout = stack.layout_in(stream)
+    is_whole = stack.whole_sequence is not None and not layout.cuts_stacks
+    return 0 if is_whole else layout.stream_of(Place.STACK, context.coords, context.sizes)
 
 
 def make_stages(model: nn.Module, policy: Policy, manager: PipelineStageManager) -> Stages:

@@ -50,7 +50,8 @@ def verify(
         batch_fn: step -> the global batch of that step. Tensors whose first dim is the batch are cut along the data
             axis, whose size divides it. Picklable.
         tensor, data: sizes of axes; as many processes as all axes multiply to are started. In the place of the first a
-            dict of sizes: ``{"tensor": 2, "sequence": 4}``, or ``{"sequence": (2, 2)}`` for a ring of groups.
+            dict of sizes: ``{"tensor": 2, "sequence": 4}``, ``{"sequence": (2, 2)}`` for a ring of groups, or
+            ``{"tensor": (2, 2)}`` for rows and columns with ``config={"tensor_parallel_mode": "2d"}``.
         steps: optimizer steps (SGD with momentum on gradients clipped to norm 1).
         dtype: of the model and of what floats in the batch.
         loss_fn: (model, batch) -> loss; by default ``model(**batch).loss``.
@@ -67,12 +68,13 @@ def verify(
     bounds_for(dtype)
     options = _options_of(config)
     how = training or Training()
-    tensor, sequence = _sizes_of(tensor)
-    job = Job(model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, options, pipeline, how, sequence)
+    grid, sequence = _sizes_of(tensor)
+    tensor = total_of(grid, "tensor")
+    job = Job(model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, options, pipeline, how, sequence, grid)
     stages = None if pipeline is None else _stages_of(pipeline)
     start = time.perf_counter()
     RemoteCall.of(report_here, (job,), {})  # refuses what cannot be sent
-    check_split(model_fn, tensor, policy, job.config, stages)
+    check_split(model_fn, grid, policy, job.config, stages)
     check_batch(job)
     if pool is not None:
         report = _run_in(pool, job)
@@ -97,7 +99,7 @@ def _run_in(pool: WorkerPool, job: Job) -> Report:
     return report
 
 
-def _sizes_of(tensor: int | Mapping[str, Any]) -> tuple[int, int | tuple[int, int]]:
+def _sizes_of(tensor: int | Mapping[str, Any]) -> tuple[int | tuple[int, ...], int | tuple[int, int]]:
     """Of the tensor axis and of the sequence axis."""
     if not isinstance(tensor, Mapping):
         return tensor, 1

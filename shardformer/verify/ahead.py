@@ -12,7 +12,9 @@ from torch import nn
 
 from shardformer.config import ShardConfig
 from shardformer.errors import ShardFormerError
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.context import ParallelContext, with_tensor
+from shardformer.mesh.sizes import total_of
+from shardformer.mesh.tensor_grid import GRID_MODES, with_grid
 from shardformer.pipeline.schedule import default_chunks, make_schedule
 from shardformer.policies.policy import Policy
 from shardformer.sharder import resolve_policy
@@ -47,7 +49,7 @@ class AskedStages:
 
 def check_split(
     model_fn: Callable[[], nn.Module],
-    tensor: int,
+    tensor: int | tuple[int, ...],
     policy: Policy | type[Policy] | None = None,
     options: Mapping[str, Any] | None = None,
     stages: AskedStages | None = None,
@@ -67,9 +69,12 @@ def check_split(
         except Exception:  # told by the workers, with the rank that it happened on
             return
     check_plain(model)
+    ranks = total_of(tensor, "tensor")
     # a copy: the one that was given is sent to the workers, without this model in it
-    chosen, _ = resolve_policy(model, policy if isinstance(policy, type) else deepcopy(policy), tensor=tensor)
-    config = ShardConfig(context=ParallelContext.of({"tensor": tensor}), **(options or {}))
+    chosen, _ = resolve_policy(model, policy if isinstance(policy, type) else deepcopy(policy), tensor=ranks)
+    context, mode = ParallelContext.of({"tensor": ranks}), (options or {}).get("tensor_parallel_mode", "1d")
+    context = with_tensor(context, tensor)
+    config = ShardConfig(context=with_grid(context, mode) if mode in GRID_MODES else context, **(options or {}))
     plan = checked_plan(model, chosen, config)
     if stages is not None:
         cut_into(plan.model, chosen, stages)

@@ -20,8 +20,9 @@ from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.layers.dropout import silence_dropout
 from shardformer.layers.random_stream import seed_random
 from shardformer.layout.state import specs_of, state_of
-from shardformer.mesh.context import ParallelContext, with_sequence
+from shardformer.mesh.context import ParallelContext, with_sequence, with_tensor
 from shardformer.mesh.sizes import total_of
+from shardformer.mesh.tensor_grid import TensorGrid, with_grid
 from shardformer.optim.grad_norm import clip_grad_norm_
 from shardformer.optim.optimizer import ZeroOptimizer
 from shardformer.optim.zero import zero
@@ -92,6 +93,7 @@ class Job:
     pipeline: Pipelined | None = None
     training: Training = field(default_factory=Training)
     sequence: int | tuple[int, int] = 1
+    grid: int | tuple[int, ...] = 1
 
     def __post_init__(self) -> None:
         self.training.check_pipeline(self.pipe)
@@ -136,6 +138,7 @@ def run_job(job: Job) -> tuple[Trajectory | None, Trajectory, str, str]:
     """Called on every worker: the plain trace (on the first only), the sharded one, the model's name, the layout."""
     sizes = {"tensor": job.tensor, "pipe": job.pipe, "data": job.data}
     context = with_sequence(ParallelContext.from_world({**sizes, "sequence": total_of(job.sequence)}), job.sequence)
+    context = with_tensor(context, job.grid)
     plain, problem = None, None
     if context.rank == 0:
         try:
@@ -148,7 +151,9 @@ def run_job(job: Job) -> tuple[Trajectory | None, Trajectory, str, str]:
     if problem is not None:
         raise problem
     sharded, name = _run_sharded(job, context)
-    layout = [str(context), *([str(job.pipeline)] if job.pipeline is not None else [])]
+    mode = job.config.get("tensor_parallel_mode", "1d")
+    laid = str(context) if mode == "1d" else f"{context}, {TensorGrid.of(with_grid(context, mode), mode)}"
+    layout = [laid, *([str(job.pipeline)] if job.pipeline is not None else [])]
     layout += ["each batch plain in one"] if job.num_parts < job.data else []
     layout += [str(job.training)] if job.training.zero is not None else []
     return plain, sharded, name, ", ".join(layout)
