@@ -16,7 +16,6 @@ from shardformer.cli._fields import takes
 from shardformer.cli._folder import check_folder
 from shardformer.cli._pipeline import pipelined
 from shardformer.errors import ConfigError
-from shardformer.mesh.sizes import parsed, total_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -151,11 +150,15 @@ class VerifyOptions:
     @property
     def tensor_size(self) -> int:
         """Of the tensor axis: who asks for a pipeline alone, or for the sequence axis, gets one."""
+        from shardformer.mesh.sizes import total_of
+
         return total_of(self.tensor_sizes, "tensor")
 
     @property
     def tensor_sizes(self) -> int | tuple[int, ...]:
         """Its ranks, or those of its rows, columns and third axis. Raises ConfigError for anything else."""
+        from shardformer.mesh.sizes import parsed
+
         if self.tensor is not None:
             return parsed(self.tensor, "tensor")
         return 2 if self.pipe is None and self.sequence == "1" else 1
@@ -163,11 +166,15 @@ class VerifyOptions:
     @property
     def sequence_sizes(self) -> int | tuple[int, int]:
         """Of the sequence axis. Raises ConfigError for what is neither a number nor two."""
+        from shardformer.mesh.sizes import parsed
+
         sizes = parsed(self.sequence, "sequence")
         return sizes if isinstance(sizes, int) else (sizes[0], sizes[1])
 
     @property
     def sequence_ranks(self) -> int:
+        from shardformer.mesh.sizes import total_of
+
         return total_of(self.sequence_sizes)
 
     def pipelined(self, loss_weight: LossWeight | None = None) -> Pipelined | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isqrt
+from math import isqrt, lcm
 from typing import Any
 
 from shardformer.errors import ConfigError, nearest
@@ -61,7 +61,7 @@ class TensorGrid:
     @property
     def samples(self) -> int:
         """The batch is padded to a multiple of this."""
-        return self.row.size * self.column.size * self.depth.size if self.mode == "3d" else self.batch.size
+        return lcm(self.batch.size, self.core.size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorGrid:
         return self

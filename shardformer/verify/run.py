@@ -136,24 +136,23 @@ class Trajectory:
 
 def run_job(job: Job) -> tuple[Trajectory | None, Trajectory, str, str]:
     """Called on every worker: the plain trace (on the first only), the sharded one, the model's name, the layout."""
-    sizes = {"tensor": job.tensor, "pipe": job.pipe, "data": job.data}
-    context = with_sequence(ParallelContext.from_world({**sizes, "sequence": total_of(job.sequence)}), job.sequence)
-    context = with_tensor(context, job.grid)
-    plain, problem = None, None
-    if context.rank == 0:
-        try:
-            plain = _run_plain(job)
-        except ShardFormerError as error:
-            problem = error
+    sizes = {"tensor": job.tensor, "pipe": job.pipe, "data": job.data, "sequence": total_of(job.sequence)}
+    context = ParallelContext.from_world(sizes)
+    context = with_tensor(with_sequence(context, job.sequence), job.grid)
+    plain = problem = None
+    try:
+        plain = _run_plain(job) if context.rank == 0 else None
+    except ShardFormerError as error:
+        problem = error
     # what is wrong with the job is raised alike on all ranks
     for axis in (context.data, context.pipe, context.sequence, context.tensor):
         problem = broadcast_object(problem, axis)
     if problem is not None:
         raise problem
     sharded, name = _run_sharded(job, context)
+    layout = [str(context), *([str(job.pipeline)] if job.pipeline is not None else [])]
     mode = job.config.get("tensor_parallel_mode", "1d")
-    laid = str(context) if mode == "1d" else f"{context}, {TensorGrid.of(with_grid(context, mode), mode)}"
-    layout = [laid, *([str(job.pipeline)] if job.pipeline is not None else [])]
+    layout += [str(TensorGrid.of(with_grid(context, mode), mode))] if mode != "1d" else []
     layout += ["each batch plain in one"] if job.num_parts < job.data else []
     layout += [str(job.training)] if job.training.zero is not None else []
     return plain, sharded, name, ", ".join(layout)
@@ -263,9 +262,8 @@ def _check_repeats(job: Job, model: nn.Module) -> None:
 
 
 def _run_sharded(job: Job, context: ParallelContext) -> tuple[Trajectory, str]:
-    model, trace = build(job), Trajectory()
+    model, trace, options = build(job), Trajectory(), dict(job.config)
     name = type(model).__name__
-    options = dict(job.config)
     if job.pipeline is not None:
         options["pipeline_stage_manager"] = PipelineStageManager(context, **job.pipeline.stages)
     model = shard_model(model, job.policy, config=ShardConfig(context=context, **options))

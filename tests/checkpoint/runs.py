@@ -39,6 +39,7 @@ class Layout:
 
     def __str__(self) -> str:
         parts = [f"{name}{n}" for name in ("data", "sequence", "tensor", "pipe") if (n := getattr(self, name)) > 1]
+        parts += [self.options["tensor_parallel_mode"]] if self.options else []
         return "-".join([*parts, *([f"zero{self.stage}"] if self.stage is not None else [])]) or "one"
 
 
@@ -52,6 +53,7 @@ LAYOUTS = {
         Layout(data=2, tensor=2, stage=3),
         Layout(tensor=4, sequence_parallel=True),
         Layout(data=2, sequence=2),
+        Layout(tensor=4, stage=1, options={"tensor_parallel_mode": "2d"}),
     )
 }
 

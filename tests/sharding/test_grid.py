@@ -1,0 +1,479 @@
+"""2D, 2.5D and 3D tensor parallelism of whole models: nobody can tell, and what is sent is what the formulas say."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import shardformer
+from shardformer.comm.collectives import Pending, local_chunk
+from shardformer.comm.recorder import Recorder
+from shardformer.errors import ConfigError, InputError, PolicyError
+from shardformer.layers.grid.edges import GridEdges
+from shardformer.layers.grid.norm import GridNorm
+from shardformer.layout.state import specs_of
+from shardformer.mesh.context import ParallelContext, with_tensor
+from shardformer.policies.infer import prove_grid
+from shardformer.testing.pool import WorkerPool
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
+from shardformer.testing.zoo.inputs import batches_for
+from shardformer.testing.zoo.shrink import shrunk
+from shardformer.verify import Training, verify
+from shardformer.verify.arithmetic import WithoutCasts
+from tests.pairwise import in_turn
+
+STEPS, LEARNING_RATE, SAMPLES, BOUND = 2, 0.1, 3, 1e-10
+Sizes = tuple[int, ...]
+Batch = Mapping[str, Any]
+GRIDS: list[tuple[str, Sizes]] = [
+    ("2d", (2, 2)),
+    ("3d", (2, 2, 2)),
+    ("2d", (1, 4)),
+    ("2.5d", (2, 2, 2)),
+    ("2d", (4, 1)),
+    ("3d", (1, 2, 2)),
+    ("2.5d", (1, 2, 2)),
+    ("2d", (2, 3)),
+    ("3d", (2, 1, 2)),
+]
+FAMILIES = [name for name in MAIN if name not in ("sam", "albert", "gpt_neo")]  # these below, or refused
+
+
+def in_fp64(batch: Batch) -> dict[str, Any]:
+    return {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in batch.items()}
+
+
+@cache
+def plain_of(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = Sample(family)().double().train()
+    return model
+
+
+def batches_of(family: str, samples: int = SAMPLES, steps: int = STEPS) -> list[dict[str, Any]]:
+    batches = Batches(MAIN[family], batch=samples)
+    return [in_fp64(batches(step)) for step in range(steps)]
+
+
+def train(
+    model: nn.Module, batches: list[dict[str, Any]], casts: float | None = None, **pipeline: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of some steps, and the gradients of the first."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    losses: list[float] = []
+    first: dict[str, Tensor] = {}
+    step = shardformer.Pipeline(model, **pipeline).step if pipeline else None
+    for batch in batches:
+        if step is not None:
+            loss = step(batch)
+        else:
+            with WithoutCasts() if casts is None else nullcontext():  # its backward is for one thread alone
+                loss = sample_loss(model, batch)
+            loss.backward()
+        first = first or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, first
+
+
+def ranks_of(sizes: Sizes) -> int:
+    return int(torch.tensor(sizes).prod())
+
+
+def check(
+    plain: nn.Module,
+    batches: list[dict[str, Any]],
+    mode: str,
+    sizes: Sizes,
+    pipe: int = 1,
+    casts: float | None = None,
+    **pipeline: Any,
+) -> None:
+    """Losses, each gradient and each weight, on every rank, against one process.
+
+    Args:
+        casts: by how much they may differ where the model's own casts to fp32 are left in.
+    """
+    alone, bound = copy.deepcopy(plain), casts or BOUND
+    expected, gradients = train(alone, batches, casts)
+    weights = dict(alone.named_parameters())
+
+    def compute(context: ParallelContext) -> None:
+        grid = with_tensor(context, sizes)
+        model = shardformer.shard_model(copy.deepcopy(plain), context=grid, tensor_parallel_mode=mode)
+        losses, first = train(model, batches, casts, **pipeline)
+        assert losses == pytest.approx(expected, rel=bound)
+        specs = specs_of(model)
+        for name, param in model.named_parameters():
+            if param.is_meta or name not in gradients or not param.numel():
+                continue
+            near(f"gradient of {name}", first[name], specs[name].slice(gradients[name], grid.coords), bound)
+            near(name, param.detach(), specs[name].slice(weights[name].detach(), grid.coords), bound)
+
+    run_as_threads(compute, tensor=ranks_of(sizes), pipe=pipe, in_turn=True)
+
+
+def near(what: str, found: Tensor, expected: Tensor, bound: float) -> None:
+    assert found.shape == expected.shape, what
+    difference = (found - expected).abs().max().item()
+    assert difference <= bound * max(expected.abs().max().item(), 1e-3), (what, difference)
+
+
+@pytest.mark.parametrize(("family", "mode", "sizes"), in_turn(FAMILIES, *GRIDS), ids=str)
+def test_nobody_can_tell(family: str, mode: str, sizes: Sizes) -> None:
+    check(plain_of(family), batches_of(family), mode, sizes)
+
+
+@pytest.mark.parametrize(("mode", "sizes"), GRIDS, ids=str)
+def test_each_grid(mode: str, sizes: Sizes) -> None:
+    check(plain_of("llama"), batches_of("llama", samples=5), mode, sizes)
+
+
+@pytest.mark.parametrize(("family", "mode", "sizes"), [("albert", "2d", (2, 2)), ("gpt_neo", "3d", (2, 2, 2))], ids=str)
+def test_layers_that_stand_apart(family: str, mode: str, sizes: Sizes) -> None:
+    """ALBERT's attention adds its residual itself; GPT-Neo's layers attend in two ways."""
+    check(plain_of(family), batches_of(family), mode, sizes)
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "sizes"),
+    [("llama", "2d", (1, 2)), ("t5", "2d", (2, 1)), ("whisper", "3d", (2, 1, 2)), ("blip-2", "2d", (2, 1))],
+    ids=str,
+)
+def test_in_a_pipeline(family: str, mode: str, sizes: Sizes) -> None:
+    check(plain_of(family), batches_of(family, samples=4), mode, sizes, pipe=2, casts=1e-5, micro_batches=2)
+
+
+@pytest.mark.parametrize(("mode", "sizes"), [("2d", (2, 2)), ("3d", (2, 1, 2))], ids=str)
+def test_layers_that_are_computed_again(mode: str, sizes: Sizes) -> None:
+    plain = copy.deepcopy(plain_of("llama"))
+    plain.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    check(plain, [*batches_of("llama", 3), *batches_of("llama", 4)], mode, sizes, casts=1e-5)
+
+
+def mixture(family: str, head: str) -> tuple[nn.Module, list[dict[str, Any]]]:
+    torch.manual_seed(0)
+    config = shrunk(transformers.AutoConfig.for_model(family, architectures=[head]))
+    config._experts_implementation = "eager"
+    model = getattr(transformers, head)(config).double().train()
+    batch = next(batch for batch in batches_for(model))
+    return model, [{**in_fp64(batch), "labels": batch["input_ids"]}] * STEPS
+
+
+@pytest.mark.parametrize(("family", "head"), [("mixtral", "MixtralForCausalLM"), ("qwen2_moe", "Qwen2MoeForCausalLM")])
+def test_a_mixture_of_experts_is_given_all_features(family: str, head: str) -> None:
+    model, batches = mixture(family, head)
+    check(model, batches, "2d", (2, 2))
+    with pytest.raises(ConfigError, match="reads all hidden features"):
+        check(model, batches, "3d", (1, 2, 2))
+
+
+# --- what users do with it
+
+
+def sharded(context: ParallelContext, family: str, mode: str, sizes: Sizes, **options: Any) -> nn.Module:
+    plain = copy.deepcopy(plain_of(family))
+    return shardformer.shard_model(plain, context=with_tensor(context, sizes), tensor_parallel_mode=mode, **options)
+
+
+@pytest.mark.parametrize(("mode", "sizes"), [("2d", (2, 2)), ("2.5d", (1, 2, 2)), ("3d", (1, 2, 2))], ids=str)
+def test_text_is_generated_as_by_one(mode: str, sizes: Sizes) -> None:
+    plain: Any = copy.deepcopy(plain_of("llama")).eval()
+    ids = batches_of("llama")[0]["input_ids"]
+    expected = plain.generate(ids, max_new_tokens=6, do_sample=False)
+    beams = plain.generate(ids, max_new_tokens=6, num_beams=2, do_sample=False)
+
+    def generate(context: ParallelContext) -> None:
+        model: Any = sharded(context, "llama", mode, sizes).eval()
+        assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
+        assert torch.equal(model.generate(ids, max_new_tokens=6, num_beams=2, do_sample=False), beams)
+        with torch.no_grad():
+            cut, whole = model(ids, use_cache=False).logits, plain(ids, use_cache=False).logits
+        assert (cut - whole).abs().max() < 1e-6
+
+    run_as_threads(generate, tensor=ranks_of(sizes), in_turn=True)
+
+
+def test_weights_are_gathered_and_saved_whole(tmp_path: Any) -> None:
+    plain: Any = plain_of("gpt2")
+
+    def save(context: ParallelContext) -> None:
+        model: Any = sharded(context, "gpt2", "2d", (2, 2))
+        full = shardformer.full_state_dict(model)
+        assert all(torch.equal(full[name], value) for name, value in plain.state_dict().items())
+        model.save_pretrained(tmp_path)
+
+    run_as_threads(save, tensor=4)
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float64)
+    assert all(torch.equal(p, again.state_dict()[name]) for name, p in plain.state_dict().items())
+
+
+def test_the_norm_of_all_gradients() -> None:
+    batch = batches_of("bert")[0]
+    plain = copy.deepcopy(plain_of("bert"))
+    sample_loss(plain, batch).backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
+
+    def norm(context: ParallelContext) -> float:
+        model = sharded(context, "bert", "2.5d", (2, 1, 2))
+        sample_loss(model, batch).backward()
+        return shardformer.clip_grad_norm_(model, 1e9).item()
+
+    assert run_as_threads(norm, tensor=4, in_turn=True) == pytest.approx([expected] * 4, rel=1e-6)
+
+
+def _learns_with_dropout() -> tuple[list[float], dict[str, Tensor]]:
+    config = transformers.BertConfig(
+        vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+    )
+    torch.manual_seed(0)
+    plain = transformers.BertForMaskedLM(config).train()
+    ids = torch.arange(24).view(4, 6)
+
+    context = shardformer.launch_from_torch(tensor=(2, 2))
+    torch.manual_seed(context.rank)
+    model = shardformer.shard_model(plain, context=context, tensor_parallel_mode="2d")
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for _ in range(6):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, dict(shardformer.full_state_dict(model))
+
+
+def test_dropout_leaves_what_ranks_have_alike_alike(pool4: WorkerPool) -> None:
+    first, *others = pool4.run(_learns_with_dropout)
+    assert first[0][0] > first[0][-1]
+    for losses, weights in others:
+        assert losses == first[0]
+        assert all(torch.equal(weights[name], value) for name, value in first[1].items())
+
+
+# --- what it costs
+
+
+def test_what_is_sent_is_what_the_formulas_say() -> None:
+    hidden, width, layers, samples, length = 32, 64, 2, 4, 8
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=hidden, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain, ids = transformers.LlamaForCausalLM(config), torch.arange(samples * length).view(samples, length) % 64
+    weights = 4 * hidden * hidden + 3 * hidden * width
+
+    def sent(context: ParallelContext, mode: str, sizes: Sizes) -> tuple[float, float]:
+        grid = with_tensor(context, sizes)
+        model = shardformer.shard_model(copy.deepcopy(plain), context=grid, tensor_parallel_mode=mode)
+        with Recorder(grid) as recorder:
+            model(input_ids=ids, labels=ids).loss.backward()
+        table = recorder.table()
+        of_weights = sum(n / grid.sizes[axis] for (_, axis, why), (_, n) in table.items() if why == "weights")
+        parts = ("all_gather", "reduce_scatter")
+        streams = {("column", op) for op in parts} | {("depth", op) for op in parts if mode == "3d"}
+        of_stream = sum(
+            n / grid.sizes[axis]
+            for (op, axis, why), (_, n) in table.items()
+            if (axis, op) in streams and why == "block"
+        )
+        return of_stream / 4, of_weights / 4  # in numbers of fp32
+
+    def rest(ranks: int) -> float:
+        return (ranks - 1) / ranks
+
+    tokens = samples * length
+    for mode, sizes in (("2d", (2, 2)), ("2d", (1, 4)), ("2d", (4, 1)), ("2.5d", (1, 2, 2)), ("3d", (2, 2, 2))):
+        rows, columns, third = (*sizes, 1)[:3]
+        depth, contraction = (1, third) if mode == "3d" else (third, 1)
+        found = run_as_threads(lambda c, m=mode, s=sizes: sent(c, m, s), tensor=ranks_of(sizes), in_turn=True)
+        part = tokens * hidden / (depth * rows * contraction)
+        ends = 2 * part * rest(columns) if mode != "3d" else None  # the stack's entry, backward, and its exit
+        # outputs of columns and inputs of rows, forward and backward, and the latter gathered again
+        core = tokens / (rows * columns) * rest(contraction) * (2 * (4 * hidden + 3 * width) + hidden + width)
+        expected = layers * (10 * part * rest(columns) + core)
+        for of_stream, of_weights in found:
+            assert of_weights == pytest.approx(layers * 3 * weights / (columns * contraction) * rest(rows))
+            if ends is not None:
+                assert of_stream == pytest.approx(expected + ends)
+            else:  # the ends gather over depth too
+                assert of_stream == pytest.approx(expected + 2 * tokens * hidden / (rows * columns) * rest(contraction))
+
+
+def test_each_rank_has_its_share_of_weights_and_activations() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain, ids = transformers.LlamaForCausalLM(config), torch.arange(256).view(8, 32) % 64
+
+    def held(model: Any) -> tuple[int, int]:
+        saved: dict[int, int] = {}
+
+        def note(x: Tensor) -> Tensor:
+            if not isinstance(x, nn.Parameter) and x._base is None:
+                saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            hidden = model.model.layers(ids) if False else model.model(input_ids=ids, use_cache=False)[0]
+        del hidden
+        return sum(p.numel() for p in model.model.layers.parameters()), sum(saved.values())
+
+    weights, _ = held(copy.deepcopy(plain))
+    for mode, sizes in (("2d", (2, 2)), ("3d", (2, 2, 2))):
+        ranks = ranks_of(sizes)
+
+        def own(context: ParallelContext, mode: str = mode, sizes: Sizes = sizes) -> tuple[int, int]:
+            grid = with_tensor(context, sizes)
+            return held(shardformer.shard_model(copy.deepcopy(plain), context=grid, tensor_parallel_mode=mode))
+
+        for of_weights, _ in run_as_threads(own, tensor=ranks, in_turn=True):
+            assert of_weights == pytest.approx(weights / ranks, rel=0.05)
+
+
+# --- a test that cannot fail is a defect
+
+
+def _kept(self: GridEdges, x: Tensor, *_: Any) -> Pending:
+    return Pending((), lambda: local_chunk(x, self.grid.column, x.dim() - 1))
+
+
+LEFT_OUT: dict[str, Callable[..., Any]] = {
+    "start_scatter": _kept,
+    "start_weight_grad": lambda self, grad, dim: Pending((), lambda: local_chunk(grad, self.grid.row, dim)),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_collective_that_is_left_out_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove_grid, "_KNOWN", {})
+    monkeypatch.setattr(GridEdges, name, LEFT_OUT[name])
+    with pytest.raises(ConfigError, match="differs"):  # the proof on the twin sees it
+        run_as_threads(lambda context: sharded(context, "qwen2", "2d", (2, 2)), tensor=4)
+
+
+def test_a_norm_of_this_ranks_features_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove_grid, "_KNOWN", {})
+    monkeypatch.setattr(GridNorm, "forward", lambda self, x: nn.functional.rms_norm(x, x.shape[-1:]) * self.weight)
+    with pytest.raises(ConfigError, match="differs"):
+        run_as_threads(lambda context: sharded(context, "mistral", "2d", (1, 2)), tensor=2)
+
+
+# --- what cannot be
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sizes", "mode", "said"),
+    [
+        (6, 6, "2d", "Name rows and columns"),
+        (4, 4, "3d", "a cube"),
+        (6, 6, "2.5d", "Name the three sizes"),
+        (4, (2, 2), "3d", "Give three numbers"),
+        (8, (2, 2, 2), "2d", "Use tensor=\\(2, 4\\)"),
+        (4, (2, 2), "1d", "laid as a grid of 2 x 2"),
+        (4, (2, 2), "4d", "The modes are"),
+        (10, (1, 10), "2d", "more than the"),
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_fit(tensor: int, sizes: Any, mode: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run_as_threads(lambda context: sharded(context, "llama", mode, sizes), tensor=tensor)
+
+
+def test_what_a_grid_does_not_go_with() -> None:
+    with pytest.raises(ConfigError, match="enable_sequence_parallelism=True"):
+        shardformer.ShardConfig(tensor_parallel_mode="2d", enable_sequence_parallelism=True)
+    with pytest.raises(ConfigError, match="a sequence axis"):
+        run_as_threads(lambda c: sharded(c, "llama", "2d", (2, 1)), tensor=2, sequence=2)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_mode='2d' for SamModel"):
+        run_as_threads(lambda c: sharded(c, "sam", "2d", (2, 1)), tensor=2)
+
+
+def test_a_policy_that_knows_one_axis() -> None:
+    class Own(shardformer.Policy):
+        def module_policy(self) -> Any:
+            sub = shardformer.SubModuleReplacementDescription("fc", shardformer.layers.Linear1D_Col)
+            return {"h.0": shardformer.ModulePolicyDescription(sub_module_replacement=[sub])}
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.h = nn.ModuleList([nn.Sequential()])
+            self.h[0].fc = nn.Linear(4, 4)
+
+    with pytest.raises((PolicyError, ConfigError), match="names no stack"):
+        run_as_threads(
+            lambda c: shardformer.shard_model(Model(), Own, context=with_tensor(c, (2, 1)), tensor_parallel_mode="2d"),
+            tensor=2,
+        )
+
+
+def test_keys_of_another_forward_are_refused_in_training() -> None:
+    def go_on(context: ParallelContext) -> None:
+        model: Any = sharded(context, "llama", "2d", (2, 1))
+        ids = batches_of("llama")[0]["input_ids"]
+        with torch.no_grad():
+            cache = model.eval()(ids, use_cache=True).past_key_values
+        model.train()(ids, past_key_values=cache)
+
+    with pytest.raises(InputError, match="keys and values of another one"):
+        run_as_threads(go_on, tensor=2)
+
+
+# --- over processes
+
+
+def run_page(block: str) -> float:
+    names: dict[str, Any] = {"model": Sample("llama")(), "batch": Batches(MAIN["llama"], batch=SAMPLES)(0)}
+    exec(compile(block, "tensor-grids.md", "exec"), names)
+    return float(names["loss"].detach())
+
+
+def test_the_page_of_grids_runs(pool4: WorkerPool) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tensor-grids.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    losses = pool4.run(run_page, block)
+    assert losses == pytest.approx([losses[0]] * 4)
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "sizes", "training"),
+    [
+        ("llama", "2d", (2, 2), Training()),
+        ("bert", "2.5d", (2, 1, 2), Training(zero=1, optimizer="AdamW")),
+        ("t5", "2d", (4, 1), Training(zero=3)),
+        ("gpt2", "3d", (2, 1, 2), Training(zero=2, micro_steps=2)),
+    ],
+    ids=str,
+)
+def test_over_processes(pool4: WorkerPool, family: str, mode: str, sizes: Sizes, training: Training) -> None:
+    config = {"tensor_parallel_mode": mode}
+    report = verify(
+        Sample(family), Batches(MAIN[family], batch=SAMPLES), {"tensor": sizes}, dtype=torch.float64, config=config,
+        training=training, pool=pool4, loss_fn=sample_loss,
+    )  # fmt: skip
+    assert report.passed, str(report)
+
+
+def test_with_data_ranks(pool4: WorkerPool) -> None:
+    report = verify(
+        Sample("llama"), Batches(MAIN["llama"], batch=6), {"tensor": (2, 1)}, 2, dtype=torch.float64,
+        config={"tensor_parallel_mode": "2d"}, training=Training(zero=2), pool=pool4,
+    )  # fmt: skip
+    assert report.passed, str(report)
