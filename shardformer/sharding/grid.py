@@ -218,10 +218,19 @@ def open_arguments(model: nn.Module, plan: Plan, state: ShardedState, samples: S
         stream = next((stream for prefix, stream in stacks if block.entry.startswith(prefix)), None)
         if stream is not None and block.arguments is not None:
             entering[model.get_submodule(block.arguments.at)] = block.arguments, stream
+    model.register_forward_hook(partial(_without_cache, [stream for _, stream in stacks]))
     for module, (arguments, stream) in entering.items():
         _GivesOwn(module, arguments, stream, samples)
     for stack, (_, stream) in zip(plan.stacks, stacks, strict=True):
         stream.batch_dim = samples.get(key_of(stack.layers, STREAM)) or 0
+
+
+def _without_cache(streams: list[GridStream], model: nn.Module, args: Any, output: Any) -> Any:
+    """Keys and values that a forward kept are of this rank's samples: nobody may go on with them."""
+    kept = isinstance(output, dict) and getattr(output, "past_key_values", None) is not None
+    if not kept or not any(stream.is_cut for stream in streams[-1:]):
+        return None
+    return type(output)(**{name: value for name, value in output.items() if name != "past_key_values"})
 
 
 class _GivesOwn:

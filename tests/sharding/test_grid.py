@@ -183,24 +183,52 @@ def test_a_mixture_of_experts_is_given_all_features(family: str, head: str) -> N
 # --- what users do with it
 
 
+@pytest.mark.parametrize(("mode", "sizes"), [("2d", (2, 2)), ("3d", (2, 1, 2))], ids=str)
+def test_positions_and_masks_of_each_sample(mode: str, sizes: Sizes) -> None:
+    """Documents in a row and padding: what is one for all samples on the twin is one for each here."""
+    batches = batches_of("llama", samples=5)
+    for batch in batches:
+        length = batch["input_ids"].shape[1]
+        starts = torch.tensor([0, 2, 5, 3, 0])[:, None]
+        places = torch.arange(length).expand(5, -1)
+        batch["position_ids"] = torch.where(places < starts, places, places - starts)
+        batch["attention_mask"] = (places >= torch.tensor([0, 0, 0, 0, 3])[:, None]).long()
+    check(plain_of("llama"), batches, mode, sizes)
+
+
 def sharded(context: ParallelContext, family: str, mode: str, sizes: Sizes, **options: Any) -> nn.Module:
     plain = copy.deepcopy(plain_of(family))
     return shardformer.shard_model(plain, context=with_tensor(context, sizes), tensor_parallel_mode=mode, **options)
 
 
-@pytest.mark.parametrize(("mode", "sizes"), [("2d", (2, 2)), ("2.5d", (1, 2, 2)), ("3d", (1, 2, 2))], ids=str)
-def test_text_is_generated_as_by_one(mode: str, sizes: Sizes) -> None:
-    plain: Any = copy.deepcopy(plain_of("llama")).eval()
-    ids = batches_of("llama")[0]["input_ids"]
+@pytest.mark.parametrize(
+    ("family", "mode", "sizes"),
+    [
+        ("llama", "2d", (2, 2)),
+        ("llama", "2.5d", (1, 2, 2)),
+        ("llama", "3d", (1, 2, 2)),
+        ("t5", "2d", (2, 1)),
+        ("bloom", "3d", (2, 1, 2)),
+        ("gpt2", "2d", (2, 2)),
+        ("falcon", "2d", (2, 1)),
+    ],
+    ids=str,
+)
+def test_text_is_generated_as_by_one(family: str, mode: str, sizes: Sizes) -> None:
+    plain: Any = copy.deepcopy(plain_of(family)).eval()
+    batch = batches_of(family)[0]
+    ids = batch["input_ids"]
     expected = plain.generate(ids, max_new_tokens=6, do_sample=False)
     beams = plain.generate(ids, max_new_tokens=6, num_beams=2, do_sample=False)
 
     def generate(context: ParallelContext) -> None:
-        model: Any = sharded(context, "llama", mode, sizes).eval()
+        model: Any = sharded(context, family, mode, sizes)
+        assert model(**batch).get("past_key_values") is None  # which would be of this rank's samples
+        model.eval()
         assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
         assert torch.equal(model.generate(ids, max_new_tokens=6, num_beams=2, do_sample=False), beams)
         with torch.no_grad():
-            cut, whole = model(ids, use_cache=False).logits, plain(ids, use_cache=False).logits
+            cut, whole = (m(**batch, use_cache=False).logits for m in (model, plain))
         assert (cut - whole).abs().max() < 1e-6
 
     run_as_threads(generate, tensor=ranks_of(sizes), in_turn=True)

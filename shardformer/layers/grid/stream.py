@@ -57,8 +57,9 @@ class GridStream(Stream):
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_trained = module.training or torch.is_grad_enabled()
-        self._is_open = is_trained or not _keeps(kwargs)
-        if kwargs.get("past_key_values") is not None and torch.is_grad_enabled() and _length(kwargs):
+        caches = [x for x in (*args, *kwargs.values()) if hasattr(x, "get_seq_length")]
+        self._is_open = is_trained or not (caches or kwargs.get("use_cache"))
+        if is_trained and any(cache.get_seq_length() for cache in caches) and torch._C._current_graph_task_id() < 0:
             raise InputError(
                 "A forward that trains was given keys and values of another one",
                 rule="On a tensor grid each rank has some samples, and what was kept is of all of them",
@@ -115,16 +116,6 @@ class GridStream(Stream):
         memo[id(self)] = twin = GridStream(self.layout, self.grid, random=self._random is not None)
         twin.width, twin.samples, twin.batch_dim = self.width, self.samples, self.batch_dim
         return twin
-
-
-def _keeps(kwargs: dict[str, Any]) -> bool:
-    return bool(kwargs.get("use_cache")) or kwargs.get("past_key_values") is not None
-
-
-def _length(kwargs: dict[str, Any]) -> int:
-    """How many positions a cache has already."""
-    length = getattr(kwargs["past_key_values"], "get_seq_length", lambda: 1)
-    return int(length())
 
 
 class GridGathered:

@@ -115,7 +115,8 @@ def _samples_in(twin: Twin, wider: Forward, attentions: list[str], stacks: list[
         grown = [
             d for d, (a, b) in enumerate(zip(shape, other, strict=False)) if a != b and a * (count + 1) == b * count
         ]
-        samples[key] = grown[0] if grown else None
+        if grown or shape[:1] != (1,):  # one for all samples here may be one for each elsewhere: position_ids
+            samples[key] = grown[0] if grown else None
     return samples
 
 
