@@ -1,4 +1,4 @@
-"""``shardformer draw``: the schedule of a pipeline as a picture, with what it costs."""
+"""``shardformer draw``: the schedule of a pipeline as a picture, or what the ranks of a tensor grid hold."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from shardformer.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.text import Text
 
     from shardformer.pipeline.actions import Kind
@@ -38,9 +39,23 @@ def draw(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw a chart, too: a file that ends in .svg or .png.")
     ] = None,
+    grid: Annotated[
+        str | None,
+        typer.Option(
+            metavar="2x2", help="Draw a tensor grid instead: its rows and columns, or three numbers; with --mode."
+        ),
+    ] = None,
+    mode: Annotated[str, typer.Option(metavar="NAME", help="Of the tensor grid: 2d, 2.5d or 3d.")] = "2d",
 ) -> None:
-    """Draw a pipeline schedule: what each rank does at what time, how much of it is idle, how much a rank holds."""
+    """Draw a pipeline schedule: what each rank does at what time, how much of it is idle, how much a rank holds.
+
+    Or, with --grid, which part of activations and weights each rank of a tensor grid holds.
+    """
     from rich.console import Console
+
+    if grid is not None:
+        _draw_grid(Console(highlight=False), grid, mode)
+        return
 
     from shardformer.pipeline.picture import as_text, check_file, save
     from shardformer.pipeline.schedule import make_schedule
@@ -55,6 +70,28 @@ def draw(
     if out is not None:
         save(chosen, timeline, out)
         console.print(f"\nThe chart is in {out}", soft_wrap=True, markup=False)
+
+
+def _draw_grid(console: Console, given: str, mode: str) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from shardformer.mesh.grid_picture import formulas, holdings
+    from shardformer.mesh.sizes import parsed
+
+    sizes = parsed(given, "grid")
+    table = Table(box=SIMPLE_HEAD, caption_justify="left", caption="Each as: which part of how many.")
+    third = "row, column" if mode == "2d" else "row, column, depth"
+    for name in ("rank", third, "between blocks:\nsamples, hidden", "in a block:\nsamples, heads"):
+        table.add_column(name)
+    table.add_column("weights:\nheads, hidden")
+    for held in holdings(mode, sizes):
+        table.add_row(str(held.rank), held.place, held.between, held.inside, held.weights)
+    console.print(table)
+    console.print("Numbers that a rank sends for a layer, forward and backward, of N tokens,")
+    console.print("H hidden features and W weights (V: the widths in its blocks, E: at their exits):")
+    for layout, numbers in formulas(mode, sizes):
+        console.print(f"  {layout:20} {numbers}")
 
 
 def _durations(given: str, schedule: Schedule) -> dict[Kind, float]:

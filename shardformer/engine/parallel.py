@@ -56,7 +56,7 @@ class Parallel:
     data: int | None = None
     pipe: int = 1
     sequence: int = 1
-    tensor: int | tuple[int, ...] | list[int] = 1
+    tensor: int | Sequence[int] = 1
     tensor_mode: str = "1d"
     sequence_parallel: bool = False
     sequence_overlap: bool = False

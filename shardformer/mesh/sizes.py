@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -14,11 +14,12 @@ from shardformer.mesh.grid import AXES, Grid, check_size
 
 RingOfGroups = int | tuple[int, int] | list[int]
 """The size of the sequence axis: how many ranks, or how many in a ring of groups, and how many in each group."""
-GridSizes = int | tuple[int, ...] | list[int]
+GridSizes = int | Sequence[int]
 """The size of the tensor axis: how many ranks, or how many rows, columns and layers of a grid."""
 SEVERAL = {
     "sequence": ((2,), "two: of a ring, and of the groups in it", "(2, 2)"),
     "tensor": ((2, 3), "two or three: of rows, of columns, and of a third axis", "(2, 2)"),
+    "grid": ((2, 3), "two or three: of rows, of columns, and of a third axis", "(2, 2)"),
 }
 
 
@@ -26,7 +27,7 @@ def total_of(sizes: GridSizes | None, axis: str = "sequence") -> int:
     """The ranks of an axis that may be given as several. Raises ConfigError for what is neither a number nor those."""
     if sizes is None:
         return 1
-    every = list(sizes) if isinstance(sizes, tuple | list) else [sizes]
+    every: list[Any] = list(sizes) if isinstance(sizes, tuple | list) else [sizes]
     counts, meaning, example = SEVERAL[axis]
     if len(every) not in (1, *counts):
         raise ConfigError(

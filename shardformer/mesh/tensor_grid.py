@@ -11,7 +11,7 @@ In 2.5D the third axis has copies of the weights, in 3D it cuts the contraction.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt, lcm
 from typing import Any
 
@@ -59,6 +59,13 @@ class TensorGrid:
         return {axis.name: axis.rank for axis in (self.row, self.column, self.depth)}
 
     @property
+    def turned(self) -> TensorGrid:
+        """The cube with columns and depth in each other's place: what one 3D linear gives, the next takes on this."""
+        column = self.column
+        turned = replace(self, column=self.depth, depth=column, hidden=column, contraction=column)
+        return replace(turned, batch=self.core, core=self.batch)
+
+    @property
     def samples(self) -> int:
         """The batch is padded to a multiple of this."""
         return lcm(self.batch.size, self.core.size)
@@ -95,7 +102,7 @@ def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None
         if mode != "2d" and third == 1 < row * column:
             raise _refused(f"{row} x {column}", mode, f"Give three numbers, such as tensor=({row}, {column}, 2)")
         return row, column, third
-    assert isinstance(size, int)
+    assert isinstance(size, int), size
     if mode == "2.5d" and depth is not None:
         side = isqrt(size // depth) if depth else 0
         if side * side * depth != size:

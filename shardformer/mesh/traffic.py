@@ -4,6 +4,7 @@
 ranks and a full tensor of S bytes:
 
     all_reduce      2 (R-1) S        all_gather      (R-1) S        reduce_scatter  (R-1) S        send  S
+    broadcast, reduce (R-1) S
 
 A ring that does a gather or a scatter in steps counts as that one collective.
 """
@@ -21,6 +22,8 @@ WIRE_FACTOR = {
     "all_gather": 1,
     "reduce_scatter": 1,
     "all_to_all": 1,
+    "broadcast": 1,
+    "reduce": 1,
     "send": 1,
     "receive": 0,
 }

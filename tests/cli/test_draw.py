@@ -91,3 +91,29 @@ def test_what_cannot_be_is_said_before_anything_is_drawn(
     assert run(*arguments) == 2
     out, err = capsys.readouterr()
     assert said in err and "Traceback" not in err and out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--grid", "2x2"], ["1, 0", "2/2, 1/2", "2.5 N H + 0.75 W"]),
+        (["--grid", "4x1"], ["4/4, all", "2.25 W"]),
+        (["--grid", "8", "--mode", "3d"], ["1, 1, 1", "4/4, 2/2", "1.25 N H + 0.125 N (2 V + E) + 0.375 W"]),
+        (["--grid", "2x2x2", "--mode", "2.5d"], ["+ 0.25 W (copies)"]),
+    ],
+)
+def test_what_the_ranks_of_a_grid_hold(
+    arguments: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 0
+    out = capsys.readouterr().out
+    assert [words for words in said if words not in out] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--grid", "2x2", "--mode", "3d"], "Give three numbers"), (["--grid", "ax2"], "--grid 4, or --grid 2x2")],
+)
+def test_a_grid_that_cannot_be(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments) == 2
+    assert said in capsys.readouterr().err

@@ -64,8 +64,9 @@ def pairs_in_a_row(count: int) -> list[int]:
     return way
 
 
-def _tour(family: str) -> tuple[float, list[Moved]]:
-    layouts = LAYOUTS if family in MAIN else LAYOUTS[:3]  # a family that is found is found anew for each layout
+def _tour(family: str, layouts: list[Layout] | None = None) -> tuple[float, list[Moved]]:
+    if layouts is None:
+        layouts = LAYOUTS if family in MAIN else LAYOUTS[:3]  # a family that is found is found anew for each layout
     way = pairs_in_a_row(len(layouts))
     stays, engine = made(family, layouts[0]), made(family, layouts[0])
     expected, found = [next_loss(stays) for _ in way], [next_loss(engine)]
@@ -84,6 +85,17 @@ def test_each_layout_becomes_each_other_one(pool4: WorkerPool, family: str) -> N
     assert max(difference for difference, _ in found) < 1e-6
     for moves in zip(*(moves for _, moves in found), strict=True):
         assert sum(m.sent for m in moves) == sum(m.received for m in moves) > 0
+
+
+GRIDS: list[Layout] = [
+    {"data": 2, "tensor": 2, "zero": 1},
+    {"tensor": 4, "tensor_mode": "2d"},
+    {"tensor": [2, 1], "tensor_mode": "2d", "pipe": 2, "zero": 0},
+]
+
+
+def test_a_tensor_grid_becomes_another_layout(pool4: WorkerPool) -> None:
+    assert max(difference for difference, _ in pool4.run(_tour, "llama", GRIDS)) < 1e-6
 
 
 def _stays() -> tuple[Moved, Moved]:

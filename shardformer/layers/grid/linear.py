@@ -46,8 +46,9 @@ def hidden_splits(full: int, grid: TensorGrid) -> list[AnySplit]:
             rule="Each rank has at least one of them",
             remedy="Use fewer rows",
         )
-    of_contraction = [Split.even(full, grid.depth.size, axes=("depth",))] if grid.mode == "3d" else []
-    return [*of_contraction, EvenSplit("row", grid.row.size)]
+    contraction = grid.contraction
+    of_contraction = [Split.even(full, contraction.size, axes=(contraction.name,))] if grid.mode == "3d" else []
+    return [*of_contraction, EvenSplit(grid.row.name, grid.row.size)]
 
 
 class GridLinear_Col(Linear1D_Col, OnGrid):
