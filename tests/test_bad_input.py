@@ -222,7 +222,7 @@ CASES: dict[str, Case] = {
         ("pipeline_stage_manager=<object", "PipelineStageManager(context"),
     ),
     "another mode of tensor parallelism": Case(
-        ToyLM, {**OWN, "tensor_parallel_mode": "2d"}, ConfigError, ("tensor_parallel_mode='2d'", "'1d'")
+        ToyLM, {**OWN, "tensor_parallel_mode": "4d"}, ConfigError, ("tensor_parallel_mode='4d'", "1d, 2d, 2.5d, 3d")
     ),
     "fused norms on a model without norms": Case(
         lambda: nn.Sequential(nn.Linear(4, 4)),
@@ -408,7 +408,7 @@ def _lay_grid(**sizes: Any) -> Refusal:
         ({"data": 3}, ("data=3 does not divide", "Use data=1 or data=2", "start 3 processes")),
         ({"tensor": 0}, ("tensor=0", "one or more")),
         ({"config": {"parallel": {"tensr": 2}}}, ("'tensr'", "'tensor'")),
-        ({"config": {"parallel": {"tensor": {"size": 2, "mode": "2d"}}}}, ("'2d'", "'1d'")),
+        ({"config": {"parallel": {"tensor": {"size": 2, "mode": "2d"}}}}, ("'2d'", "tensor=(2, 1)")),
         ({"config": {"parallel": {"tensor": {"sise": 2}}}}, ("'sise'", "'size'")),
         ({"config": {"parallel": {"tensor": "two"}}}, ("tensor='two'", "whole number")),
         ({"pipe": 3}, ("pipe=3 does not divide", "pipe=1 or pipe=2")),
