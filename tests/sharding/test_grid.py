@@ -341,37 +341,17 @@ def test_what_is_sent_is_what_the_formulas_say() -> None:
                 assert of_stream == pytest.approx(expected + 2 * tokens * hidden / (rows * columns) * rest(contraction))
 
 
-def test_each_rank_has_its_share_of_weights_and_activations() -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    plain, ids = transformers.LlamaForCausalLM(config), torch.arange(256).view(8, 32) % 64
+def test_each_rank_has_its_share_of_the_weights() -> None:
+    plain = plain_of("llama")
+    whole = sum(p.numel() for p in plain.get_submodule("model.layers").parameters() if p.dim() > 1)
 
-    def held(model: Any) -> tuple[int, int]:
-        saved: dict[int, int] = {}
+    def own(context: ParallelContext, mode: str, sizes: Sizes) -> int:
+        model = sharded(context, "llama", mode, sizes)
+        return sum(p.numel() for p in model.get_submodule("model.layers").parameters() if p.dim() > 1)
 
-        def note(x: Tensor) -> Tensor:
-            if not isinstance(x, nn.Parameter) and x._base is None:
-                saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            hidden = model.model.layers(ids) if False else model.model(input_ids=ids, use_cache=False)[0]
-        del hidden
-        return sum(p.numel() for p in model.model.layers.parameters()), sum(saved.values())
-
-    weights, _ = held(copy.deepcopy(plain))
-    for mode, sizes in (("2d", (2, 2)), ("3d", (2, 2, 2))):
-        ranks = ranks_of(sizes)
-
-        def own(context: ParallelContext, mode: str = mode, sizes: Sizes = sizes) -> tuple[int, int]:
-            grid = with_tensor(context, sizes)
-            return held(shardformer.shard_model(copy.deepcopy(plain), context=grid, tensor_parallel_mode=mode))
-
-        for of_weights, _ in run_as_threads(own, tensor=ranks, in_turn=True):
-            assert of_weights == pytest.approx(weights / ranks, rel=0.05)
+    for mode, sizes, cut in (("2d", (2, 2), 4), ("2.5d", (2, 1, 2), 2), ("3d", (2, 2, 2), 8)):
+        found = run_as_threads(lambda c, m=mode, s=sizes: own(c, m, s), tensor=ranks_of(sizes), in_turn=True)
+        assert found == pytest.approx([whole / cut] * len(found), rel=0.1)  # heads and sizes that are odd
 
 
 # --- a test that cannot fail is a defect
