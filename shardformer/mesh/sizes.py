@@ -42,6 +42,8 @@ def total_of(sizes: GridSizes | None, axis: str = "sequence") -> int:
 
 def parsed(given: str, axis: str) -> int | tuple[int, ...]:
     """``"4"`` or ``"2x2"`` as a number or several. Raises ConfigError for anything else."""
+    if given.lstrip("-").isdigit() and int(given) < 1:
+        raise ConfigError(f"{axis}={given}", rule="An axis has one rank or more", remedy=f"Use --{axis} 1 or more")
     try:
         sizes = tuple(int(part) for part in given.split("x"))
         total_of(sizes, axis)
