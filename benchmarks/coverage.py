@@ -5,6 +5,7 @@
     python benchmarks/coverage.py --out coverage.jsonl --verify 30     # real processes, of the sharded ones, or "all"
     python benchmarks/coverage.py --out coverage.jsonl --table         # writes docs/coverage.md
     python benchmarks/coverage_stages.py --out stages.jsonl            # before it: all of them over pipeline stages
+    python benchmarks/coverage_layouts.py --out layouts.jsonl          # and with cut sequences and over grids
 
 For each model type of the auto classes named in TASKS: its class with its default config, as it is or with the few
 SETTINGS that transformers itself needs; the policy that the chain gives (registered, or inferred on a small twin); the
@@ -25,7 +26,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,6 +34,7 @@ from typing import Any
 
 import torch
 import transformers
+from coverage_page import ATTENTION, ENOUGH, MIXED, OTHER, PAGE, Record, page
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
@@ -55,14 +57,12 @@ from shardformer.testing.zoo.shrink import model_of
 from shardformer.verify import verify
 from shardformer.verify.any_type import main_classes
 
-ENOUGH = 0.8
 SECONDS = 30
 """Of the processor, after which an architecture is given up; all times are those of the processor."""
 POOL_S = 300.0
 """Within which a comparison in processes ends."""
 NUMEL = 400_000_000
 """Of a model without a twin, which is looked at itself."""
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "coverage.md"
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
@@ -77,34 +77,6 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }
 """Without which the default config of a type cannot be built by transformers."""
-
-ATTENTION, MIXED, OTHER = "attention and MLP", "attention among others", "no softmax attention"
-KINDS = {
-    ATTENTION: "In half of the layers or more softmax attention carries tokens to each other, and in less than half "
-    "a convolution does.",
-    MIXED: "There is softmax attention, but in fewer layers, or in half of the layers or more a convolution or a scan "
-    "(state spaces, linear attention, gated delta nets) carries tokens to each other.",
-    OTHER: "Convolutional networks, state spaces, linear attention, Fourier transforms.",
-}
-
-
-@dataclass(frozen=True)
-class Record:
-    """What was found about one architecture. ``outcome`` is "sharded", "refused", "not built" or "given up"."""
-
-    type: str
-    name: str
-    outcome: str
-    kind: str = ATTENTION
-    share: float = 0.0
-    seconds: float = 0.0
-    proven: bool = False
-    inferred: bool = True
-    reason: str = ""
-
-    @property
-    def reached(self) -> bool:
-        return self.outcome == "sharded" and self.proven and self.share >= ENOUGH
 
 
 def native(model_type: str, name: str) -> nn.Module:
@@ -341,88 +313,7 @@ def verified(model_type: str, name: str, pool: WorkerPool) -> dict[str, Any]:
         return {"verify": model_type, "passed": False, "said": short(error)}
 
 
-# ---------------------------------------------------------------------------------------- the page
-
-
-def page(
-    records: Sequence[Record], verdicts: Sequence[Mapping[str, Any]], stages: Mapping[str, Mapping[str, Any]]
-) -> str:
-    built = [r for r in records if r.outcome != "not built"]
-    lines = [
-        "# What is covered",
-        "",
-        "Written by `python benchmarks/coverage.py --out coverage.jsonl --table`, of every model type that "
-        f"transformers {transformers.__version__} has a class for in causal or masked language modelling, "
-        "sequence to sequence, image or audio classification. Each is taken with its default config; the policy "
-        "is the registered one or inferred, proven on a small twin over ranks that are threads; the share is that "
-        "of the weights of linears that the forward calls, and of stacked experts, that it cuts.",
-        "",
-        "| what it is made of | can be built | any part sharded | at least 80 % of its linear weights |",
-        "|---|---|---|---|",
-    ]
-    for kind in KINDS:
-        of = [r for r in built if r.kind == kind]
-        reached = sum(r.reached for r in of)
-        share = f"{reached} ({reached / max(len(of), 1):.0%})"
-        lines.append(f"| {kind} | {len(of)} | {sum(r.outcome == 'sharded' for r in of)} | {share} |")
-    lines += ["", "What a model is made of is read from one forward of its twin:", ""]
-    lines += [f"- *{kind}*: {text}" for kind, text in KINDS.items()]
-    seconds = sorted(r.seconds for r in built if r.inferred and r.outcome == "sharded")
-    if seconds:
-        lines += [
-            "",
-            f"Inference took {seconds[len(seconds) // 2]:.1f} s for the median model and less than "
-            f"{seconds[int(len(seconds) * 0.9)]:.0f} s for nine of ten, on one core.",
-        ]
-    if verdicts:
-        passed = sum(v["passed"] for v in verdicts)
-        every = {r.type for r in built if r.outcome == "sharded"} <= {v["verify"] for v in verdicts}
-        number = f"all {len(verdicts)}" if every else f"{len(verdicts)}, drawn by chance,"
-        lines += [
-            "",
-            f"`shardformer.verify` compared {number} of those that are sharded in two "
-            f"processes over three steps, in fp64 where the model computes in it: {passed} equal the plain model.",
-            *(f"- {v['verify']}: {v['said']}" for v in verdicts if not v["passed"]),
-        ]
-    lines += in_stages(built, stages) if stages else []
-    for kind in KINDS:
-        rest = [r for r in built if r.kind == kind and not r.reached]
-        lines += ["", f"## Below 80 %: {kind}", "", "| type | share | why |", "|---|---|---|"] if rest else []
-        lines += [f"| {r.type} | {r.share:.0%} | {cell(r.reason)} |" for r in rest]
-    lines += ["", "## Cannot be built small", "", "Transformers itself raises, with the type's default config:", ""]
-    lines += [f"- {r.type}: {cell(r.reason)[:160]}" for r in records if r.outcome == "not built"]
-    lines += ["", "## At least 80 %", ""]
-    for kind in KINDS:
-        reached = [f"{r.type} {r.share:.0%}" for r in built if r.kind == kind and r.reached]
-        lines += [f"*{kind}*: {', '.join(reached)}.", ""] if reached else []
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def in_stages(built: Sequence[Record], stages: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    lines = [
-        "",
-        "## Stages of a pipeline",
-        "",
-        "Written from what `python benchmarks/coverage_stages.py --out stages.jsonl` found: the twin of each type over "
-        "two stages in two processes, each layer whole, three steps of two micro-batches (one, where there are batch "
-        "norms, which see one at a time) with padding and labels that do not count, compared by `shardformer.verify`.",
-        "",
-        "| what it is made of | compared | nobody can tell |",
-        "|---|---|---|",
-    ]
-    for kind in KINDS:
-        of = [stages[r.type] for r in built if r.kind == kind and r.type in stages]
-        of = [line for line in of if line["passed"] is not None]
-        passed = sum(line["passed"] for line in of)
-        lines.append(f"| {kind} | {len(of)} | {passed} ({passed / max(len(of), 1):.0%}) |")
-    rest = [line for line in stages.values() if line["passed"] is False and line["type"] in {r.type for r in built}]
-    lines += ["", "| type | why not |", "|---|---|"] if rest else []
-    why = {line["type"]: line["said"].rpartition("it is known that ")[2] for line in rest}
-    return lines + [f"| {name} | {cell(why[name])} |" for name in sorted(why)]
-
-
-def cell(text: str) -> str:
-    return (text or "nothing to cut").replace("|", "\\|")[:300]
+# ---------------------------------------------------------------------------------------- the command
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
@@ -437,6 +328,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--verify", default="0", metavar="N", help="verify N of those that are sharded, or all of them")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of those N")
     parser.add_argument("--stages", type=Path, default=Path("stages.jsonl"), help="what coverage_stages.py found")
+    parser.add_argument("--layouts", type=Path, default=Path("layouts.jsonl"), help="what coverage_layouts.py found")
     parser.add_argument("--table", action="store_true", help=f"write {PAGE.name}")
     return parser.parse_args(argv)
 
@@ -475,7 +367,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.table:
         ordered = [records[t] for t in sorted(records)]
         stages = {line["type"]: line for line in read(args.stages)}
-        PAGE.write_text(page(ordered, [verdicts[t] for t in sorted(verdicts)], stages), encoding="utf-8")
+        text = page(ordered, [verdicts[t] for t in sorted(verdicts)], stages, list(read(args.layouts)))
+        PAGE.write_text(text, encoding="utf-8")
     return int(any(not verdict["passed"] for verdict in verdicts.values()))
 
 

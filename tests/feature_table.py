@@ -69,6 +69,8 @@ ROWS = (
 )
 COLUMNS: Mapping[str, str] = {
     "tensor parallel": "`shard_model(model)` over two ranks or more",
+    "tensor grids": "`launch_from_torch(tensor=(2, 2))` and `tensor_parallel_mode`, 2D, 2.5D and 3D",
+    "context parallel": "`launch_from_torch(sequence=2)`, long sequences over ranks",
     "pipeline parallel": "`launch_from_torch(pipe=2)` and `shardformer.Pipeline`, layers on different ranks",
     "lazy initialization": "no rank ever holds the whole model",
     "memory-efficient attention": "`enable_flash_attention`, torch's memory-efficient kernel",

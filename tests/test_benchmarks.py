@@ -146,12 +146,12 @@ def test_coverage_tells_what_is_cut_of_an_architecture_and_what_it_is_made_of(ru
     found = {line["type"]: line for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
     assert found["olmo2"]["share"] == 1 and found["olmo2"]["proven"] and found["olmo2"]["kind"] == "attention and MLP"
     assert found["fnet"]["kind"] == "no softmax attention"
-    coverage = importlib.import_module("coverage")
+    coverage_page = importlib.import_module("coverage_page")
     stages = {
         "olmo2": {"type": "olmo2", "passed": True, "said": "Nobody can tell."},
         "mpnet": {"type": "mpnet", "passed": False, "said": "pipe=2, and of this MPNet it is known that it differs"},
     }
-    page = coverage.page([coverage.Record(**line) for line in found.values()], [], stages)
+    page = coverage_page.page([coverage_page.Record(**line) for line in found.values()], [], stages)
     assert "| attention and MLP | 2 | 2 | 2 (100%) |" in page
     assert "| attention and MLP | 2 | 1 (50%) |" in page
     assert "| mpnet | it differs |" in page
@@ -168,6 +168,36 @@ def test_coverage_compares_an_architecture_over_stages(
     found = {line["type"]: line for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
     assert found["olmo2"]["passed"]
     assert not found["xlm"]["passed"] and "parameters that another stage holds" in found["xlm"]["said"]
+
+
+def test_coverage_compares_an_architecture_over_other_layouts(
+    run: Run, pool2: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts, coverage_page = (importlib.import_module(name) for name in ("coverage_layouts", "coverage_page"))
+    monkeypatch.setattr(layouts, "WorkerPool", lambda *_, **__: nullcontext(pool2))
+    monkeypatch.setattr(layouts, "verify", partial(layouts.verify, steps=1))
+    out = tmp_path / "layouts.jsonl"
+    run("coverage_layouts", "--out", str(out), "--only", "olmo2|xlm", "--layout", "context")
+    found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [line["passed"] for line in found] == [True, None] and "attention by itself" in found[1]["said"]
+    records = [coverage_page.Record(name, name, "sharded", share=1.0, proven=True) for name in ("olmo2", "xlm")]
+    page = coverage_page.page(records, [], {}, found)
+    assert "| sequence 2 (context parallel) | 1 of 2 (50%), 1, 0 |" in page
+
+
+def test_context_parallel_is_timed_and_counted_beside_torchs_ring(
+    run: Run, pool2: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("common"), "processes", lambda *_: nullcontext(pool2))
+    small = ["--lengths", "64", "--ranks", "1", "2", "--repetitions", "1"]
+    table = rows(run("context_parallel", "--attention", *small))
+    assert {"ring", "ulysses", "gather", "torch all-gather", "torch all-to-all"} <= set(table)
+    assert float(table["ring"][3]) < 0.6, "of torch's bytes"
+
+
+def test_tensor_grids_say_what_each_layout_sends_by_the_formulas(run: Run) -> None:
+    table = rows(run("tensor_grids", "--formula", "8"))
+    assert float(table["8 ranks, 65536 tokens"][-1]) < 0.3 and float(table["8 ranks, 4096 tokens"][-1]) > 1
 
 
 def test_zero_counts_what_each_stage_sends_beside_torchs(run: Run) -> None:

@@ -144,7 +144,29 @@ def _take_over(norm: nn.Module, module: nn.Module, names: tuple[str, ...]) -> No
 
 
 def _eps(module: nn.Module) -> float | None:
-    return next((getattr(module, name) for name in EPS_NAMES if isinstance(getattr(module, name, None), float)), None)
+    """What stands beside the variance; where no attribute says it, what is read off a row of nearly equal numbers."""
+    named = [getattr(module, name) for name in EPS_NAMES if hasattr(module, name)]
+    return next((eps for eps in named if isinstance(eps, float)), None) if named else _eps_read_off(module)
+
+
+@with_values()
+def _eps_read_off(module: nn.Module) -> float | None:
+    """y = w (x - mean) / sqrt(variance + eps), solved for eps; None where that gives no small positive number."""
+    shape = _normalized_shape(module)
+    if shape is None or module._parameters.get("bias") is not None:
+        return None
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+        twin = _twin(module, torch.float64)
+        x = _waves(shape, 0.7)
+        x = 1e-4 * (x - x.mean())
+        try:
+            y = twin.forward(x[None])[0] / (
+                1.0 if twin._parameters.get("weight") is None else twin._parameters["weight"]
+            )
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            return None
+        eps = float(x.square().sum() / y.square().sum() - x.square().mean())
+    return float(f"{eps:.3g}") if 0 < eps < 1e-2 else None
 
 
 def _normalized_shape(module: nn.Module) -> tuple[int, ...] | None:
@@ -197,11 +219,26 @@ def norm_kind(module: nn.Module) -> str | None:
                 y = None  # not of this kind, or not made for this pair of dtypes
             for kind in kinds:
                 if kind == "layer" and not is_mixed:
-                    errors[kind] = max(errors[kind], _error(F.layer_norm(x, shape, weight, bias, eps or 0.0), y))
+                    ours = F.layer_norm(x, shape, weight, bias, eps or 0.0)
+                    errors[kind] = max(errors[kind], _error(ours, y, least=1.0))  # what is left of x - mean is rounded
                 elif kind != "layer" and (y is not None or not is_mixed):
                     errors[kind] = max(errors[kind], _error(rms_norm(kind, x, weight, eps), y))
     best = min(errors, key=lambda kind: errors[kind], default=None)
     return best if best is not None and errors[best] <= 1 else None
+
+
+@with_values()
+def is_elementwise(module: nn.Module) -> bool:
+    """Whether each feature that a module gives is computed of that feature and of its own numbers alone."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+        twin = _twin(module, torch.float64)
+        size = next((p.shape[0] for p in twin.parameters()), 2)
+        x = _waves((3, size), 0.7)
+        try:
+            changed = (twin.forward(x) != twin.forward(torch.cat((x[:, :1] + 1, x[:, 1:]), -1))).any(0)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            return False
+    return changed.shape == (size,) and not changed[1:].any()
 
 
 def _waves(shape: tuple[int, ...], step: float) -> Tensor:
@@ -220,12 +257,12 @@ def _twin(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return twin
 
 
-def _error(ours: Tensor, native: Tensor | None) -> float:
-    """The largest deviation by element, as a multiple of the bound of its dtype."""
+def _error(ours: Tensor, native: Tensor | None, least: float = 1e-4) -> float:
+    """The largest deviation by element, as a multiple of the bound of its dtype; of the least size at least."""
     if not isinstance(native, Tensor) or native.dtype != ours.dtype or native.shape != ours.shape:
         return float("inf")
     a, b = ours.to(torch.float64), native.to(torch.float64)
-    return float(((a - b).abs() / b.abs().clamp(min=1e-4)).max()) / BOUNDS[native.dtype]
+    return float(((a - b).abs() / b.abs().clamp(min=least)).max()) / BOUNDS[native.dtype]
 
 
 def _refuse_options(cls: type[nn.Module], options: dict[str, Any]) -> None:

@@ -62,6 +62,7 @@ class StackDescription:
         context: (path of a module, name of its argument): states from another stack that all layers read. In a chain,
             where those of the stack before come in; None: as the hidden states of the first unit.
         whole_sequence: why sequence parallelism does not cut its sequence: its blocks enter and leave with all of it.
+        gathers: names of modules of a layer that are given the whole sequence although no block stands in them.
         reads_context: whether blocks read the context as it comes in; else it enters none of them there.
         units: path of the module that each unit calls, in order; of a stack of its own the layers, each once.
         stages: what stages have to have of it.
@@ -74,6 +75,7 @@ class StackDescription:
     reads_context: bool = True
     units: tuple[str, ...] = ()
     stages: StageNeeds = StageNeeds()
+    gathers: tuple[str, ...] = ()
 
     def within(self, path: str) -> StackDescription:
         """The same stack of a model that holds this one's at ``path``; a path may end in ``?``, which goes."""

@@ -191,7 +191,7 @@ class RolePolicy(Policy):
         for s, _ in self._present_stacks():
             norm = s.final_norm if s.final_norm and is_there(base, s.final_norm, self.base) else None
             own = StackDescription(s.layers, norm, s.context, s.whole_sequence, s.reads_context, stages=s.stages)
-            out.append(own.within(self.base))
+            out.append(replace(own, gathers=tuple(s.gathers)).within(self.base))
         return out
 
     def chain(self) -> Chain:

@@ -191,6 +191,8 @@ class Stack:
         context: (path of a module, name of its argument): the states that ``from_context`` attentions read, which
             enter there once for all of them; for a pipeline, where the states of the stack before come in.
         whole_sequence: why sequence parallelism cannot cut its sequence, where it does cut those of other stacks.
+        gathers: modules of a layer, by their names in it, that need the whole sequence and hold no block: convolutions,
+            attentions that stay whole. Sequence parallelism gathers it around them.
         optional: whether some models lack it.
         stages: what a pipeline has to know of it.
     """
@@ -200,6 +202,7 @@ class Stack:
     final_norm: str | None = None
     context: tuple[str, str] | None = None
     whole_sequence: str | None = None
+    gathers: Sequence[str] = ()
     optional: bool = False
     stages: StageNeeds = field(default_factory=StageNeeds)
 

@@ -18,7 +18,7 @@ from shardformer.errors import ConfigError, PolicyError
 from shardformer.layers.grid.linear import OnGrid
 from shardformer.layers.grid.norm import GridNorm
 from shardformer.layers.grid.stream import GridStream
-from shardformer.layers.norm import norm_kind
+from shardformer.layers.norm import is_elementwise, norm_kind
 from shardformer.layers.tensor.arguments import change_argument
 from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row, is_transposed
 from shardformer.layers.tensor.stream import first_tensor
@@ -155,12 +155,15 @@ def _add(plan: Plan, grid: TensorGrid, prefix: str, path: str, module: nn.Module
     if shapes <= {(width,)} and not module._modules and norm_kind(module) is not None:
         kwargs = {"split": Split.even(width, grid.hidden.size)}
         plan.replacements[path] = SubModuleReplacementDescription(path, GridNorm, kwargs)
-    elif shapes == {(width,)}:
+    elif shapes == {(width,)} and (module._modules or is_elementwise(module)):
         for name in own:
             plan.parameters[join(path, name)] = {0: Split.even(width, grid.hidden.size, axes=(grid.hidden.name,))}
     elif path.startswith(prefix) and path.count(".") > prefix.count("."):
         layer, child = path.removeprefix(prefix).split(".")[:2]
-        plan.gathered.append(f"{prefix}{layer}.{child}")
+        holder = f"{prefix}{layer}.{child}"
+        of_blocks = [end for _, block in plan.blocks for end in (block.entry, block.row)]
+        holds_block = any(f"{end}.".startswith(f"{holder}.") and end != holder for end in of_blocks)
+        plan.gathered.append(path if holds_block else holder)
     else:
         raise ConfigError(
             f"tensor_parallel_mode={grid.mode!r} for {type(plan.model).__name__}, whose {path!r} has parameters "

@@ -40,7 +40,8 @@ class Plan:
         functions: (path of a module, function that changes its parameters in place).
         methods: path of a method -> the function that takes its place.
         blocks: (path of the described module, block).
-        gathered: on a tensor grid, paths of modules in a layer that are given all hidden features.
+        gathered: paths of modules in a layer that are given the whole sequence where it is cut between blocks, or, on
+            a tensor grid, all hidden features.
     """
 
     model: nn.Module
@@ -110,9 +111,22 @@ def make_plan(model: nn.Module, policy: Policy) -> Plan:
         for needed in (stack.layers, stack.final_norm, stack.context[0] if stack.context else None):
             if needed is not None:
                 module_at(model, needed, hint="")
+    if policy.shard_config.enable_sequence_parallelism:
+        plan.gathered.extend(_gathered(plan))
     _check_tied(plan)
     _check_explained(policy, plan)
     return plan
+
+
+def _gathered(plan: Plan) -> Iterator[str]:
+    """Paths of the modules that stacks name as given the whole sequence; not where a block stands in one."""
+    ends = tuple(end for _, block in plan.blocks for end in (block.entry, block.row))
+    for stack in plan.stacks:
+        for index, layer in plan.model.get_submodule(stack.layers).named_children():
+            for name in stack.gathers:
+                path = join(stack.layers, index, name)
+                if find(layer, name) is not None and not any(f"{end}.".startswith(f"{path}.") for end in ends):
+                    yield path
 
 
 def _descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyDescription]:

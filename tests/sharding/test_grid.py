@@ -24,6 +24,7 @@ from shardformer.layers.grid.norm import GridNorm
 from shardformer.layout.state import specs_of
 from shardformer.mesh.context import ParallelContext, with_tensor
 from shardformer.policies.infer import prove_grid
+from shardformer.sharding import grid as grid_plan
 from shardformer.testing.pool import WorkerPool
 from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
@@ -131,6 +132,7 @@ def near(what: str, found: Tensor, expected: Tensor, bound: float) -> None:
     assert difference <= bound * max(expected.abs().max().item(), 1e-3), (what, difference)
 
 
+@pytest.mark.feature("tensor grids")
 @pytest.mark.parametrize(("family", "mode", "sizes"), in_turn(FAMILIES, *GRIDS), ids=str)
 def test_nobody_can_tell(family: str, mode: str, sizes: Sizes) -> None:
     check(plain_of(family), batches_of(family), mode, sizes)
@@ -141,10 +143,28 @@ def test_each_grid(mode: str, sizes: Sizes) -> None:
     check(plain_of("llama"), batches_of("llama", samples=5), mode, sizes)
 
 
+@pytest.mark.feature("tensor grids")
 @pytest.mark.parametrize(("family", "mode", "sizes"), [("albert", "2d", (2, 2)), ("gpt_neo", "3d", (2, 2, 2))], ids=str)
 def test_layers_that_stand_apart(family: str, mode: str, sizes: Sizes) -> None:
     """ALBERT's attention adds its residual itself; GPT-Neo's layers attend in two ways."""
     check(plain_of(family), batches_of(family), mode, sizes)
+
+
+@pytest.mark.feature("tensor grids")
+@pytest.mark.parametrize(
+    ("family", "mode", "sizes", "word", "why"),
+    [
+        ("sam", "2d", (2, 2), "refused", "its mask decoder carries two streams, of which a grid cuts one"),
+        ("albert", "3d", (1, 2, 2), "part", "2D and 2.5D: in 3D its attention would read features of other samples"),
+    ],
+    ids=str,
+)
+def test_a_mode_that_does_not_serve_a_family_is_refused(
+    family: str, mode: str, sizes: Sizes, word: str, why: str, record_property: Callable[[str, object], None]
+) -> None:
+    with pytest.raises(ConfigError, match=f"tensor_parallel_mode='{mode}' for"):
+        run_as_threads(lambda c: sharded(c, family, mode, sizes), tensor=ranks_of(sizes))
+    record_property("feature", f"{word}: {why}")
 
 
 @pytest.mark.parametrize(
@@ -181,6 +201,24 @@ def test_a_mixture_of_experts_is_given_all_features(family: str, head: str) -> N
 
 
 # --- what users do with it
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "mode", "sizes"),
+    [("cohere", "CohereForCausalLM", "2d", (2, 2)), ("olmo", "OlmoForCausalLM", "3d", (2, 1, 2))],
+    ids=str,
+)
+def test_norms_that_write_out_their_formula(family: str, head: str, mode: str, sizes: Sizes) -> None:
+    """Cohere's casts as none of torch does; OLMo's has no parameters and does not say its epsilon."""
+    torch.manual_seed(0)
+    plain = getattr(transformers, head)(shrunk(transformers.AutoConfig.for_model(family, architectures=[head])))
+    check(plain.double().train(), [dict(batches_for(plain)[0])], mode, sizes)
+
+
+def test_a_norm_of_no_known_formula_is_given_all_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove_grid, "_KNOWN", {})
+    monkeypatch.setattr(grid_plan, "norm_kind", lambda module: None)
+    check(plain_of("bert"), batches_of("bert"), "2d", (2, 2))
 
 
 @pytest.mark.parametrize(("mode", "sizes"), [("2d", (2, 2)), ("3d", (2, 1, 2))], ids=str)
@@ -409,8 +447,6 @@ def test_what_a_grid_does_not_go_with() -> None:
         shardformer.ShardConfig(tensor_parallel_mode="2d", enable_sequence_parallelism=True)
     with pytest.raises(ConfigError, match="a sequence axis"):
         run_as_threads(lambda c: sharded(c, "llama", "2d", (2, 1)), tensor=2, sequence=2)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_mode='2d' for SamModel"):
-        run_as_threads(lambda c: sharded(c, "sam", "2d", (2, 1)), tensor=2)
 
 
 def test_a_policy_that_knows_one_axis() -> None:

@@ -20,6 +20,7 @@ from shardformer.policies.infer.depth import along_depth, found_stacks
 from shardformer.policies.infer.drafts import BlockDraft, draft
 from shardformer.policies.infer.flow import given_by_layers, observe
 from shardformer.policies.infer.prove import Reference, mismatch
+from shardformer.policies.infer.sequence import along_sequence
 from shardformer.policies.infer.twin import twin_of
 from shardformer.policies.paths import matching
 from shardformer.policies.role_policy import RolePolicy
@@ -138,7 +139,8 @@ def infer_on(model: nn.Module, run: Forward) -> type[InferredPolicy]:
     policy.stack = stacks[0] if isinstance(proven, Stack) else stacks
     if (problem := proof.of(policy, RANKS)) is not None:  # what is given back is what was proven
         policy.stack, policy.against_pipeline = proven, problem
-    policy.against_sequence = mismatch(proof.reference, policy, RANKS[0], enable_sequence_parallelism=True)
+    stacks, policy.against_sequence = along_sequence(proof.reference, policy, tuple(policy.layers), RANKS[0])
+    policy.stack = stacks[0] if isinstance(policy.stack, Stack) else stacks
     policy.notes = _notes(whole, policy.against_pipeline)
     policy.whole = _left(model, policy())
     return policy

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import SMALL, Sample
 from shardformer.testing.zoo.inputs import batches_for, runner
 from shardformer.testing.zoo.layers import kinds_of_layers
-from shardformer.testing.zoo.shrink import shrunk
+from shardformer.testing.zoo.shrink import model_of, shrunk
 from tests.policies.toy import ToyLM
 
 # family -> its class, and what share of the linear weights of its layers the policy cuts
@@ -58,9 +58,6 @@ UNDESCRIBED = {
     "afmoe": ("AfmoeForCausalLM", 0.98),  # some layers have experts, the others an MLP at the same place
     "gemma3_text": ("Gemma3ForCausalLM", 1.0),
 }
-
-
-NO_SEQUENCE = ("albert", "convbert")
 
 
 def small(family: str) -> nn.Module:
@@ -99,14 +96,36 @@ def test_a_family_that_nobody_described(family: str) -> None:
     for ranks in (2, 3):
         assert mismatch(reference, type(policy), ranks) is None
     sequence = mismatch(reference, type(policy), 2, enable_sequence_parallelism=True, enable_sequence_overlap=True)
-    # ALBERT's attention views what it is given, and ConvBERT's stays whole
-    assert (sequence is not None) == (policy.against_sequence is not None) == (family in NO_SEQUENCE)
+    assert sequence is None and policy.against_sequence is None
     policy.set_model(model)
     replaced = {id(model.get_submodule(path)) for path in make_plan(model, policy).replacements}
     layers = tuple(stack.layers for stack in policy.stacks())
     linears = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith(layers)]
     share = sum(m.weight.numel() for m in linears if id(m) in replaced) / sum(m.weight.numel() for m in linears)
     assert share == pytest.approx(UNDESCRIBED[family][1], abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "name"),
+    [
+        ("minimax", "MiniMaxForCausalLM", "self_attn"),  # some layers have linear attention, which stays whole
+        ("deepseek_v32", "DeepseekV32ForCausalLM", "self_attn"),
+        ("qwen3_next", "Qwen3NextForCausalLM", "linear_attn"),
+        ("wav2vec2-bert", "Wav2Vec2BertForSequenceClassification", "conv_module"),
+    ],
+)
+def test_what_mixes_tokens_and_stays_whole_is_given_the_whole_sequence(
+    family: str, head: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin = twin_of(model_of(transformers.AutoConfig.for_model(family, architectures=[head])))
+    policy = infer_on(twin.model, twin.run)()
+    assert isinstance(policy.stack, Stack) and name in policy.stack.gathers and policy.against_sequence is None
+    assert f'"{name}"' in source_of(policy), "it is written down too"
+    reference = Reference.of(twin.model, twin.run)
+    for ranks in (2, 3):
+        assert mismatch(reference, type(policy), ranks, enable_sequence_parallelism=True) is None
+    monkeypatch.setattr(type(policy), "stack", replace(policy.stack, gathers=()))
+    assert mismatch(reference, type(policy), 2, enable_sequence_parallelism=True) is not None
 
 
 def test_it_is_the_last_link_of_the_chain_and_said_so() -> None:
@@ -128,19 +147,13 @@ def test_what_is_printed_is_the_policy(family: str) -> None:
     assert cut_lines(model, names["Written"]()) == cut_lines(model, policy)
 
 
-@pytest.mark.parametrize("family", NO_SEQUENCE)
-def test_what_is_printed_explains_what_stays_whole(family: str) -> None:
-    model = small(family)
+@pytest.mark.parametrize("family", ["albert", "convbert"])
+def test_what_is_printed_says_what_is_given_the_whole_sequence(family: str) -> None:
+    model = small(family).double().eval()
     names: dict[str, Any] = {}
     exec(source_of(infer(model), "Written"), names)
-    run_as_threads(lambda context: shard_model(copy.deepcopy(model), names["Written"], context=context), tensor=2)
-    with pytest.raises(ConfigError, match="it is known that"):
-        run_as_threads(
-            lambda context: shard_model(
-                copy.deepcopy(model), names["Written"], context=context, enable_sequence_parallelism=True
-            ),
-            tensor=2,
-        )
+    reference = Reference.of(model, runner(model, batches_for(model)[0]))
+    assert mismatch(reference, names["Written"], 2, enable_sequence_parallelism=True) is None
 
 
 def test_of_a_config() -> None:

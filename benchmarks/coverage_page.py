@@ -1,0 +1,195 @@
+"""docs/coverage.md: what was found of every architecture that transformers can build, as a page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "coverage.md"
+ENOUGH = 0.8
+
+ATTENTION, MIXED, OTHER = "attention and MLP", "attention among others", "no softmax attention"
+KINDS = {
+    ATTENTION: "In half of the layers or more softmax attention carries tokens to each other, and in less than half "
+    "a convolution does.",
+    MIXED: "There is softmax attention, but in fewer layers, or in half of the layers or more a convolution or a scan "
+    "(state spaces, linear attention, gated delta nets) carries tokens to each other.",
+    OTHER: "Convolutional networks, state spaces, linear attention, Fourier transforms.",
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was found about one architecture. ``outcome`` is "sharded", "refused", "not built" or "given up"."""
+
+    type: str
+    name: str
+    outcome: str
+    kind: str = ATTENTION
+    share: float = 0.0
+    seconds: float = 0.0
+    proven: bool = False
+    inferred: bool = True
+    reason: str = ""
+
+    @property
+    def reached(self) -> bool:
+        return self.outcome == "sharded" and self.proven and self.share >= ENOUGH
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One that the twins train over: its sizes as ``verify`` takes them, and the options of ShardConfig."""
+
+    name: str
+    title: str
+    ranks: int
+    sizes: Mapping[str, Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+LAYOUTS = (
+    Layout("sequence", "tensor 2, sequence parallel", 2, {"tensor": 2}, {"enable_sequence_parallelism": True}),
+    Layout("context", "sequence 2 (context parallel)", 2, {"sequence": 2}),
+    Layout("2d", "2D grid of 2 x 2", 4, {"tensor": (2, 2)}, {"tensor_parallel_mode": "2d"}),
+    Layout("3d", "3D grid of 2 x 1 x 2", 4, {"tensor": (2, 1, 2)}, {"tensor_parallel_mode": "3d"}),
+)
+
+
+def page(
+    records: Sequence[Record],
+    verdicts: Sequence[Mapping[str, Any]],
+    stages: Mapping[str, Mapping[str, Any]],
+    layouts: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """The whole page.
+
+    Args:
+        records, verdicts: what coverage.py found, and what ``verify`` said of some.
+        stages, layouts: what coverage_stages.py found, by type, and coverage_layouts.py.
+    """
+    built = [r for r in records if r.outcome != "not built"]
+    lines = [
+        "# What is covered",
+        "",
+        "Written by `python benchmarks/coverage.py --out coverage.jsonl --table`, of every model type that "
+        f"transformers {transformers.__version__} has a class for in causal or masked language modelling, "
+        "sequence to sequence, image or audio classification. Each is taken with its default config; the policy "
+        "is the registered one or inferred, proven on a small twin over ranks that are threads; the share is that "
+        "of the weights of linears that the forward calls, and of stacked experts, that it cuts.",
+        "",
+        "| what it is made of | can be built | any part sharded | at least 80 % of its linear weights |",
+        "|---|---|---|---|",
+    ]
+    for kind in KINDS:
+        of = [r for r in built if r.kind == kind]
+        reached = sum(r.reached for r in of)
+        share = f"{reached} ({reached / max(len(of), 1):.0%})"
+        lines.append(f"| {kind} | {len(of)} | {sum(r.outcome == 'sharded' for r in of)} | {share} |")
+    lines += ["", "What a model is made of is read from one forward of its twin:", ""]
+    lines += [f"- *{kind}*: {text}" for kind, text in KINDS.items()]
+    seconds = sorted(r.seconds for r in built if r.inferred and r.outcome == "sharded")
+    if seconds:
+        lines += [
+            "",
+            f"Inference took {seconds[len(seconds) // 2]:.1f} s for the median model and less than "
+            f"{seconds[int(len(seconds) * 0.9)]:.0f} s for nine of ten, on one core.",
+        ]
+    if verdicts:
+        passed = sum(v["passed"] for v in verdicts)
+        every = {r.type for r in built if r.outcome == "sharded"} <= {v["verify"] for v in verdicts}
+        number = f"all {len(verdicts)}" if every else f"{len(verdicts)}, drawn by chance,"
+        lines += [
+            "",
+            f"`shardformer.verify` compared {number} of those that are sharded in two "
+            f"processes over three steps, in fp64 where the model computes in it: {passed} equal the plain model.",
+            *(f"- {v['verify']}: {v['said']}" for v in verdicts if not v["passed"]),
+        ]
+    lines += in_stages(built, stages) if stages else []
+    lines += in_layouts(built, layouts) if layouts else []
+    for kind in KINDS:
+        rest = [r for r in built if r.kind == kind and not r.reached]
+        lines += ["", f"## Below 80 %: {kind}", "", "| type | share | why |", "|---|---|---|"] if rest else []
+        lines += [f"| {r.type} | {r.share:.0%} | {cell(r.reason)} |" for r in rest]
+    lines += ["", "## Cannot be built small", "", "Transformers itself raises, with the type's default config:", ""]
+    lines += [f"- {r.type}: {cell(r.reason)[:160]}" for r in records if r.outcome == "not built"]
+    lines += ["", "## At least 80 %", ""]
+    for kind in KINDS:
+        reached = [f"{r.type} {r.share:.0%}" for r in built if r.kind == kind and r.reached]
+        lines += [f"*{kind}*: {', '.join(reached)}.", ""] if reached else []
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def in_stages(built: Sequence[Record], stages: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    lines = [
+        "",
+        "## Stages of a pipeline",
+        "",
+        "Written from what `python benchmarks/coverage_stages.py --out stages.jsonl` found: the twin of each type over "
+        "two stages in two processes, each layer whole, three steps of two micro-batches (one, where there are batch "
+        "norms, which see one at a time) with padding and labels that do not count, compared by `shardformer.verify`.",
+        "",
+        "| what it is made of | compared | nobody can tell |",
+        "|---|---|---|",
+    ]
+    for kind in KINDS:
+        of = [stages[r.type] for r in built if r.kind == kind and r.type in stages]
+        of = [line for line in of if line["passed"] is not None]
+        passed = sum(line["passed"] for line in of)
+        lines.append(f"| {kind} | {len(of)} | {passed} ({passed / max(len(of), 1):.0%}) |")
+    rest = [line for line in stages.values() if line["passed"] is False and line["type"] in {r.type for r in built}]
+    lines += ["", "| type | why not |", "|---|---|"] if rest else []
+    why = {line["type"]: line["said"].rpartition("it is known that ")[2] for line in rest}
+    return lines + [f"| {name} | {cell(why[name])} |" for name in sorted(why)]
+
+
+def cell(text: str) -> str:
+    return (text or "nothing to cut").replace("|", "\\|")[:300]
+
+
+def in_layouts(built: Sequence[Record], found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The layouts over which each type trains, of those types that tensor parallelism cuts."""
+    kind_of = {r.type: r.kind for r in built if r.outcome == "sharded"}
+    lines = [
+        "",
+        "## Cut sequences, and grids",
+        "",
+        "Written from what `python benchmarks/coverage_layouts.py --out layouts.jsonl` found: the twin of each type "
+        "that tensor parallelism cuts, over each layout in two or four processes, three steps, compared by "
+        "`shardformer.verify`. In each cell: of how many nobody can tell, how many were refused with the reason, and "
+        "how many neither.",
+        "",
+        f"| layout | {' | '.join(KINDS)} |",
+        f"|---|{'---|' * len(KINDS)}",
+    ]
+    tried = [layout for layout in LAYOUTS if any(line["layout"] == layout.name for line in found)]
+    for layout in tried:
+        of = [line for line in found if line["layout"] == layout.name and line["type"] in kind_of]
+        cells = [counted([line["passed"] for line in of if kind_of[line["type"]] == kind]) for kind in KINDS]
+        lines.append(f"| {layout.title} | {' | '.join(cells)} |")
+    for layout in tried:
+        of = [line for line in found if line["layout"] == layout.name and line["type"] in kind_of]
+        rest = sorted((line for line in of if line["passed"] is not True), key=lambda line: str(line["type"]))
+        why: dict[str, list[str]] = {}
+        for line in rest:
+            why.setdefault(reason(line["said"]), []).append(line["type"])
+        lines += ["", f"Not over {layout.title}:", "", "| why not | types |", "|---|---|"] if rest else []
+        lines += [f"| {cell(text)} | {', '.join(types)} |" for text, types in sorted(why.items())]
+    return lines
+
+
+def counted(passed: Sequence[bool | None]) -> str:
+    yes, refused = passed.count(True), passed.count(None)
+    return f"{yes} of {len(passed)} ({yes / max(len(passed), 1):.0%}), {refused}, {passed.count(False)}"
+
+
+def reason(said: str) -> str:
+    """Without the names of a model and of its modules, and without sizes: alike for all types that it holds for."""
+    said = re.sub(r"^\w+='?\w+'?,? (?:for|and of this) \w+(?: it is known that |: |, which | )?", "", said)
+    said = re.sub(r"(by itself in|run|given a (?:tensor|mask) of shape|calls its attention) .*", r"\1 …", said)
+    return re.sub(r"'[\w.*]+'|\b\w+\.[\w.*]+|\b\w+Attention\b", "…", said)[:200]
