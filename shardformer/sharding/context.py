@@ -101,14 +101,22 @@ def _possible(model: nn.Module, context: ParallelContext) -> Iterator[tuple[floa
 
 
 def _head_counts(model: nn.Module) -> tuple[int, int]:
-    """Of the attention, by the config: query heads and key heads."""
+    """Of the attention, by the config: query heads and key heads; of one that says others for each layer, one."""
     config = getattr(model, "config", None)
     inner = getattr(config, "get_text_config", lambda: config)()
     for name in ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads"):
-        if isinstance(queries := getattr(inner, name, None), int):
-            keys = getattr(inner, "num_key_value_heads", None)
+        if isinstance(queries := _said_of_all(inner, name), int):
+            keys = _said_of_all(inner, "num_key_value_heads")
             return queries, keys if isinstance(keys, int) else queries
     return 1, 1
+
+
+def _said_of_all(config: Any, name: str) -> Any:
+    """A field of a config; None where it has none, or says it for each layer (transformers raises a RuntimeError)."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return None
 
 
 def _is_inside_host(context: ParallelContext, group: int) -> bool:
