@@ -124,6 +124,10 @@ def _within(path: str, outer: list[str]) -> bool:
     return path.startswith(tuple(f"{name}." for name in outer))
 
 
+def _holds(outer: str, path: str) -> bool:
+    return f"{path}.".startswith(f"{outer}.")
+
+
 def _is_norm(sub: SubModuleReplacementDescription) -> bool:
     return sub.target_module is GridNorm
 
@@ -161,9 +165,8 @@ def _add(plan: Plan, grid: TensorGrid, prefix: str, path: str, module: nn.Module
     elif path.startswith(prefix) and path.count(".") > prefix.count("."):
         layer, child = path.removeprefix(prefix).split(".")[:2]
         holder = f"{prefix}{layer}.{child}"
-        of_blocks = [end for _, block in plan.blocks for end in (block.entry, block.row)]
-        holds_block = any(f"{end}.".startswith(f"{holder}.") and end != holder for end in of_blocks)
-        plan.gathered.append(path if holds_block else holder)
+        holds_one_end = any(_holds(holder, block.entry) != _holds(holder, block.row) for _, block in plan.blocks)
+        plan.gathered.append(path if holds_one_end else holder)
     else:
         raise ConfigError(
             f"tensor_parallel_mode={grid.mode!r} for {type(plan.model).__name__}, whose {path!r} has parameters "
