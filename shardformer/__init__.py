@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from shardformer.policies.role_policy import Inputs as Inputs
     from shardformer.policies.role_policy import Projections as Projections
     from shardformer.policies.role_policy import RolePolicy as RolePolicy
+    from shardformer.policies.role_policy import SequenceNeeds as SequenceNeeds
     from shardformer.policies.role_policy import Stack as Stack
     from shardformer.policies.role_policy import StageNeeds as StageNeeds
     from shardformer.reduce.pause import no_sync as no_sync
@@ -131,6 +132,7 @@ _HOME = {
         "Inputs",
         "Projections",
         "RolePolicy",
+        "SequenceNeeds",
         "Stack",
         "StageNeeds",
     ],

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from shardformer.policies.roles import MLP, Attention, Experts, Inputs, Projections, Stack, StageNeeds
+from shardformer.policies.roles import MLP, Attention, Experts, Inputs, Projections, SequenceNeeds, Stack, StageNeeds
 
-ROLES = (Attention, Projections, Inputs, MLP, Experts, Stack, StageNeeds)
+ROLES = (Attention, Projections, Inputs, MLP, Experts, Stack, StageNeeds, SequenceNeeds)
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "add-a-model.md").read_text(encoding="utf-8")
 FILES = {

@@ -53,6 +53,27 @@ class StageNeeds:
 
 
 @dataclass(frozen=True)
+class SequenceNeeds:
+    """What sequence parallelism has to know of a stack beside its blocks. Modules are named by their paths in a layer.
+
+    Args:
+        gathers: modules that need the whole sequence, where they hold no block: convolutions, attentions that stay
+            whole. It is gathered around them.
+        around: modules that are given the whole sequence together with the blocks in them, as an MLP whose experts are
+            given tokens in another order.
+        beside: arguments that are given for each token beside the hidden states, (B, S, ...): a layer's own by their
+            names, those of a module that is given the whole sequence behind its path ("mixer.gate").
+        apart: modules that are given no tokens, as a time step that scales all of them. What they give is summed over
+            the ranks' tokens in the backward.
+    """
+
+    gathers: Sequence[str] = ()
+    around: Sequence[str] = ()
+    beside: Sequence[str] = ()
+    apart: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class StackDescription:
     """A stack of layers, which sequence parallelism runs through and a pipeline cuts.
 
@@ -62,10 +83,10 @@ class StackDescription:
         context: (path of a module, name of its argument): states from another stack that all layers read. In a chain,
             where those of the stack before come in; None: as the hidden states of the first unit.
         whole_sequence: why sequence parallelism does not cut its sequence: its blocks enter and leave with all of it.
-        gathers: names of modules of a layer that are given the whole sequence although no block stands in them.
         reads_context: whether blocks read the context as it comes in; else it enters none of them there.
         units: path of the module that each unit calls, in order; of a stack of its own the layers, each once.
         stages: what stages have to have of it.
+        sequence: what sequence parallelism has to know of it.
     """
 
     layers: str
@@ -75,7 +96,7 @@ class StackDescription:
     reads_context: bool = True
     units: tuple[str, ...] = ()
     stages: StageNeeds = StageNeeds()
-    gathers: tuple[str, ...] = ()
+    sequence: SequenceNeeds = SequenceNeeds()
 
     def within(self, path: str) -> StackDescription:
         """The same stack of a model that holds this one's at ``path``; a path may end in ``?``, which goes."""

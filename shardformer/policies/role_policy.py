@@ -16,7 +16,7 @@ from torch import nn
 
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.layers.tensor.modes import MODES, ParallelLayers
-from shardformer.pipeline.chain import Chain, StackDescription, StageNeeds
+from shardformer.pipeline.chain import Chain, SequenceNeeds, StackDescription, StageNeeds
 from shardformer.policies.attention import AttentionLowering
 from shardformer.policies.describe import ModuleKey, ModulePolicyDescription, merged
 from shardformer.policies.lowering import LayerLowering, Replacement, check_exits
@@ -41,6 +41,7 @@ __all__ = [
     "Projections",
     "Role",
     "RolePolicy",
+    "SequenceNeeds",
     "Stack",
     "StageNeeds",
 ]
@@ -191,7 +192,7 @@ class RolePolicy(Policy):
         for s, _ in self._present_stacks():
             norm = s.final_norm if s.final_norm and is_there(base, s.final_norm, self.base) else None
             own = StackDescription(s.layers, norm, s.context, s.whole_sequence, s.reads_context, stages=s.stages)
-            out.append(replace(own, gathers=tuple(s.gathers)).within(self.base))
+            out.append(replace(own, sequence=s.sequence).within(self.base))
         return out
 
     def chain(self) -> Chain:

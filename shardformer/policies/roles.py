@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardformer.errors import PolicyError, nearest
-from shardformer.pipeline.chain import StageNeeds
+from shardformer.pipeline.chain import SequenceNeeds, StageNeeds
 from shardformer.policies.paths import relative
 
 Counted = str | tuple[str, int]
@@ -191,10 +191,9 @@ class Stack:
         context: (path of a module, name of its argument): the states that ``from_context`` attentions read, which
             enter there once for all of them; for a pipeline, where the states of the stack before come in.
         whole_sequence: why sequence parallelism cannot cut its sequence, where it does cut those of other stacks.
-        gathers: modules of a layer, by their names in it, that need the whole sequence and hold no block: convolutions,
-            attentions that stay whole. Sequence parallelism gathers it around them.
         optional: whether some models lack it.
         stages: what a pipeline has to know of it.
+        sequence: what sequence parallelism has to know of it beside its blocks.
     """
 
     layers: str
@@ -202,9 +201,9 @@ class Stack:
     final_norm: str | None = None
     context: tuple[str, str] | None = None
     whole_sequence: str | None = None
-    gathers: Sequence[str] = ()
     optional: bool = False
     stages: StageNeeds = field(default_factory=StageNeeds)
+    sequence: SequenceNeeds = field(default_factory=SequenceNeeds)
 
     def __post_init__(self) -> None:
         name = self.context[1] if self.context and self.reads_context else None

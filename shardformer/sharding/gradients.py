@@ -58,7 +58,7 @@ class Places:
         self._stream, blocks = stream, [block for _, block in plan.blocks]
         self._inside = tuple(_prefix(block.entry) for block in blocks)
         self._biases = {f"{_prefix(block.row)}bias" for block in blocks}
-        whole = [*plan.gathered, *(b.gathers_around for b in blocks if b.gathers_around is not None)]
+        whole = [*plan.gathered, *plan.apart, *(b.gathers_around for b in blocks if b.gathers_around is not None)]
         self._whole = tuple(map(_prefix, whole))
         self._stacks = [
             (prefix, stack.layout_in(stream))

@@ -12,7 +12,7 @@ from torch import nn
 from shardformer.errors import ConfigError, PolicyError, nearest
 from shardformer.layers.tensor.linear import is_linear
 from shardformer.layout.split import Split
-from shardformer.pipeline.chain import StackDescription
+from shardformer.pipeline.chain import SequenceNeeds, StackDescription
 from shardformer.pipeline.placeholders import Placeholders
 from shardformer.policies.describe import (
     BlockDescription,
@@ -42,6 +42,8 @@ class Plan:
         blocks: (path of the described module, block).
         gathered: paths of modules in a layer that are given the whole sequence where it is cut between blocks, or, on
             a tensor grid, all hidden features.
+        apart: paths of modules in a layer that are given no tokens, where the sequence is cut between blocks.
+        beside: (path of a layer or of a module in it, its argument) of what is given for each token beside the states.
     """
 
     model: nn.Module
@@ -53,6 +55,8 @@ class Plan:
     methods: dict[str, Callable[..., Any]] = field(default_factory=dict)
     blocks: list[tuple[str, BlockDescription]] = field(default_factory=list)
     gathered: list[str] = field(default_factory=list)
+    apart: list[str] = field(default_factory=list)
+    beside: list[tuple[str, str]] = field(default_factory=list)
 
     def cut(self) -> dict[int, str]:
         """The identity of every parameter that is cut, and a name of it."""
@@ -76,6 +80,8 @@ class Plan:
             parameters={path: splits for path, splits in self.parameters.items() if has(path)},
             blocks=[(path, block) for path, block in self.blocks if is_here(block.row)],
             gathered=[path for path in self.gathered if is_here(path)],
+            apart=[path for path in self.apart if is_here(path)],
+            beside=[(path, name) for path, name in self.beside if is_here(path)],
         )
 
     def lines(self) -> list[str]:
@@ -113,20 +119,36 @@ def make_plan(model: nn.Module, policy: Policy) -> Plan:
                 module_at(model, needed, hint="")
     if policy.shard_config.enable_sequence_parallelism:
         plan.gathered.extend(_gathered(plan))
+        plan.apart.extend(_in_layers(plan, lambda needs: needs.apart))
+        plan.beside.extend(_beside(plan))
     _check_tied(plan)
     _check_explained(policy, plan)
     return plan
 
 
 def _gathered(plan: Plan) -> Iterator[str]:
-    """Paths of the modules that stacks name as given the whole sequence; not where a block stands in one."""
+    """Paths of the modules that stacks name as given the whole sequence."""
+    around = dict.fromkeys(_in_layers(plan, lambda needs: needs.around))
     ends = tuple(end for _, block in plan.blocks for end in (block.entry, block.row))
+    yield from around
+    for path in _in_layers(plan, lambda needs: needs.gathers):
+        if path not in around and not any(f"{end}.".startswith(f"{path}.") for end in ends):
+            yield path
+
+
+def _beside(plan: Plan) -> Iterator[tuple[str, str]]:
     for stack in plan.stacks:
         for index, layer in plan.model.get_submodule(stack.layers).named_children():
-            for name in stack.gathers:
-                path = join(stack.layers, index, name)
-                if find(layer, name) is not None and not any(f"{end}.".startswith(f"{path}.") for end in ends):
-                    yield path
+            for module, _, name in (said.rpartition(".") for said in stack.sequence.beside):
+                if find(layer, module) is not None:
+                    yield join(stack.layers, index, module), name
+
+
+def _in_layers(plan: Plan, named: Callable[[SequenceNeeds], Sequence[str]]) -> Iterator[str]:
+    """Paths of the modules that stacks name so; not every layer has each."""
+    for stack in plan.stacks:
+        for index, layer in plan.model.get_submodule(stack.layers).named_children():
+            yield from (join(stack.layers, index, n) for n in named(stack.sequence) if find(layer, n) is not None)
 
 
 def _descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyDescription]:

@@ -65,9 +65,14 @@ def open_regions(
             if isinstance(module, classes.embedding):
                 module.__dict__["sums_later"] = True
     alone = Stream(StreamLayout(), axis)
-    for path in plan.gathered:
-        around = _stream_at(path, streams, alone).register_whole(model.get_submodule(path), random)
+    for path in (*plan.gathered, *plan.apart):
+        of, module = _stream_at(path, streams, alone), model.get_submodule(path)
+        around = (of.register_whole if path in plan.gathered else of.register_apart)(module, random)
         state.edges += [around] if around is not None else []
+    for path, name in plan.beside:
+        of, module = _stream_at(f"{path}.", streams, alone), model.get_submodule(path)
+        change_argument(module, name, of.cut_beside if _is_layer(path, plan) else of.join_beside)
+    without_stream = tuple(f"{path}." for path in (*plan.gathered, *plan.apart))
     blocks: list[OpenBlock] = []
     for path, description in plan.blocks:
         stream, of_block = _stream_at(f"{path}.", streams, alone), classes
@@ -78,7 +83,7 @@ def open_regions(
             stream = Stream(StreamLayout(), stream.axis)
             if around is not None:
                 state.edges.append(around)
-        elif f"{description.entry}.".startswith(tuple(f"{path}." for path in plan.gathered)):
+        elif f"{description.entry}.".startswith(without_stream):
             stream = Stream(StreamLayout(), stream.axis)
         opened = _open_block(model, description, of_block, stream, random, axis)
         if opened is not None:
@@ -86,6 +91,10 @@ def open_regions(
             state.edges.append(opened[1])
     state.edges += streams.values()  # behind the blocks: what was entered last is left first
     return blocks
+
+
+def _is_layer(path: str, plan: Plan) -> bool:
+    return path.rpartition(".")[0] in {stack.layers for stack in plan.stacks}
 
 
 def _handed_on(x: Tensor) -> Tensor:

@@ -9,12 +9,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from shardformer.comm.collectives import all_gather, start_all_reduce
 from shardformer.comm.conjugates import gather_input, join_dim, own_slices, scatter_output, split_dim
 from shardformer.errors import ConfigError, InputError
 from shardformer.layers.random_stream import RandomStream
-from shardformer.layers.tensor.edges import EDGES, SEQUENCE, Edges, SequenceEdges, WholeEdges, own_length
+from shardformer.layers.tensor.edges import EDGES, SEQUENCE, Edges, SequenceEdges, WholeEdges, enter, own_length
 from shardformer.layers.tensor.pending import PendingTensor
 from shardformer.layout.stream import Cut, Dim, Order, StreamLayout
 from shardformer.mesh.axis import Axis
@@ -128,6 +129,23 @@ class Stream:
     def _leave_module(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return with_first_output(output, self.leave_stack)
 
+    def cut_beside(self, x_BS: Tensor) -> Tensor:
+        """This rank's positions of what a layer is given for each token, (B, S, ...). Backward: one all-gather of it.
+
+        What an earlier layer made of its own positions is left as it is.
+        """
+        whole = self.is_cut and x_BS.dim() > 1 and x_BS.shape[SEQUENCE] == self.full
+        return split_dim(x_BS, self.axis, SEQUENCE, self._split()) if whole else x_BS
+
+    def join_beside(self, x_Bs: Tensor) -> Tensor:
+        """All positions of what a module that is given them all takes for each token. Backward: this rank's slices."""
+        own = self.is_cut and x_Bs.dim() > 1 and x_Bs.shape[SEQUENCE] == own_length(self.full, self.axis)
+        return join_dim(x_Bs, self.axis, SEQUENCE, self._split()) if own else x_Bs
+
+    def register_apart(self, module: nn.Module, random: bool) -> Gathered | None:
+        """Lets a module that is given no tokens be the same on all ranks. Backward: one all-reduce of what it gives."""
+        return None if self._dim is None else ModuleApart(self, module, random)
+
     def register_whole(self, module: nn.Module, random: bool) -> Gathered | None:
         """Gives ``module`` the whole sequence, which its forward needs outside of its block too: it adds its residual.
 
@@ -161,7 +179,7 @@ class Stream:
     def check(self, x_BsH: Tensor) -> None:
         """Raises ConfigError when x is not this rank's part: gathering it would wait for bytes that never come."""
         length = own_length(self.full, self.axis)
-        if x_BsH.dim() != 3 or x_BsH.shape[SEQUENCE] != length:
+        if x_BsH.dim() < 3 or x_BsH.shape[SEQUENCE] != length:
             raise ConfigError(
                 f"A block with sequence parallelism was given a tensor of shape {tuple(x_BsH.shape)}",
                 rule=f"Its input is (batch, {length}, hidden): this rank's part of {self.full} positions",
@@ -210,28 +228,52 @@ class GatheredModule:
         module.register_forward_hook(self._leave)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def join(x: Tensor) -> Tensor:
-            stream = self._stream
-            stream.recall(x)
-            if not stream.is_cut:
-                return x
-            stream.check(x)
-            if self._random is not None and module.training:
-                self._random.enter(x)
-            return join_dim(x, stream.axis, SEQUENCE, stream._split())
-
-        return with_first_tensor(args, kwargs, join)
+        stream, x = self._stream, first_tensor(args, kwargs)
+        stream.recall(x)
+        if not stream.is_cut:
+            return None
+        stream.check(x)
+        if self._random is not None and module.training:
+            self._random.enter(x)
+        whole = join_dim(x, stream.axis, SEQUENCE, stream._split())
+        # some give their states as queries, keys and values
+        own, named = [whole if a is x else a for a in args], {n: whole if a is x else a for n, a in kwargs.items()}
+        return tuple(own), named
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._stream.is_cut:
             return output
         self.abandon()
-        return with_first_output(output, lambda x: split_dim(x, self._stream.axis, SEQUENCE, self._stream._split()))
+        return with_first_output(output, self._own_positions)
+
+    def _own_positions(self, x: Tensor) -> Tensor:
+        """Of (B, S, ...), or of tokens that the module has flattened, (B*S, H)."""
+        stream = self._stream
+        if x.dim() == 2 and x.shape[0] == stream.samples * stream.full:
+            return self._own_positions(x.unflatten(0, (stream.samples, stream.full))).flatten(0, 1)
+        return split_dim(x, stream.axis, SEQUENCE, stream._split())
 
     def abandon(self) -> None:
         """Behind the module, or after a forward that an error broke off: back to the random numbers outside."""
         if self._random is not None:
             self._random.leave()
+
+
+class ModuleApart(GatheredModule):
+    """Around a module that is given no tokens: see ``Stream.register_apart``."""
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._stream.is_cut and self._random is not None and module.training:
+            self._random.enter(first_tensor(args, kwargs))
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        def left(x: Any) -> Any:
+            return enter(x, self._stream.axis) if isinstance(x, Tensor) and x.requires_grad else x
+
+        if not self._stream.is_cut:
+            return output
+        self.abandon()
+        return tree_map(left, output)
 
 
 def with_first_tensor(
@@ -263,4 +305,6 @@ def _name_of_first_tensor(kwargs: Mapping[str, Any]) -> str:
 
 def with_first_output(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """What a module gave with its hidden states changed: all of it, or the first of several."""
+    if isinstance(output, list):
+        return [change(output[0]), *output[1:]]
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)

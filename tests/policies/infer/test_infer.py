@@ -106,25 +106,32 @@ def test_a_family_that_nobody_described(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "head", "name"),
+    ("family", "head", "need", "name"),
     [
-        ("minimax", "MiniMaxForCausalLM", "self_attn"),  # some layers have linear attention, which stays whole
-        ("deepseek_v32", "DeepseekV32ForCausalLM", "self_attn"),
-        ("qwen3_next", "Qwen3NextForCausalLM", "linear_attn"),
-        ("wav2vec2-bert", "Wav2Vec2BertForSequenceClassification", "conv_module"),
+        ("deepseek_v32", "DeepseekV32ForCausalLM", "gathers", "self_attn"),  # an attention that stays whole
+        ("qwen3_next", "Qwen3NextForCausalLM", "gathers", "linear_attn"),
+        ("wav2vec2-bert", "Wav2Vec2BertForSequenceClassification", "gathers", "conv_module"),
+        ("deepseek_v4", "DeepseekV4ForCausalLM", "around", "mlp"),  # each token has several states, (B, S, 4, H)
+        ("llama4_text", "Llama4ForCausalLM", "around", "feed_forward"),  # each expert is given all tokens
+        ("switch_transformers", "SwitchTransformersForConditionalGeneration", "around", "layer.1.mlp"),
+        ("mobilebert", "MobileBertForMaskedLM", "around", "attention"),  # values of another tensor than queries and keys
+        ("gemma4_text", "Gemma4ForCausalLM", "beside", "per_layer_input"),
+        ("zamba", "ZambaForCausalLM", "beside", "mamba_decoder.transformer_hidden_states"),
+        ("voxtral_realtime", "VoxtralRealtimeForConditionalGeneration", "apart", "ada_rms_norm"),
     ],
 )
-def test_what_mixes_tokens_and_stays_whole_is_given_the_whole_sequence(
-    family: str, head: str, name: str, monkeypatch: pytest.MonkeyPatch
+def test_what_sequence_parallelism_needs_is_found(
+    family: str, head: str, need: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twin = twin_of(model_of(transformers.AutoConfig.for_model(family, architectures=[head])))
     policy = infer_on(twin.model, twin.run)()
-    assert isinstance(policy.stack, Stack) and name in policy.stack.gathers and policy.against_sequence is None
+    stacks = [policy.stack] if isinstance(policy.stack, Stack) else policy.stack
+    assert any(name in getattr(stack.sequence, need) for stack in stacks) and policy.against_sequence is None
     assert f'"{name}"' in source_of(policy), "it is written down too"
     reference = Reference.of(twin.model, twin.run)
-    for ranks in (2, 3):
-        assert mismatch(reference, type(policy), ranks, enable_sequence_parallelism=True) is None
-    monkeypatch.setattr(type(policy), "stack", replace(policy.stack, gathers=()))
+    assert mismatch(reference, type(policy), 3, enable_sequence_parallelism=True) is None
+    without = [replace(s, sequence=replace(s.sequence, **{need: ()})) for s in stacks]
+    monkeypatch.setattr(type(policy), "stack", without)
     assert mismatch(reference, type(policy), 2, enable_sequence_parallelism=True) is not None
 
 
