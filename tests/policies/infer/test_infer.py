@@ -114,7 +114,7 @@ def test_a_family_that_nobody_described(family: str) -> None:
         ("deepseek_v4", "DeepseekV4ForCausalLM", "around", "mlp"),  # each token has several states, (B, S, 4, H)
         ("llama4_text", "Llama4ForCausalLM", "around", "feed_forward"),  # each expert is given all tokens
         ("switch_transformers", "SwitchTransformersForConditionalGeneration", "around", "layer.1.mlp"),
-        ("mobilebert", "MobileBertForMaskedLM", "around", "attention"),  # values of another tensor than queries and keys
+        ("mobilebert", "MobileBertForMaskedLM", "around", "attention"),  # values have a source of their own
         ("gemma4_text", "Gemma4ForCausalLM", "beside", "per_layer_input"),
         ("zamba", "ZambaForCausalLM", "beside", "mamba_decoder.transformer_hidden_states"),
         ("voxtral_realtime", "VoxtralRealtimeForConditionalGeneration", "apart", "ada_rms_norm"),
