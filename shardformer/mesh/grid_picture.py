@@ -69,5 +69,18 @@ def formulas(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[str, str]]:
     return [(f"1D over {ranks}", f"{8 * share(ranks):.3g} N H"), (f"{mode} over this grid", said)]
 
 
+def in_a_sentence(grid: TensorGrid) -> str:
+    """What a rank of this grid has between the blocks, and what it sends for a layer."""
+    sizes = (grid.row.size, grid.column.size, grid.depth.size)
+    (_, line), (_, own) = formulas(grid.mode, sizes)
+    widths = ", V the widths in its blocks and E at their exits" if "V" in own else ""
+    return (
+        f"Tensor parallelism on a grid: {grid}. Between the blocks a rank has 1/{grid.batch.size} of the samples and "
+        f"1/{grid.hidden.size} of the hidden features, so 1/{grid.batch.size * grid.hidden.size} of the activations. "
+        f"For a layer of W weights, forward and backward, it sends {own} numbers, of N tokens and H hidden "
+        f"features{widths}; in one dimension {line}."
+    )
+
+
 def _part(index: int, count: int) -> str:
     return "all" if count == 1 else f"{index + 1}/{count}"

@@ -19,6 +19,7 @@ from shardformer.layout.state import Request, ShardedState, cut_in
 from shardformer.layout.stream import StreamLayout
 from shardformer.lazy.materialize import copy_with_values, fill, is_lazy, notes_of, recording
 from shardformer.mesh.axis import Axis
+from shardformer.mesh.grid_picture import in_a_sentence
 from shardformer.mesh.launch import launch_from_torch
 from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.optim.torch_clipping import lead_clipping_here
@@ -180,7 +181,7 @@ class Sharding:
             state.note(target, "own parameter", f"tied to {source}", kind="tie")
         apply_optimizations(self.model, config, plan, state)
         if self._grid is not None:
-            state.notes.append(f"Tensor parallelism on a grid: {self._grid}.")
+            state.notes.append(in_a_sentence(self._grid))
         blocks = open_regions(self.model, plan, state, config, self._grid) if self._is_cut else []
         if self._grid is not None:
             open_arguments(self.model, plan, state, self._samples)

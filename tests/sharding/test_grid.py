@@ -200,6 +200,12 @@ def test_a_mixture_of_experts_is_given_all_features(family: str, head: str) -> N
         check(model, batches, "3d", (1, 2, 2))
 
 
+def test_what_is_said_of_a_grid() -> None:
+    said = run_as_threads(lambda c: str(shardformer.describe(sharded(c, "llama", "2d", (2, 2)))), tensor=4)[0]
+    assert "has 1/2 of the samples and 1/2 of the hidden features, so 1/4 of the activations" in said
+    assert "it sends 2.5 N H + 0.75 W numbers" in said and "in one dimension 6 N H" in said
+
+
 # --- what users do with it
 
 
