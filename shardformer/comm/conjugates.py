@@ -113,9 +113,9 @@ class _JoinDim(Function):
 
 
 def own_slices(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
-    """This rank's slices of a tensor that all ranks hold. Communicates nothing."""
+    """This rank's slices of a tensor that all ranks hold, in memory of their own. Communicates nothing."""
     pieces = [x.narrow(dim, a, b - a) for a, b in split.parts[axis.rank] or [(0, 0)]]
-    return (torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]).contiguous()
+    return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
 
 
 def _join(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) -> Tensor:

@@ -162,7 +162,8 @@ def padded(x: Tensor, more: int, dim: int = 0) -> Tensor:
 
 
 def _own(x: Tensor, grid: TensorGrid, dim: int) -> Tensor:
-    return local_chunk(local_chunk(x, grid.batch, dim), grid.hidden, x.dim() - 1).contiguous()
+    mine = local_chunk(local_chunk(x, grid.batch, dim), grid.hidden, x.dim() - 1)
+    return mine.clone(memory_format=torch.contiguous_format)  # a view would keep all of x
 
 
 def _whole(x: Tensor, grid: TensorGrid, dim: int, samples: int, width: int) -> Tensor:
