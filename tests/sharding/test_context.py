@@ -15,9 +15,13 @@ import transformers
 from torch import Tensor, nn
 
 import shardformer
+from shardformer.layers.context import cut_tensor, heads, ring
 from shardformer.layers.context.cut_tensor import CutTensor
+from shardformer.layout.reduction import Reduction
 from shardformer.layout.state import specs_of
 from shardformer.mesh.context import ParallelContext, with_sequence
+from shardformer.policies.infer import prove_context
+from shardformer.sharding import gradients as sharding_gradients
 from shardformer.testing.pool import WorkerPool
 from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import MAIN, Batches, Sample
@@ -373,3 +377,33 @@ def test_the_page_of_long_sequences_runs(pool4: WorkerPool) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     losses = pool4.run(run_page, block)
     assert losses == pytest.approx([losses[0]] * 4)
+
+
+# --- a test that cannot fail is a defect
+
+
+def _nothing_arrives(axis: Any, to: int, out: Tensor, source: int, into: Tensor) -> tuple[()]:
+    into.zero_()
+    return ()
+
+
+def _not_swapped(x: list[Tensor], shapes: Any, axis: Any) -> list[Tensor]:
+    return [x[axis.rank].new_zeros(shape) for shape in shapes]
+
+
+LEFT_OUT: dict[str, tuple[str, Any, str, Any]] = {
+    "keys of other ranks": ("ring", ring, "_exchange", _nothing_arrives),
+    "gradients of keys, home": ("ring", ring._Home, "finish", lambda self: None),
+    "keys that are gathered": ("gather", ring, "all_gather", lambda x, axis, *_, **__: torch.cat([x] * axis.size, 3)),
+    "heads for positions": ("ulysses", heads, "_swapped", _not_swapped),
+    "the loss": ("ring", cut_tensor, "all_reduce", lambda x, *_, **__: x),
+    "gradients of weights": ("ring", sharding_gradients, "reduction_of", lambda *_: Reduction(divisor=2.0)),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_collective_that_is_left_out_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    way, owner, attribute, instead = LEFT_OUT[name]
+    monkeypatch.setattr(prove_context, "_KNOWN", {})
+    monkeypatch.setattr(owner, attribute, instead)
+    assert re.search("differs|does not run", refused(plain_of("llama"), context_parallel=way))  # by the proof
