@@ -179,9 +179,16 @@ def _add(plan: Plan, grid: TensorGrid, prefix: str, path: str, module: nn.Module
 # --- what attentions are given for each sample
 
 
-def attentions_in(policy: Any) -> list[str]:
-    """The paths of modules that may be given more than the stream: those with a block of an attention."""
+def given_more(policy: Any) -> list[str]:
+    """The paths of modules that may be given more than the stream: with a block of an attention, and all of layers."""
     model, out = policy.model, []
+    for stack in policy.stacks():
+        layers = model.get_submodule(stack.layers)
+        out += [
+            path
+            for path, _ in layers.named_modules(prefix=stack.layers)
+            if path.count(".") > stack.layers.count(".") + 1
+        ]
     for key, description in policy.module_policy().items():
         for block in description.blocks or []:
             if block.arguments is None or not isinstance(key, str):
@@ -197,6 +204,8 @@ def key_of(path: str, argument: str) -> tuple[str, str]:
 
 def tensors_in(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
     """(argument, tensor) of all tensors that a module is given; what flows through the stack is called ``STREAM``."""
+    if not any(isinstance(x, Tensor) for x in (*args[:1], *kwargs.values())):
+        return
     hidden, names = first_tensor(args, kwargs), _names_of(module)
     for path, leaf in tree_flatten_with_path((args, kwargs))[0]:
         if isinstance(leaf, Tensor):
@@ -224,6 +233,10 @@ def open_arguments(model: nn.Module, plan: Plan, state: ShardedState, samples: S
         stream = next((stream for prefix, stream in stacks if block.entry.startswith(prefix)), None)
         if stream is not None and block.arguments is not None:
             entering[model.get_submodule(block.arguments.at)] = block.arguments, stream
+    for path in plan.gathered:
+        stream = next((stream for prefix, stream in stacks if path.startswith(prefix)), None)
+        if stream is not None:
+            entering.setdefault(model.get_submodule(path), (BlockArguments(path), stream))
     model.register_forward_hook(partial(_without_cache, [stream for _, stream in stacks]))
     for module, (arguments, stream) in entering.items():
         _GivesOwn(module, arguments, stream, samples)

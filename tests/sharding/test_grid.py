@@ -221,6 +221,14 @@ def test_norms_that_write_out_their_formula(family: str, head: str, mode: str, s
     check(plain.double().train(), [dict(batches_for(plain)[0])], mode, sizes)
 
 
+def test_an_attention_that_stays_whole_is_given_its_own_samples() -> None:
+    """Of the mask and the positions, too."""
+    torch.manual_seed(0)
+    config = shrunk(transformers.AutoConfig.for_model("diffllama", architectures=["DiffLlamaForCausalLM"]))
+    plain = transformers.DiffLlamaForCausalLM(config).double().train()
+    check(plain, [dict(batches_for(plain)[0])], "2d", (2, 2))
+
+
 def test_a_norm_of_no_known_formula_is_given_all_features(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prove_grid, "_KNOWN", {})
     monkeypatch.setattr(grid_plan, "norm_kind", lambda module: None)

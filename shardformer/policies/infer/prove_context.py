@@ -73,9 +73,10 @@ def _prove(model: nn.Module, find: Find, sizes: Sizes) -> ContextProof:
     reference = Reference.of(twin.model, twin.run)
     runs: list[Any] = []
 
-    def find_copy(model: nn.Module, tensor: int) -> tuple[Policy, str]:
-        policy, source = find(model, tensor)
-        return copy.copy(policy), source  # a user's own one is that of the model itself
+    found, source = find(twin.model, 1)  # once for all ranks: it may be inferred
+
+    def find_copy(*_: Any) -> tuple[Policy, str]:
+        return copy.copy(found), source  # a user's own one is that of the model itself
 
     def shard(model: nn.Module, context: ParallelContext) -> None:
         view = context.view("sequence", ring=sizes.ring, ulysses=sizes.group)

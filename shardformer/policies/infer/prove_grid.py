@@ -24,7 +24,7 @@ from shardformer.policies.infer.prove import Reference, difference
 from shardformer.policies.infer.twin import Twin, twin_of
 from shardformer.policies.policy import Policy
 from shardformer.sharding.apply import Sharding
-from shardformer.sharding.grid import Samples, attentions_in, key_of, tensors_in
+from shardformer.sharding.grid import Samples, given_more, key_of, tensors_in
 from shardformer.testing.zoo.inputs import Forward, runner
 
 Shapes = dict[tuple[str, str], tuple[int, ...]]
@@ -76,15 +76,15 @@ def _prove(model: nn.Module, find: Find, mode: str, sizes: dict[str, int]) -> Gr
     reference = Reference.of(twin.model, wider)
     total = sizes["row"] * sizes["column"] * sizes["depth"]
 
-    def find_copy(model: nn.Module, tensor: int) -> tuple[Policy, str]:
-        policy, source = find(model, tensor)
-        return copy.copy(policy), source  # a user's own one is that of the model itself
-
-    policy, _ = find_copy(twin.model, total)
+    found, source = find(twin.model, total)  # once for all ranks: it may be inferred
+    policy = copy.copy(found)  # a user's own one is that of the model itself
     policy.set_model(twin.model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({})))
-    samples = _samples_in(twin, wider, attentions_in(policy), [s.layers for s in policy.stacks()])
+    samples = _samples_in(twin, wider, given_more(policy), [s.layers for s in policy.stacks()])
     proof = GridProof(None, samples)
+
+    def find_copy(*_: Any) -> tuple[Policy, str]:
+        return copy.copy(found), source
 
     def shard(model: nn.Module, context: ParallelContext) -> None:
         config = ShardConfig(context=context.view("tensor", **sizes), tensor_parallel_mode=mode)
