@@ -71,6 +71,7 @@ def open_regions(
         state.edges += [around] if around is not None else []
     for path, name in plan.beside:
         of, module = _stream_at(f"{path}.", streams, alone), model.get_submodule(path)
+        module.register_forward_pre_hook(of.recall_before, with_kwargs=True)
         change_argument(module, name, of.cut_beside if _is_layer(path, plan) else of.join_beside)
     without_stream = tuple(f"{path}." for path in (*plan.gathered, *plan.apart))
     blocks: list[OpenBlock] = []

@@ -8,13 +8,14 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardformer.comm.recorder import Recorder
 from shardformer.errors import ConfigError
 from shardformer.layout.state import specs_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.infer.infer import infer
-from shardformer.policies.role_policy import Experts, RolePolicy, Stack
+from shardformer.policies.role_policy import MLP, Experts, RolePolicy, SequenceNeeds, Stack
 from shardformer.sharder import shard_model
 from shardformer.testing.threads import run_as_threads
 from tests.optim.test_grad_norm import Bank
@@ -91,3 +92,75 @@ def test_experts_of_transformers_are_cut_beside_the_sequence(family: str) -> Non
         model = transformers.AutoModelForCausalLM.from_config(config)
     policy = infer(model)
     assert policy.against_sequence is None
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.down(self.up(x).relu()))
+
+
+class Conditioned(nn.Module):
+    """A layer that is given something for each token, and something for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.time, self.gate = Feed(), Feed(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, of_tokens: Tensor, of_all: Tensor) -> Tensor:
+        return x + torch.as_tensor(self.mlp(x)) * self.gate(of_tokens) * (1 + self.time(of_all))
+
+
+class Diffusion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(Conditioned() for _ in range(3))
+
+    def forward(self, x: Tensor, step: Tensor) -> Tensor:
+        of_tokens = self.given(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, of_tokens, step, use_reentrant=False)
+        return x
+
+
+class DiffusionPolicy(RolePolicy):
+    stack = Stack(
+        "layers",
+        [MLP("mlp", "up", "down"), MLP("time", "up", "down")],
+        sequence=SequenceNeeds(beside=["of_tokens"], apart=["time"]),
+    )
+    whole = ("layers.*.gate",)
+
+
+@pytest.mark.parametrize("lengths", [(9, 14), (8, 9)])
+def test_what_is_given_beside_the_stream_is_cut_as_it_is_also_when_layers_are_computed_again(
+    lengths: tuple[int, int],
+) -> None:
+    torch.manual_seed(0)
+    plain = Diffusion().double()
+    batches = [(torch.randn(2, n, 6).double(), torch.randn(1, 6).double()) for n in lengths]
+
+    def train(model: nn.Module) -> None:
+        """Both forwards come before the backward, in which layers are computed again."""
+        torch.stack([model(*batch).square().mean() for batch in batches]).sum().backward()
+
+    alone = copy.deepcopy(plain)
+    train(alone)
+    expected = {name: p.grad for name, p in alone.named_parameters()}
+
+    def compute(context: ParallelContext) -> None:
+        model = copy.deepcopy(plain)
+        shard_model(model, DiffusionPolicy(), context=context, enable_sequence_parallelism=True)
+        train(model)
+        specs = specs_of(model)
+        for name, param in model.named_parameters():
+            whole = expected[name]
+            assert whole is not None and param.grad is not None
+            own = specs[name].slice(whole, {"tensor": context.tensor.rank})
+            torch.testing.assert_close(param.grad, own, rtol=0, atol=1e-12)
+
+    run_as_threads(compute, tensor=2)

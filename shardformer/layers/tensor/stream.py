@@ -129,6 +129,10 @@ class Stream:
     def _leave_module(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return with_first_output(output, self.leave_stack)
 
+    def recall_before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a module whose other arguments are cut or joined: see ``recall``."""
+        self.recall(first_tensor(args, kwargs))
+
     def cut_beside(self, x_BS: Tensor) -> Tensor:
         """This rank's positions of what a layer is given for each token, (B, S, ...). Backward: one all-gather of it.
 
