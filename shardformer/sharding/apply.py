@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
 from shardformer.errors import PolicyError
-from shardformer.layers.context.run import Dims
 from shardformer.layers.random_stream import align_random
 from shardformer.layers.tensor.parallel_module import ParallelModule
 from shardformer.layers.tensor.parameters import shard_parameter
@@ -30,7 +29,7 @@ from shardformer.policies.paths import owner_of, value_at
 from shardformer.policies.policy import Policy
 from shardformer.sharding.agree import agree, agree_on_group, agree_on_token, agree_on_weights, model_lines
 from shardformer.sharding.checks import check_layouts, check_plain, check_unheld, checked_plan, unchanged_on_error
-from shardformer.sharding.context import open_context, proven_dims
+from shardformer.sharding.context import Learned, learned_of, open_context
 from shardformer.sharding.gradients import agree_on_gradients
 from shardformer.sharding.grid import Samples, learned_samples, on_grid, open_arguments, with_edges
 from shardformer.sharding.guards import Guard
@@ -69,7 +68,7 @@ class Sharding:
         fresh: bool = False,
     ) -> None:
         self.model, self._prove, self._prove_grid = model, prove, prove_grid
-        self._dims: Dims = {}
+        self._learned = Learned()
         self._grid: TensorGrid | None = None
         self._samples: Samples = {}
         self._fresh = fresh
@@ -129,7 +128,7 @@ class Sharding:
             if self._prove_grid is not None:
                 self._samples = learned_samples(model, self._prove_grid, self._find, self._grid)
         if config.cuts_context and self._prove is not None:
-            self._dims = proven_dims(model, self._prove, self._find, self._context, config.context_parallel)
+            self._learned = learned_of(model, self._prove, self._find, self._context, config.context_parallel)
         self.model = plan.model
         self._ties = ties_in(self.model)
         self._state.notes += self._policy.notes
@@ -187,7 +186,7 @@ class Sharding:
             open_arguments(self.model, plan, state, self._samples)
         if config.cuts_context:
             open_context(
-                self.model, plan.stacks, state, config.context_parallel, self._dims, draws=uses_dropout(self.model)
+                self.model, plan.stacks, state, config.context_parallel, self._learned, draws=uses_dropout(self.model)
             )
         self.model = policy.postprocess() or self.model
         if state.stages is not None:

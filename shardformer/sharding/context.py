@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -13,10 +13,12 @@ from shardformer.layers.attention.select import attention_classes, configs, is_o
 from shardformer.layers.context import attention
 from shardformer.layers.context.run import ContextRun, Dims
 from shardformer.layers.context.stack import ContextEntry, ContextStack, pass_through
+from shardformer.layers.context.whole import ContextWhole
 from shardformer.layers.tensor.parallel_module import ParallelModule
 from shardformer.layout.state import ShardedState
 from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.chain import StackDescription
+from shardformer.policies.paths import find
 
 RING, GROUP = "ring", "ulysses"
 """The views of the sequence axis."""
@@ -127,10 +129,23 @@ def _is_inside_host(context: ParallelContext, group: int) -> bool:
     )
 
 
-def proven_dims(
+@dataclass(frozen=True)
+class Learned:
+    """What a proof learnt of a model.
+
+    Args:
+        dims: of the arguments of layers, and of what is given the whole sequence.
+        gathers: (path of a stack's layers, path of a module in each of them) of what is given the whole sequence.
+    """
+
+    dims: Dims = field(default_factory=dict)
+    gathers: Sequence[tuple[str, str]] = ()
+
+
+def learned_of(
     model: nn.Module, prove: Callable[..., Any], find: Callable[..., Any], context: ParallelContext, way: str
-) -> Dims:
-    """What a proof learnt of the arguments of layers. Raises ConfigError where the proof fails."""
+) -> Learned:
+    """What a proof learnt. Raises ConfigError where it fails."""
     found = prove(model, find, sizes_for(model, context, way))
     if found.against is not None:
         raise ConfigError(
@@ -139,19 +154,25 @@ def proven_dims(
             remedy="Leave the sequence axis out for this model: enable_sequence_parallelism cuts the sequence between "
             "the blocks of tensor parallelism",
         )
-    dims: Dims = found.dims
-    return dims
+    learned: Learned = found.learned
+    return learned
 
 
 def open_context(
-    model: nn.Module, stacks: Sequence[StackDescription], state: ShardedState, way: str, dims: Dims, *, draws: bool
+    model: nn.Module,
+    stacks: Sequence[StackDescription],
+    state: ShardedState,
+    way: str,
+    learned: Learned,
+    *,
+    draws: bool,
 ) -> None:
     """Cuts the sequence in the layers of a model, whose other changes are done. Communicates when groups are made."""
     context = state.context
     sizes = sizes_for(model, context, way)
     has_view = RING in context.axes and GROUP in context.axes
     view = context if has_view else context.view("sequence", **{RING: sizes.ring, GROUP: sizes.group})
-    run = ContextRun(context.sequence, view.axis(RING), view.axis(GROUP), sizes.gathers, dims=dict(dims))
+    run = ContextRun(context.sequence, view.axis(RING), view.axis(GROUP), sizes.gathers, dims=dict(learned.dims))
     attention.register()
     for config in configs(model):
         config._attn_implementation = attention.NAME
@@ -163,6 +184,11 @@ def open_context(
     ContextEntry(run, model, draws=draws)
     inside: set[int] = set()
     opened: list[Any] = []
+    for path, name in learned.gathers:
+        for layer in model.get_submodule(path).children():
+            mixing = find(layer, name)
+            if mixing is not None and not any(type(inner) in sources for inner in mixing.modules()):
+                opened.append(ContextWhole(run, (path, name), mixing, draws=draws))
     for stack in stacks:
         if stack.whole_sequence:
             state.notes.append(f"The sequence stays whole in {stack.layers}: {stack.whole_sequence}.")
@@ -177,3 +203,6 @@ def open_context(
     state.edges += opened
     state.context_run = run
     state.notes.append(f"Context parallelism: {sizes}.")
+    if learned.gathers:
+        named = ", ".join(f"{layers}.*.{name}" for layers, name in learned.gathers)
+        state.notes.append(f"All positions are computed on every rank of what mixes them without attention: {named}.")

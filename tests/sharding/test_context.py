@@ -25,6 +25,8 @@ from shardformer.sharding import gradients as sharding_gradients
 from shardformer.testing.pool import WorkerPool
 from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import MAIN, Batches, Sample
+from shardformer.testing.zoo.inputs import batches_for
+from shardformer.testing.zoo.shrink import shrunk
 from shardformer.verify import Training, verify
 from tests.pairwise import in_turn
 
@@ -204,6 +206,45 @@ def test_padding_documents_and_windows(family: str, more: dict[str, Any], way: s
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "whisper"])
 def test_a_stage_sends_its_positions(family: str, layout: dict[str, Any]) -> None:
     check(plain_of(family), batches_of(family), layout, bound_of(family), micro_batches=2)
+
+
+def hybrid(family: str, head: str) -> tuple[nn.Module, list[dict[str, Any]]]:
+    torch.manual_seed(0)
+    config = shrunk(transformers.AutoConfig.for_model(family, architectures=[head]))
+    plain = getattr(transformers, head)(config).double().train()
+    return plain, [{**batch, "labels": batch["input_ids"]} for batch in batches_for(plain)[:1]] * STEPS
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "layout", "again"),
+    [
+        ("qwen3_next", "Qwen3NextForCausalLM", {"sequence": 2}, False),
+        ("jamba", "JambaForCausalLM", {"sequence": (2, 2), "tensor": 2}, False),
+        ("minimax", "MiniMaxForCausalLM", {"sequence": 3, "way": "gather"}, True),
+    ],
+    ids=str,
+)
+def test_what_mixes_tokens_without_attention_is_given_all_of_them(
+    family: str, head: str, layout: dict[str, Any], again: bool
+) -> None:
+    """Linear attention and state spaces; also where layers are computed again in the backward."""
+    plain, batches = hybrid(family, head)
+    if again:
+        plain.gradient_checkpointing_enable()  # type: ignore[operator]
+    check(plain, batches, layout, 3e-6)  # they compute in fp32 inside
+
+
+def test_that_it_is_given_them_is_found_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = hybrid("jamba", "JambaForCausalLM")
+
+    def said(context: ParallelContext) -> str:
+        model = shardformer.shard_model(copy.deepcopy(plain), context=context)
+        return str(shardformer.describe(model))
+
+    assert "of what mixes them without attention: model.layers.*.mamba." in run_as_threads(said, sequence=2)[0]
+    monkeypatch.setattr(prove_context, "_KNOWN", {})
+    monkeypatch.setattr(prove_context, "_mixing", lambda *_: [])
+    assert "differs" in refused(plain)
 
 
 @pytest.mark.parametrize("family", ["llama", "t5", "vit"])

@@ -125,7 +125,7 @@ class CutTensor(Tensor):
         wants = torch.is_grad_enabled() and self.local.requires_grad
         if self._full is None or (wants and not self._full.requires_grad):
             local = getattr(self.local, "full_tensor", lambda: self.local)()  # logits whose vocabulary is cut too
-            self._full = _Gather.apply(local, self.rows, self.cut_dim)
+            self._full = gather_rows(local, self.rows, self.cut_dim)
         return self._full
 
     def to_local(self) -> Tensor:
@@ -222,6 +222,12 @@ class _Take(Function):
 def sum_over(local: Tensor, axis: Axis) -> Tensor:
     """The sum of what each rank has, the same on all. Communicates one all-reduce, in the backward another."""
     out: Tensor = _Sum.apply(local, axis)
+    return out
+
+
+def gather_rows(local: Tensor, rows: Rows, dim: int) -> Tensor:
+    """All rows, of this rank's. Communicates one all-gather, and in the backward of floats one reduce-scatter."""
+    out: Tensor = _Gather.apply(local, rows, dim % local.dim())
     return out
 
 

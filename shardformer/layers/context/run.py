@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from shardformer.comm.collectives import gather_numbers
+from shardformer.errors import InputError
 from shardformer.layers.context.cut_tensor import Rows
 from shardformer.layout.positions import Positions
 from shardformer.mesh.axis import Axis
@@ -78,6 +80,28 @@ class ContextRun:
         full = sum(numbers[0] for numbers in gather_numbers([count], self.axis))
         return self.known.get(full)
 
+    def dim_of(self, path: Hashable, x: Tensor, lengths: Collection[int], samples: int = -1) -> int | None:
+        """Which dim of an argument is the sequence's: as it was proven, or the one of its length.
+
+        Args:
+            samples: how many there are; the first dim counts them where it is as long.
+        """
+        at = [d for d, size in enumerate(x.shape) if size in lengths]
+        if path in self.dims:
+            dim = self.dims[path]
+            return dim if dim is None or dim in at else None
+        at = [d for d in at if d > 0 or x.shape[0] != samples]
+        if len(at) > 1:
+            raise InputError(
+                f"A layer is given a tensor of shape {tuple(x.shape)} (its argument {_shown(path)})",
+                rule=f"One dim of it is the sequence's, and {len(at)} have its length: what is said of all pairs of "
+                "positions, as by a mask that was made before, is on no rank",
+                remedy="Give attention_mask (batch, sequence), or position_ids that start again with each document; "
+                "where it is by chance, sequences of another length",
+            )
+        self.dims[path] = at[0] if at else None
+        return at[0] if at else None
+
     def number(self, module: object) -> int:
         """Tells the attentions of the model apart, alike on all ranks."""
         return self._numbers.setdefault(id(module), len(self._numbers))
@@ -90,6 +114,10 @@ class ContextRun:
             yield
         finally:
             _NOW.run = before
+
+
+def _shown(path: Hashable) -> str:
+    return "".join(map(str, path[1:])) if isinstance(path, tuple) else str(path)
 
 
 def current() -> ContextRun | None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_with_path
 
 from shardformer.comm.collectives import gather_numbers
-from shardformer.errors import InputError
 from shardformer.layers.context.cut_tensor import enter_model, take_rows
 from shardformer.layers.context.mask import Mask
 from shardformer.layers.context.run import ContextRun, new_seed, set_current
@@ -131,25 +130,8 @@ class ContextStack:
         leaf = resolved(leaf)
         if is_hidden:
             return take_rows(leaf, run.rows(leaf.shape[1]), 1) if leaf.shape[1] in lengths else leaf
-        dim = self._dim_of(path, leaf, lengths)
+        dim = run.dim_of(path, leaf, lengths)
         return leaf if dim is None else take_rows(leaf, run.rows(leaf.shape[dim]), dim)
-
-    def _dim_of(self, path: Hashable, x: Tensor, lengths: set[int]) -> int | None:
-        """Which dim of an argument is the sequence's: as it was proven, or the one of its length."""
-        at = [d for d, size in enumerate(x.shape) if size in lengths]
-        if path in self._run.dims:
-            dim = self._run.dims[path]
-            return dim if dim is None or dim in at else None
-        if len(at) > 1:
-            raise InputError(
-                f"A layer is given a tensor of shape {tuple(x.shape)} (its argument {_shown(path)})",
-                rule=f"One dim of it is the sequence's, and {len(at)} have its length: what is said of all pairs of "
-                "positions, as by a mask that was made before, is on no rank",
-                remedy="Give attention_mask (batch, sequence), or position_ids that start again with each document; "
-                "where it is by chance, sequences of another length",
-            )
-        self._run.dims[path] = at[0] if at else None
-        return at[0] if at else None
 
     def _leave(self, layer: nn.Module, args: Any, output: Any) -> Any:
         run = self._run
@@ -166,10 +148,6 @@ class ContextStack:
         self._full = None
         if self._random is not None:
             self._random.leave()
-
-
-def _shown(path: Hashable) -> str:
-    return "".join(map(str, path[1:])) if isinstance(path, tuple) else str(path)
 
 
 def pass_through(module: nn.Module) -> None:

@@ -18,14 +18,15 @@ from torch import nn
 
 from shardformer.config import ShardConfig
 from shardformer.errors import PolicyError
-from shardformer.layers.context.run import Dims
+from shardformer.layers.attention.select import attention_classes
 from shardformer.layout.state import state_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.infer.prove import Reference, difference
+from shardformer.policies.infer.tokens import TokensIn
 from shardformer.policies.infer.twin import twin_of
 from shardformer.policies.policy import Policy
 from shardformer.sharding.apply import Sharding
-from shardformer.sharding.context import Sizes
+from shardformer.sharding.context import Learned, Sizes
 
 Find = Callable[[nn.Module, int], tuple[Policy, str]]
 
@@ -36,11 +37,11 @@ class ContextProof:
 
     Args:
         against: why the sequence cannot be cut; None where nobody could tell.
-        dims: which dim of a layer's arguments is the sequence's.
+        learned: which dim of an argument is the sequence's, and what is given the whole sequence.
     """
 
     against: str | None
-    dims: Dims = field(default_factory=dict)
+    learned: Learned = field(default_factory=Learned)
 
 
 _KNOWN: dict[Hashable, ContextProof] = {}
@@ -72,6 +73,7 @@ def _prove(model: nn.Module, find: Find, sizes: Sizes) -> ContextProof:
         return ContextProof(error.what)
     reference = Reference.of(twin.model, twin.run)
     runs: list[Any] = []
+    gathers: list[tuple[str, str]] = []
 
     found, source = find(twin.model, 1)  # once for all ranks: it may be inferred
 
@@ -81,9 +83,29 @@ def _prove(model: nn.Module, find: Find, sizes: Sizes) -> ContextProof:
     def shard(model: nn.Module, context: ParallelContext) -> None:
         view = context.view("sequence", ring=sizes.ring, ulysses=sizes.group)
         config = ShardConfig(context=view, context_parallel="gather" if sizes.gathers else "auto")
-        Sharding(model, config, find_copy, fresh=True).shard()
+        proof = ContextProof(None, Learned(gathers=gathers))
+        Sharding(model, config, find_copy, prove=lambda *_: proof, fresh=True).shard()
         if context.rank == 0:
             runs.append(state_of(model).context_run)
 
-    against = difference(reference, shard, sequence=sizes.ring * sizes.group)
-    return ContextProof(against, runs[0].dims if against is None else {})
+    ranks = sizes.ring * sizes.group
+    against = difference(reference, shard, sequence=ranks)
+    if against is not None and (mixing := _mixing(reference, found)):
+        gathers, runs = mixing, []  # which ``shard`` reads
+        if difference(reference, shard, sequence=ranks) is None:
+            return ContextProof(None, Learned(runs[0].dims, mixing))
+    return ContextProof(against, Learned(runs[0].dims) if against is None else Learned())
+
+
+def _mixing(reference: Reference, found: Policy) -> list[tuple[str, str]]:
+    """What mixes tokens in layers otherwise than by an attention that knows of positions: see ``Learned.gathers``."""
+    policy = copy.copy(found)
+    policy.set_model(reference.model)
+    attentions = attention_classes(reference.model)
+    out = []
+    for stack in policy.stacks():
+        for layer, name in TokensIn(reference, stack.layers).mixing():
+            module = reference.model.get_submodule(f"{layer}.{name}")
+            if not any(type(inner) in attentions for inner in module.modules()):
+                out.append((stack.layers, name))
+    return list(dict.fromkeys(out))

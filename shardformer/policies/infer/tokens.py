@@ -18,6 +18,9 @@ from shardformer.layers.tensor.stream import first_tensor
 from shardformer.policies.infer.prove import Reference
 from shardformer.policies.paths import matching
 
+ROUNDING = 1e-5
+"""Of the largest number of an output: tokens that experts are given in another order differ by less."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -114,7 +117,7 @@ class TokensIn:
                 return True
             if again is None or again.shape != y.shape or torch.equal(again[:, token], y[:, token]):
                 return True  # nothing can be told, as where its last weight begins at 0
-            if not torch.equal(again[:, others], y[:, others]):
+            if (again - y)[:, others].abs().max() > ROUNDING * y.abs().max():
                 return True
         return False
 
