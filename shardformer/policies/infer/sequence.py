@@ -33,7 +33,8 @@ class _Found:
     Args:
         mixing: children of layers that carry something from token to token, and hold no block.
         attentions: what holds the block of an attention from its entry to its exit.
-        holders: what holds blocks that are given other things than the tokens of the stack, and gives these back.
+        holders: what holds blocks that are given other things than the tokens of the stack, and gives these back; and
+            what is given a number for each token beside them, as a router that reads which token it is.
         apart: modules that are given no tokens.
         beside: arguments that are given for each token beside the hidden states.
     """
@@ -103,6 +104,8 @@ def _found(tokens: TokensIn, blocks: Sequence[BlockDescription]) -> _Found:
         elif above and not tokens.is_given_tokens(block.entry):
             holders += fed[-1:]
             apart += [] if fed else [next(iter(above))]
+        else:
+            holders += [name for name in fed if tokens.is_given_numbers(above[name])]
     return _Found(*map(_each, (mixing, attentions, holders, apart, tokens.beside())))
 
 

@@ -76,6 +76,10 @@ class TokensIn:
         """Also True of a module that was not called: it may be, of another batch."""
         return path not in self._calls or self.by_token(self._calls[path].given)
 
+    def is_given_numbers(self, path: str) -> bool:
+        """Whether a module is given one number for each token, (B, S), beside its states."""
+        return any(isinstance(x, Tensor) and tuple(x.shape) == self._shape for x in self._named(path).values())
+
     def above(self, path: str) -> dict[str, str]:
         """The modules of a layer that hold the one at ``path``, and itself, from the outermost: name -> path."""
         outer = next((outer for outer in self.paths if path.startswith(f"{outer}.")), None)
