@@ -2,9 +2,9 @@
 
     python examples/convergence.py --data mrpc --model DIR --all
 
-trains in one process, over two with tensor parallelism, and over four in two pipeline stages with ZeRO 1, then prints
-accuracy, F1 and loss side by side and draws the losses. ``--data`` is a folder with the Microsoft Research Paraphrase
-Corpus, ``--model`` one with a pretrained BERT and its tokenizer. One layout alone, with a launcher:
+trains in one process, over two with tensor parallelism, over two with the sequence cut, and over four in two pipeline
+stages with ZeRO 1, then prints accuracy, F1 and loss side by side and draws the losses. ``--data`` is a folder with the Microsoft
+Research Paraphrase Corpus, ``--model`` one with a pretrained BERT and its tokenizer. One layout alone, with a launcher:
 
     shardformer run --nproc_per_node 2 examples/convergence.py --data mrpc --model DIR --tensor 2 --out runs/tensor
 """
@@ -31,6 +31,7 @@ BATCH, ACCUMULATION, EPOCHS, RATE, WARMUP = 2, 8, 3, 2.4e-5, 0.03
 LAYOUTS = {
     "one process": (1, []),
     "tensor 2": (2, ["--tensor", "2"]),
+    "sequence 2": (2, ["--sequence", "2"]),
     "pipe 2, data 2, ZeRO 1": (4, ["--pipe", "2", "--zero", "1"]),
 }
 
@@ -69,7 +70,9 @@ def train(args: argparse.Namespace) -> None:
         train_data=data,
         batch_size=BATCH * ACCUMULATION,
         scheduler=schedule,
-        parallel=shardformer.Parallel(tensor=args.tensor, pipe=args.pipe, zero=args.zero, micro_batch_size=BATCH),
+        parallel=shardformer.Parallel(
+            tensor=args.tensor, sequence=args.sequence, pipe=args.pipe, zero=args.zero, micro_batch_size=BATCH
+        ),
         data_options={"collate_fn": collate, "seed": args.seed},
     )
     hooks = [Throughput(), Metrics("accuracy", "f1"), Progress(), JsonLines(args.out)]
@@ -123,7 +126,11 @@ def draw(out: Path) -> None:
 
     figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(8, 6), height_ratios=(2, 1), layout="constrained")
     plain = losses(out, "one process")
-    styles = {"one process": ("#0072B2", "-", 3.0), "tensor 2": ("#D55E00", "--", 1.6)}
+    styles = {
+        "one process": ("#0072B2", "-", 3.0),
+        "tensor 2": ("#D55E00", "--", 1.6),
+        "sequence 2": ("#009E73", "-.", 1.4),
+    }
     for name in LAYOUTS:
         colour, line, width = styles.get(name, ("#111111", ":", 1.4))
         found = losses(out, name)
@@ -155,6 +162,7 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("runs/convergence"))
     parser.add_argument("--all", action="store_true", help="all layouts, the table and the picture")
     parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--sequence", type=int, default=1)
     parser.add_argument("--pipe", type=int, default=1)
     parser.add_argument("--zero", type=int, default=None)
     parser.add_argument("--epochs", type=int, default=EPOCHS)

@@ -52,6 +52,7 @@ def test_all_layouts_have_the_same_losses(tmp_path: Path) -> None:
     assert [(name, processes) for name, processes, *_ in rows] == [
         ("one process", "1"),
         ("tensor 2", "2"),
+        ("sequence 2", "2"),
         ("pipe 2, data 2, ZeRO 1", "4"),
     ]
     assert all(float(apart) < 1e-4 for *_, apart in rows)
