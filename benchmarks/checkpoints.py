@@ -122,9 +122,10 @@ def measure(setting: Setting) -> Found:
 
 
 def _timed(runs: dict[str, Run], setting: Setting) -> dict[str, Timing]:
-    """Each in turn, into folders of its own, on a disk that has nothing else to do. The first round is not counted.
+    """Each in turn, on a disk that has nothing else to do. The first round is not counted.
 
-    Each round begins with another one: the memory that a virtual machine has not used before is slow.
+    What each wrote is taken away behind it, so that all write into memory that was used before: other memory is slow in
+    a virtual machine. Each round begins with another one.
     """
     names = list(runs)
     taken: dict[str, list[float]] = {name: [] for name in runs}
@@ -138,10 +139,10 @@ def _timed(runs: dict[str, Run], setting: Setting) -> dict[str, Timing]:
             if isinstance(begun, Saving):
                 begun.wait()
             os.sync()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            for left in Path(setting.folder).glob("[0-9]*"):
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            dist.barrier()
+            if dist.get_rank() == 0:
+                for left in Path(setting.folder).glob("[0-9]*"):
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, taken)
     slowest = {n: [max(times) for times in zip(*(rank[n] for rank in everywhere), strict=True)] for n in runs}

@@ -3,8 +3,9 @@
     python examples/convergence.py --data mrpc --model DIR --all
 
 trains in one process, over two with tensor parallelism, over two with the sequence cut, and over four in two pipeline
-stages with ZeRO 1, then prints accuracy, F1 and loss side by side and draws the losses. ``--data`` is a folder with the Microsoft
-Research Paraphrase Corpus, ``--model`` one with a pretrained BERT and its tokenizer. One layout alone, with a launcher:
+stages with ZeRO 1, then prints accuracy, F1 and loss side by side and draws the losses. ``--data`` is a folder with the
+Microsoft Research Paraphrase Corpus, ``--model`` one with a pretrained BERT and its tokenizer. One layout alone, with a
+launcher:
 
     shardformer run --nproc_per_node 2 examples/convergence.py --data mrpc --model DIR --tensor 2 --out runs/tensor
 """

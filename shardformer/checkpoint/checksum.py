@@ -16,8 +16,6 @@ from torch import Tensor
 
 from shardformer.layout.spec import Place
 
-BLOCK = 2**16
-"""Numbers that are widened at a time, which stay in a core's cache."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 """Of splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014)."""
@@ -42,13 +40,7 @@ def _contracted(numbers: Any, factors: Sequence[Any]) -> Any:
     if not factors:
         return numbers.astype(numpy.int64)
     *outer, last = factors
-    rows = numbers.reshape(-1, len(last))
-    sums = numpy.zeros(len(rows), numpy.int64)
-    step = max(BLOCK // len(last), 1)
-    for at in range(0, len(rows), step):
-        for left in range(0, len(last), BLOCK):
-            block = rows[at : at + step, left : left + BLOCK]
-            sums[at : at + step] += block.astype(numpy.int64) @ last[left : left + BLOCK]
+    sums = numpy.einsum("ij,j->i", numbers.reshape(-1, len(last)), last)  # which widens a cache's worth at a time
     for factor in reversed(outer):
         sums = sums.reshape(-1, len(factor)) @ factor
     return sums.reshape(())

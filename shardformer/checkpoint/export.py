@@ -19,7 +19,7 @@ from shardformer.checkpoint.checksum import weighted_sum
 from shardformer.checkpoint.files import Entry, Index, Written, damaged, sync, write_file
 from shardformer.checkpoint.model import WEIGHTS, ModelTensors
 from shardformer.checkpoint.reader import BoxReader
-from shardformer.checkpoint.save import save_checkpoint
+from shardformer.checkpoint.save import begun
 from shardformer.checkpoint.together import all_do
 from shardformer.errors import ConfigError
 
@@ -55,7 +55,8 @@ def export_pretrained(
     all_do(begin, world, f"Exporting to {target}")
     all_do(lambda: folders.check_seen(hidden), world, f"Exporting to {target}")
     try:
-        parts = save_checkpoint(hidden / PARTS, model)
+        with begun(hidden / PARTS, model) as job:
+            parts = job.agree(partial(job.write, to_disk=False))
         index = Index.read(parts)
         files = _files_of(index, max_file_bytes)
 

@@ -85,17 +85,19 @@ class Index:
     tensors: dict[str, Entry] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
-    def write(self, folder: Path) -> None:
-        """Writes it, and waits until it is on the disk."""
+    def write(self, folder: Path, *, to_disk: bool = True) -> None:
+        """Writes it, and waits until it is on the disk, or not."""
         tensors = {name: (entry.dtype, entry.shape, entry.boxes) for name, entry in self.tensors.items()}
         content = json.dumps({"format": FORMAT, **vars(self), "tensors": tensors})
         head = {"sha256": _digest(content), "saved_at": self.saved_at}
         text = f'{json.dumps(head)[:-1]}, "content":\n{content}\n}}\n'
         with (folder / INDEX).open("wb") as file:
             file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        sync(folder)
+            if to_disk:
+                file.flush()
+                os.fsync(file.fileno())
+        if to_disk:
+            sync(folder)
 
     @classmethod
     def read(cls, folder: Path) -> Index:
@@ -143,9 +145,9 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def sync(folder: Path) -> None:
-    """Returns when the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Returns when a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -176,8 +178,10 @@ class Written(NamedTuple):
     give: Callable[[], Tensor]
 
 
-def write_file(path: Path, tensors: Sequence[Written], metadata: Mapping[str, str] | None = None) -> None:
-    """Writes a safetensors file, one tensor after the other, and waits until it is on the disk. Raises OSError."""
+def write_file(
+    path: Path, tensors: Sequence[Written], metadata: Mapping[str, str] | None = None, *, to_disk: bool = True
+) -> None:
+    """Writes a safetensors file, one tensor after the other, and waits for the disk, or not. Raises OSError."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata is not None else {}
     at = 0
     for key, dtype, shape, _ in tensors:
@@ -193,10 +197,11 @@ def write_file(path: Path, tensors: Sequence[Written], metadata: Mapping[str, st
             if values.numel():
                 data: Any = values.reshape(-1).view(torch.uint8).numpy()
                 _write(file, data)
-        os.fsync(file.fileno())
+        if to_disk:
+            os.fsync(file.fileno())
 
 
-def write_boxes(path: Path, boxes: Sequence[tuple[str, Place, Tensor]]) -> list[int]:
+def write_boxes(path: Path, boxes: Sequence[tuple[str, Place, Tensor]], *, to_disk: bool) -> list[int]:
     """Writes (name, start, values) of boxes as ``write_file`` does. Returns the checksum of each.
 
     The values stream from where they are: no second copy of all is made.
@@ -211,6 +216,7 @@ def write_boxes(path: Path, boxes: Sequence[tuple[str, Place, Tensor]]) -> list[
     write_file(
         path,
         [Written(key_of(n, start), x.dtype, tuple(x.shape), partial(give, x, start)) for n, start, x in boxes],
+        to_disk=to_disk,
     )
     return sums
 

@@ -5,7 +5,8 @@
       step-00000200/
       latest                  a line: step-00000200
 
-A checkpoint is written into a hidden folder, which is given its name when all of it is on the disk.
+A checkpoint is written into a hidden folder, which is given its name when all of it is written. Older ones go when the
+new one is on the disk: after a loss of power one of them is whole.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardformer.checkpoint.files import INDEX, saved_at, sync
+from shardformer.checkpoint.files import INDEX, saved_at
 from shardformer.errors import ConfigError
 
 LATEST = "latest"
@@ -79,15 +80,14 @@ def begin(root: Path, hidden: Path) -> None:
             remedy="Give the path of a folder",
         )
     root.mkdir(parents=True, exist_ok=True)
-    replaced = [left for left in root.glob(f"{_REPLACED}*") if (root / left.name.removeprefix(_REPLACED)).exists()]
-    for left in [*root.glob(f"{_SAVING}*"), *root.glob(f"{_DROPPED}*"), *replaced]:
+    for left in [*root.glob(f"{_SAVING}*"), *root.glob(f"{_DROPPED}*")]:
         shutil.rmtree(left, ignore_errors=True)
     hidden.mkdir()
 
 
 def check_seen(hidden: Path, patience_s: float = SEEN_WITHIN_S) -> None:
     """Raises ConfigError where this process does not see the hidden folder that the first one made."""
-    end = time.monotonic() + patience_s
+    end, wait_s = time.monotonic() + patience_s, 0.002
     while not hidden.is_dir():
         if time.monotonic() > end:
             raise ConfigError(
@@ -95,7 +95,8 @@ def check_seen(hidden: Path, patience_s: float = SEEN_WITHIN_S) -> None:
                 rule="All ranks write into one folder",
                 remedy="Give a folder of a file system that all hosts share",
             )
-        time.sleep(0.1)
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, 0.1)
 
 
 def finish(folder: Path, root: Path, step: int) -> Path:
@@ -106,12 +107,9 @@ def finish(folder: Path, root: Path, step: int) -> Path:
         shutil.rmtree(replaced, ignore_errors=True)
         named.rename(replaced)
     folder.rename(named)
-    sync(root)
     pointer = root / f"{_SAVING}{LATEST}"
     pointer.write_text(f"{named.name}\n")
     pointer.replace(root / LATEST)
-    sync(root)
-    shutil.rmtree(replaced, ignore_errors=True)
     return named
 
 
@@ -127,7 +125,10 @@ def drop(folder: Path) -> None:
 
 
 def drop_old(root: Path, keep: Keep) -> None:
-    """Takes away the checkpoints that ``keep`` does not name; never the newest."""
+    """When the newest checkpoint is on the disk: takes away what ``keep`` does not name, and what was replaced."""
+    for left in root.glob(f"{_REPLACED}*"):
+        if (root / left.name.removeprefix(_REPLACED)).exists():
+            shutil.rmtree(left, ignore_errors=True)
     if keep.last is None:
         return
     now = time.time()
@@ -142,12 +143,11 @@ def drop_old(root: Path, keep: Keep) -> None:
 def found_in(root: Path) -> list[tuple[Path, float]]:
     """(folder, when it was saved) of the checkpoints in a folder, the newest first.
 
-    One that was about to be replaced counts where its successor is not there.
+    One that was replaced by another of its step counts as long as it is there.
     """
     named = [folder for folder in root.glob("step-*") if _STEP.fullmatch(folder.name)]
-    names = {folder.name for folder in named}
-    left = [folder for folder in root.glob(f"{_REPLACED}*") if folder.name.removeprefix(_REPLACED) not in names]
-    pairs = [(folder, saved_at(folder)) for folder in [*named, *left] if (folder / INDEX).exists()]
+    every = [*named, *root.glob(f"{_REPLACED}*")]
+    pairs = [(folder, saved_at(folder)) for folder in every if (folder / INDEX).exists()]
     return sorted(pairs, key=lambda pair: (-pair[1], pair[0].name))
 
 

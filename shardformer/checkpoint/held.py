@@ -98,9 +98,8 @@ class Region:
     def views(self, x: Tensor) -> list[Held]:
         """The pieces of the full tensor that ``x`` holds."""
         if self.stretch is None:
-            parts = [((0,) * len(self.shape), x)]
-        else:
-            parts = list(_of_stretch(self.local_shape, self.stretch, x.reshape(-1)))
+            return [Held(box.full, box.of_local(x)) for box in self._boxes() if all(box.size)]
+        parts = list(_of_stretch(self.local_shape, self.stretch, x.reshape(-1)))
         found = []
         for box in self._boxes():
             for at, values in parts:

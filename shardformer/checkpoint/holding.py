@@ -8,13 +8,12 @@ from typing import Any, TypeVar
 
 from shardformer.checkpoint.files import check_dtype
 from shardformer.checkpoint.held import Item, Region
-from shardformer.checkpoint.model import ModelTensors
+from shardformer.checkpoint.model import ModelTensors, not_its_own
 from shardformer.checkpoint.optimizers import OptimizerStates, merged, optimizers_of
 from shardformer.checkpoint.plain import to_json
-from shardformer.checkpoint.plan import Holdings, held_by
+from shardformer.checkpoint.plan import Holdings, held_by, left
 from shardformer.checkpoint.random_states import random_name, random_tensors
-from shardformer.checkpoint.together import all_do
-from shardformer.comm.collectives import gather_objects
+from shardformer.checkpoint.together import all_tell
 
 T = TypeVar("T")
 
@@ -36,31 +35,34 @@ class Holding:
 
 def hold(
     tensors: ModelTensors, check: Callable[[], T], optimizer: Any, scheduler: Any, extra: Any
-) -> tuple[T, Holding]:
-    """(what ``check`` gives, what this rank holds). Communicates names and sizes of what all have, and plain values.
+) -> tuple[list[T], Holding]:
+    """(what ``check`` gives on each rank, what this rank holds). The values of items are where training has them.
 
-    The values of items are where training has them.
+    Communicates, at once, names and sizes of what all have, a checksum of each buffer, and plain values.
     """
-    world, own_buffers = tensors.world, tensors.own_buffers()
+    world, items = tensors.world, list[Item]()
 
-    def collect() -> tuple[T, list[Item], dict[str, Any]]:
+    def collect() -> tuple[T, dict[str, Any], Holdings, dict[str, int]]:
         checked, optimizers = check(), optimizers_of(optimizer, tensors)
         own, numbers = random_tensors(tensors.device)
-        items = [*tensors.items(own_buffers), *(item for each in optimizers for item in each.items())]
-        items += [Region(tuple(x.shape), None, {}).item(random_name(world.rank, n), x) for n, x in own.items()]
+        items.extend(tensors.items())
+        items.extend(item for each in optimizers for item in each.items())
+        items.extend(Region(tuple(x.shape), None, {}).item(random_name(world.rank, n), x) for n, x in own.items())
         for item in items:
             check_dtype(item.name, item.dtype)
-        return checked, items, _values(tensors, optimizers, scheduler, extra) | {"random": numbers}
+        values = _values(tensors, optimizers, scheduler, extra) | {"random": numbers}
+        return checked, values, held_by(items), tensors.buffer_sums()
 
-    checked, items, values = all_do(collect, world, "Saving a checkpoint")
-    said, cells = zip(*gather_objects((values, held_by(items)), world), strict=True)
+    checked, said, cells, sums = zip(*all_tell(collect, world, "Saving a checkpoint"), strict=True)
+    alike = not_its_own([(one["coords"].get("data", 0), theirs) for one, theirs in zip(said, sums, strict=True)])
     values = said[0] | {
         "optimizers": [merged(each) for each in zip(*(one["optimizers"] for one in said), strict=True)],
         "random": [one["random"] for one in said],
         "coords": [one["coords"] for one in said],
         "extra_states": {name: value for one in said for name, value in one["extra_states"].items()},
     }
-    return checked, Holding(items, values, cells)
+    kept = [item for item in items if item.name not in alike[world.rank]]
+    return list(checked), Holding(kept, values, tuple(map(left, cells, alike)))
 
 
 def _values(tensors: ModelTensors, optimizers: Iterable[OptimizerStates], scheduler: Any, extra: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardformer.checkpoint.checksum import weighted_sum
 from shardformer.checkpoint.held import Item, Region
-from shardformer.comm.collectives import gather_objects
 from shardformer.errors import ConfigError
 from shardformer.layout.state import known_state
 from shardformer.mesh.axis import Axis
@@ -109,24 +108,16 @@ class ModelTensors:
         """The parameters, by identity, whose values stage 3 keeps in shards."""
         return {id(p) for unit in (self.zero.units if self.zero is not None else ()) for p in unit.params}
 
-    def own_buffers(self) -> set[str]:
-        """The buffers of this data rank that differ from the first one's: each has seen its own batches.
-
-        Communicates a checksum of each buffer.
-        """
+    def buffer_sums(self) -> dict[str, int]:
+        """The checksum of each buffer of this rank."""
         buffers = {n: x.detach() for n, x in self.tensors.items() if not isinstance(x, nn.Parameter)}
-        sums = {name: weighted_sum(x, (0,) * x.dim()) for name, x in buffers.items()}
-        data = self.coords.get("data", 0)
-        first: dict[str, int] = {}
-        for rank, theirs in gather_objects((data, sums), self.world):
-            if rank == 0:
-                first |= theirs
-        return {name for name, total in sums.items() if data > 0 and first.get(name) != total}
+        return {name: weighted_sum(x, (0,) * x.dim()) for name, x in buffers.items()}
 
-    def items(self, own_buffers: Container[str]) -> Iterator[Item]:
+    def items(self) -> Iterator[Item]:
         """What is saved of the values: inside of ``reading()`` of the optimizer.
 
-        Of buffers that ranks hold alike only ranks at the front hold something.
+        Of buffers that ranks hold alike only ranks at the front hold something; each data rank has its own, of which
+        ``not_its_own`` are left out.
         """
         gathered, data = self.gathered, self.coords.get("data", 0)
         is_front = all(self.coords.get(name, 0) == 0 for name in ("sequence", "tensor"))
@@ -135,7 +126,7 @@ class ModelTensors:
                 continue
             if isinstance(tensor, nn.Parameter) or (is_front and data == 0):
                 yield self.region_of(tensor).item(f"{WEIGHTS}/{name}", tensor.detach())
-            elif is_front and name in own_buffers:
+            elif is_front:
                 yield self.region_of(tensor).item(buffer_name(data, name), tensor.detach())
         for shard in self.shards():
             for piece in shard.pieces:
@@ -162,6 +153,25 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def buffer_name(data: int, name: str) -> str:
     """In a checkpoint, of a buffer that a data rank has for itself."""
     return f"buffers.{data}/{name}"
+
+
+def not_its_own(sums: Sequence[tuple[int, Mapping[str, int]]]) -> list[set[str]]:
+    """Of each rank, the buffers in which its data rank does not differ from the first: it has seen no other batches.
+
+    Args:
+        sums: of each rank its data rank, and its ``buffer_sums``.
+
+    >>> not_its_own([(0, {"mean": 3, "mask": 7}), (1, {"mean": 4, "mask": 7})])
+    [set(), {'buffers.1/mask'}]
+    """
+    first: dict[str, int] = {}
+    for data, theirs in sums:
+        if data == 0:
+            first = {**theirs, **first}  # of ranks that each hold a part, those at the front are saved
+    return [
+        {buffer_name(data, name) for name, total in theirs.items() if data > 0 and first.get(name) == total}
+        for data, theirs in sums
+    ]
 
 
 def _check(name: str, value: Any, *, is_there: bool) -> None:

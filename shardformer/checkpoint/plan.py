@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from math import prod
 
 from shardformer.checkpoint.held import Item, Stretch, overlap
@@ -21,6 +21,12 @@ def held_by(items: Sequence[Item]) -> Holdings:
     """What this rank says of what it holds."""
     cells = [(item.name, held.start, tuple(held.values.shape)) for item in items for held in item.held]
     return cells, {item.name: (item.shape, item.dtype.itemsize) for item in items}
+
+
+def left(held: Holdings, gone: Container[str]) -> Holdings:
+    """What a rank holds, without the tensors of some names."""
+    cells, tensors = held
+    return [cell for cell in cells if cell[0] not in gone], {n: x for n, x in tensors.items() if n not in gone}
 
 
 def share_out(items: Sequence[Item], world: Axis) -> dict[Cell, list[Stretch]]:

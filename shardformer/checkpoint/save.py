@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import platform
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -19,9 +21,8 @@ from shardformer.checkpoint.folder import Keep
 from shardformer.checkpoint.holding import hold
 from shardformer.checkpoint.model import ModelTensors
 from shardformer.checkpoint.plan import shares
-from shardformer.checkpoint.snapshot import Snapshot, write
+from shardformer.checkpoint.snapshot import Snapshot, settle, write
 from shardformer.checkpoint.together import all_do
-from shardformer.comm.collectives import gather_objects
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.spec import Place
 from shardformer.mesh.axis import Axis
@@ -32,7 +33,7 @@ SAVING = "_shardformer_saving"
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One rank's share of a checkpoint, and where it goes."""
+    """One rank's share of a checkpoint, where it goes, and on how many hosts the ranks are."""
 
     model: nn.Module
     snapshot: Snapshot
@@ -40,10 +41,16 @@ class Job:
     root: Path
     keep: Keep
     world: Axis
+    hosts: int
 
-    def run(self) -> Path:
-        """Writes it. Communicates nothing."""
-        return write(self.snapshot, self.hidden, self.root, self.keep)
+    def write(self, *, to_disk: bool = True) -> Path:
+        """Writes it, and waits until the disk has it, or not. Communicates nothing."""
+        return write(self.snapshot, self.hidden, self.root, self.keep, to_disk=to_disk)
+
+    def settle(self, path: Path) -> Path:
+        """Waits until the disk has what was written. Communicates nothing."""
+        settle(self.snapshot, path, self.root, self.keep)
+        return path
 
     def agree(self, make: Callable[[], Path]) -> Path:
         """What ``make`` gives, if it does so on all ranks."""
@@ -56,22 +63,27 @@ class Job:
 
 
 class Saving:
-    """A checkpoint that a thread writes while training goes on. ``wait()`` gives its path."""
+    """A checkpoint that a thread writes while training goes on. ``wait()`` gives its path.
 
-    def __init__(self, job: Job) -> None:
+    Args:
+        work: what the thread does.
+        is_there: whether the checkpoint has its name already, and the thread only sees it onto the disk.
+    """
+
+    def __init__(self, job: Job, work: Callable[[], Path], *, is_there: bool = False) -> None:
         self._job = job
         self.memory: dict[tuple[str, Place], Tensor] = {}
-        self.was_waited_for = False
+        self.was_waited_for = is_there
         self._path = job.root
         self._problem: Exception | None = None
-        self._thread = threading.Thread(target=self._work, name="shardformer-save")
+        self._thread = threading.Thread(target=self._work, args=(work,), name="shardformer-save", daemon=False)
 
     def start(self) -> None:
         self._thread.start()
 
-    def _work(self) -> None:
+    def _work(self, work: Callable[[], Path]) -> None:
         try:
-            self._path = self._job.run()
+            self._path = work()
         except Exception as error:
             self._problem = error
 
@@ -82,13 +94,15 @@ class Saving:
 
     def wait(self) -> Path:
         """Returns the path of the checkpoint when it is there. All ranks call it; raises as ``save_checkpoint``."""
-        self._thread.join()
         self.was_waited_for = True
-        return self._job.agree(self._result)
+        return self._job.agree(self.result)
 
-    def _result(self) -> Path:
-        if self._problem is not None:
-            raise self._problem
+    def result(self) -> Path:
+        """On this rank. Communicates nothing."""
+        self._thread.join()
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
         return self._path
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -109,7 +123,11 @@ def save_checkpoint(
 
     Parameters, their masters, buffers, optimizer states, random states, the scheduler and what is in ``extra``. All
     ranks call it, with the model under any layout; each writes its own pieces, and each number is written once. The
-    folder holds the new checkpoint whole, or what was there before: it gets its name when all of it is on the disk.
+    folder holds the new checkpoint whole, or what was there before: it gets its name when all of it is written.
+
+    On one host it returns then, before the disk has all of it: a thread of the first rank waits for the disk, and takes
+    older checkpoints away when it has the new one. The next save waits for that thread, and so does the end of the
+    program. On several hosts every rank waits for the disk itself.
 
     Communicates names and sizes, no weights.
 
@@ -123,8 +141,11 @@ def save_checkpoint(
     Returns the path of the checkpoint. Raises, on all ranks, ConfigError for what cannot be saved, InputError where the
     disk fails; then what was there before is as it was.
     """
-    with _begun(folder, model, optimizer, step, scheduler, extra, keep) as job:
-        return job.agree(job.run)
+    with begun(folder, model, optimizer, step, scheduler, extra, keep) as job:
+        path = job.agree(partial(job.write, to_disk=job.hosts > 1))
+    if job.hosts == 1 and job.world.rank == 0:
+        _follow(Saving(job, partial(job.settle, path), is_there=True), job.model)
+    return path
 
 
 def start_checkpoint(
@@ -140,52 +161,78 @@ def start_checkpoint(
     """As ``save_checkpoint``, of which it takes the arguments; returns when all is copied into memory of the host.
 
     A thread writes it; what it returns is waited for with ``wait()``, at the latest before the next save and before the
-    program ends. The memory, as much as this rank writes, is used again by the next save.
+    program ends: then the disk has it. The memory, as much as this rank writes, is used again by the next save.
     """
-    with _begun(folder, model, optimizer, step, scheduler, extra, keep) as job:
-        saving = Saving(job)
-        if (before := job.model.__dict__.get(SAVING)) is not None:
-            saving.memory = before.memory
-        job.snapshot.copy_into(saving.memory)
-    job.model.__dict__[SAVING] = saving
-    saving.start()
+    with begun(folder, model, optimizer, step, scheduler, extra, keep) as job:
+        saving = Saving(job, job.write)
+        before: Saving | None = job.model.__dict__.get(SAVING)
+        job.snapshot.copy_into(saving.memory if before is None else before.memory)
+    _follow(saving, job.model)
     return saving
 
 
+def _follow(saving: Saving, model: nn.Module) -> None:
+    """Starts what a save leaves to a thread."""
+    if (before := model.__dict__.get(SAVING)) is not None:
+        saving.memory = before.memory
+    model.__dict__[SAVING] = saving
+    saving.start()
+
+
 @contextmanager
-def _begun(
-    folder: Any, model: nn.Module, optimizer: Any, step: int, scheduler: Any, extra: Any, keep: Any
+def begun(
+    folder: Any,
+    model: nn.Module,
+    optimizer: Any = None,
+    step: int = 0,
+    scheduler: Any = None,
+    extra: Any = None,
+    keep: Any = None,
 ) -> Iterator[Job]:
     """What is to be written, while the values are where they are."""
     root, tensors = Path(folder), ModelTensors(model)
     world, hidden = tensors.world, folders.hidden_folder(root, step)
 
-    def check() -> Keep:
+    def check() -> Asked:
+        """What this rank was asked for, where that can be."""
         _check_step(step)
+        Keep.of(keep)
         _check_free(tensors.model.__dict__.get(SAVING))
-        return Keep.of(keep)
+        return Asked(str(root), step, platform.node())
+
+    def begin() -> None:
+        """What lies there from a save that was broken off tells other ranks, too, that they see the same folder."""
+        folders.begin(root, hidden) if world.rank == 0 else folders.check_seen(hidden)
 
     with tensors.zero.reading() if tensors.zero is not None else nullcontext():
-        rule, holding = hold(tensors, check, optimizer, scheduler, extra)
+        asked, holding = hold(tensors, check, optimizer, scheduler, extra)
+        _check_alike(asked)
+        all_do(begin, world, f"Saving into {root}")
         index = Index(step, time.time(), tensors.sizes, values=holding.values)
         snapshot = Snapshot(world.rank, world.size, index)
         mine = shares(holding.cells, world)
         for item in holding.items:
             snapshot.add(item, mine)
-        _check_alike((str(root), step), world)
-        all_do(lambda: folders.begin(root, hidden) if world.rank == 0 else None, world, f"Saving into {root}")
-        all_do(lambda: folders.check_seen(hidden), world, f"Saving into {root}")
-        yield Job(tensors.model, snapshot, hidden, root, rule, world)
+        yield Job(tensors.model, snapshot, hidden, root, Keep.of(keep), world, len({each.host for each in asked}))
 
 
-def _check_alike(asked: tuple[str, int], world: Axis) -> None:
+class Asked(NamedTuple):
+    """What a rank says before a save."""
+
+    folder: str
+    step: int
+    host: str
+
+
+def _check_alike(asked: Sequence[Asked]) -> None:
     """Raises ConfigError, on all ranks, where they were asked to save into other folders, or at other steps."""
-    theirs = gather_objects(asked, world)
-    other = next((rank for rank, each in enumerate(theirs) if each != theirs[0]), None)
-    if other is not None:
-        (path, step), (other_path, other_step) = theirs[0], theirs[other]
+    first = asked[0]
+    for rank, each in enumerate(asked):
+        if each[:2] == first[:2]:
+            continue
         raise ConfigError(
-            f"Rank 0 was to save step {step} into {path}, and rank {other} step {other_step} into {other_path}",
+            f"Rank 0 was to save step {first.step} into {first.folder}, and rank {rank} step {each.step} into "
+            f"{each.folder}",
             rule="All ranks save one checkpoint together, into one folder",
             remedy="Give all ranks the same folder, on a disk that all see, and the same step",
         )
@@ -201,9 +248,13 @@ def _check_step(step: int) -> None:
 
 
 def _check_free(before: Saving | None) -> None:
-    if before is not None and not before.was_waited_for:
+    """Waits for what the save before left to its thread. Raises InputError where it is still written, or failed."""
+    if before is None:
+        return
+    if not before.was_waited_for:
         raise InputError(
             f"A checkpoint was to be saved while one {'is written' if not before.is_done else 'was not waited for'}",
             rule="One is written at a time, and a program looks whether it came to be there",
             remedy="Call wait() on what start_checkpoint returned, before the next save",
         )
+    before.result()

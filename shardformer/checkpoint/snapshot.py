@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardformer.checkpoint import folder as folders
-from shardformer.checkpoint.files import Box, Entry, Index, box_of, file_name, name_of, sync, write_boxes
+from shardformer.checkpoint.files import INDEX, Box, Entry, Index, box_of, file_name, name_of, sync, write_boxes
 from shardformer.checkpoint.folder import Keep
 from shardformer.checkpoint.held import Item, Stretch
 from shardformer.checkpoint.plan import Cell
@@ -66,27 +66,55 @@ class Snapshot:
             torch.cuda.synchronize()
 
 
-def write(snapshot: Snapshot, hidden: Path, root: Path, keep: Keep) -> Path:
+def write(snapshot: Snapshot, hidden: Path, root: Path, keep: Keep, *, to_disk: bool) -> Path:
     """Writes this rank's share into the hidden folder; the first rank then makes a checkpoint of it.
+
+    Args:
+        to_disk: whether it waits until the disk has all; else ``settle`` does, and takes older ones away.
 
     Returns the path of the checkpoint. Raises OSError or InputError; other ranks may raise or not.
     """
     try:
-        _write_share(snapshot, hidden)
+        _write_share(snapshot, hidden, to_disk)
     except BaseException as error:
         _note(hidden, snapshot.rank, "failed").write_text("")  # takes no room
         raise error
+    finally:
+        snapshot.pieces.clear()
     path = folders.step_folder(root, snapshot.index.step)
     if snapshot.rank == 0:
         _collect(snapshot, hidden)
-        snapshot.index.write(hidden)
+        if to_disk:
+            sync(hidden)
+        snapshot.index.write(hidden, to_disk=to_disk)
         path = folders.finish(hidden, root, snapshot.index.step)
-        folders.drop_old(root, keep)
+        if to_disk:
+            sync(root)
+            folders.drop_old(root, keep)
     return path
 
 
-def _write_share(snapshot: Snapshot, hidden: Path) -> None:
-    sums = write_boxes(hidden / file_name(snapshot.rank), snapshot.pieces)
+def settle(snapshot: Snapshot, path: Path, root: Path, keep: Keep) -> None:
+    """Waits until the disk has a checkpoint that ranks of this host wrote. Then older ones go.
+
+    Raises InputError where the disk fails: then older ones stay.
+    """
+    try:
+        for name in (*(path / file_name(rank) for rank in range(snapshot.size)), path / INDEX, path, root):
+            sync(name)
+        folders.drop_old(root, keep)
+    except FileNotFoundError:
+        return  # somebody took it away
+    except OSError as error:
+        raise InputError(
+            f"{path} was written, and may not be on the disk: {error}",
+            rule="A checkpoint that was saved is on the disk before older ones are taken away",
+            remedy="Look after the disk, or give another folder; the older checkpoints are there",
+        ) from error
+
+
+def _write_share(snapshot: Snapshot, hidden: Path, to_disk: bool) -> None:
+    sums = write_boxes(hidden / file_name(snapshot.rank), snapshot.pieces, to_disk=to_disk)
     boxes = [
         (name, Box(start, tuple(values.shape), snapshot.rank, total))
         for (name, start, values), total in zip(snapshot.pieces, sums, strict=True)
@@ -116,7 +144,6 @@ def _collect(snapshot: Snapshot, hidden: Path) -> None:
                 rule="The ranks together hold every number of every tensor, and each is written once",
                 remedy="Save the whole model, on all ranks that train it, with the optimizer of every rank",
             )
-    sync(hidden)
 
 
 def _wait_for(rank: int, hidden: Path) -> Path:

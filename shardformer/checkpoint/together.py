@@ -17,18 +17,26 @@ def all_do(make: Callable[[], T], world: Axis, what: str) -> T:
 
     Raises, on all ranks, what the first one raised that failed; InputError, which begins with ``what``, for an OSError.
     """
+    made: list[T] = []
+    all_tell(lambda: made.append(make()), world, what)
+    return made[0]
+
+
+def all_tell(make: Callable[[], T], world: Axis, what: str) -> list[T]:
+    """What ``make`` gives on each rank, which can be pickled; raises as ``all_do``. Communicates it."""
     value: T | None = None
     problem: Exception | None = None
     try:
         value = make()
     except Exception as error:
         problem = error
-    failed = [said for said in gather_objects(_said(problem, what, world.rank), world) if said is not None]
+    said = gather_objects((_said(problem, what, world.rank), value), world)
+    failed = [theirs for theirs, _ in said if theirs is not None]
     if problem is not None and not isinstance(problem, (ShardFormerError, OSError)):
         raise problem
     if failed:
         raise failed[0] from (None if isinstance(problem, ShardFormerError) else problem)
-    return cast(T, value)
+    return [cast(T, given) for _, given in said]
 
 
 def first_does(make: Callable[[], T], world: Axis, what: str) -> T:

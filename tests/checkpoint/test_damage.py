@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardformer.checkpoint import files, folder, snapshot
+from shardformer.checkpoint import files, snapshot
 from shardformer.checkpoint.files import INDEX, DamagedError
 from shardformer.checkpoint.folder import LATEST, Keep
 from shardformer.checkpoint.load import Loaded, load_checkpoint
@@ -57,7 +57,20 @@ def saved(root: Path, step: int, keep: Any = None, save: Callable[..., Any] = sa
                 tensor.fill_(step)
         return save(root, model, optimizer, step=step, keep=keep)
 
-    return run_as_threads(do, data=RANKS)
+    found = run_as_threads(do, data=RANKS)
+    settle()
+    return found
+
+
+def settle() -> None:
+    """Waits until the disk has what was saved."""
+    for thread in threading.enumerate():
+        if thread.name == "shardformer-save":
+            thread.join()
+
+
+def in_background(*args: Any, **kwargs: Any) -> Path:
+    return start_checkpoint(*args, **kwargs).wait()
 
 
 def loaded(path: Path) -> tuple[Loaded, dict[str, Tensor]]:
@@ -187,7 +200,7 @@ def test_a_leftover_of_a_kill_between_two_renames_loads(copy: Path) -> None:
 def _failing(monkeypatch: pytest.MonkeyPatch, at: int) -> list[int]:
     """The ``at``-th operation on the disk fails, as on a full one. Returns a list of the operations that were made."""
     made: list[int] = []
-    places: list[tuple[Any, str]] = [(files, "_write"), (files, "sync"), (snapshot, "sync"), (folder, "sync")]
+    places: list[tuple[Any, str]] = [(files, "_write"), (files, "sync"), (snapshot, "sync")]
     places += [(os, "fsync"), (Path, "rename"), (Path, "write_text"), (Path, "mkdir")]
 
     def wrapped(real: Any) -> Any:
@@ -204,17 +217,23 @@ def _failing(monkeypatch: pytest.MonkeyPatch, at: int) -> list[int]:
     return made
 
 
+@pytest.mark.parametrize("save", [save_checkpoint, in_background])
 @pytest.mark.parametrize("at", range(1, 31))
-def test_a_disk_that_is_full_leaves_what_was_there(at: int, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_leaves_what_was_there(
+    at: int, save: Callable[..., Any], copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         made = _failing(patch, at)
         try:
-            saved(copy, 3)
+            saved(copy, 3, keep=1, save=save)
             failed = False
         except InputError as error:
             failed = True
             assert "No space left" in str(error) or "failed while it wrote" in str(error)
-        assert (len(made) < at) or failed
+        is_settling = save is save_checkpoint and (copy / "step-00000003").exists()
+        assert len(made) < at or failed or is_settling
+        if is_settling and len(made) >= at:
+            assert (copy / "step-00000002").exists(), "the older one stays"
     found, state = loaded(copy)
     assert found.step in ((2, 3) if failed else (3,))
     assert all(bool((tensor == found.step).all()) for tensor in state.values())
@@ -261,9 +280,9 @@ def test_a_save_in_the_background_holds_what_was_there_when_it_began(
     goes_on = threading.Event()
     real = snapshot.write_boxes
 
-    def slow(*args: Any) -> Any:
+    def slow(*args: Any, **kwargs: Any) -> Any:
         goes_on.wait(20)
-        return real(*args)
+        return real(*args, **kwargs)
 
     monkeypatch.setattr(snapshot, "write_boxes", slow)
 
@@ -291,13 +310,90 @@ def test_a_save_in_the_background_holds_what_was_there_when_it_began(
 
 
 def test_a_save_in_the_background_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> Any:
+    def full(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(snapshot, "write_boxes", full)
     with pytest.raises(InputError, match="No space left"):
-        saved(tmp_path, 1, save=lambda *args, **kwargs: start_checkpoint(*args, **kwargs).wait())
+        saved(tmp_path, 1, save=in_background)
     assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------ what a save leaves to a thread
+
+
+def saving_run(context: ParallelContext) -> tuple[nn.Module, Any]:
+    model = net(3)
+    return model, zero(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+
+
+def test_older_checkpoints_go_when_the_disk_has_what_every_rank_wrote(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, real = threading.Event(), snapshot.sync
+
+    def slow(path: Path) -> None:
+        if path.name == "rank-00001.safetensors":
+            goes_on.wait(20)
+        real(path)
+
+    monkeypatch.setattr(snapshot, "sync", slow)
+    assert run_as_threads(lambda c: save_checkpoint(copy, *saving_run(c), step=3, keep=1), data=RANKS)
+    check(copy, 3)
+    assert {p.name for p in copy.glob("step*")} == {f"step-0000000{n}" for n in (1, 2, 3)}
+    goes_on.set()
+    settle()
+    assert sorted(p.name for p in copy.iterdir()) == [LATEST, "step-00000003"]
+    assert sorted(p.name for p in (copy / "step-00000003").iterdir()) == [
+        INDEX,
+        "rank-00000.safetensors",
+        "rank-00001.safetensors",
+    ]
+
+
+def test_a_disk_that_fails_behind_a_save_keeps_the_older_ones_and_is_said_by_the_next(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_broken, real = threading.Event(), snapshot.sync
+
+    def may_fail(path: Path) -> None:
+        if is_broken.is_set():
+            raise OSError(errno.EIO, "Input/output error")
+        real(path)
+
+    monkeypatch.setattr(snapshot, "sync", may_fail)
+
+    def do(context: ParallelContext) -> list[str]:
+        run, meet = saving_run(context), context.data.transport.gather_objects
+        is_broken.set()
+        save_checkpoint(copy, *run, step=3, keep=1)
+        meet(None)
+        settle()
+        meet(None)
+        is_broken.clear()
+        with pytest.raises(InputError, match="may not be on the disk") as error:
+            save_checkpoint(copy, *run, step=4, keep=1)
+        kept = sorted(p.name for p in copy.glob("step*"))
+        meet(None)
+        save_checkpoint(copy, *run, step=5, keep=1)
+        return [str(error.value), *kept]
+
+    first, other = run_as_threads(do, data=RANKS)
+    assert first == other
+    assert first[1:] == [f"step-0000000{n}" for n in (1, 2, 3)]
+    settle()
+    assert sorted(p.name for p in copy.iterdir()) == [LATEST, "step-00000005"]
+
+
+def test_a_step_that_is_saved_again_is_there_until_the_disk_has_the_new_one(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of power may take what was named and not on the disk."""
+    with monkeypatch.context() as patch:
+        patch.setattr("shardformer.checkpoint.save.settle", lambda *_: None)
+        saved(copy, 2)
+    (copy / "step-00000002" / "rank-00000.safetensors").write_bytes(b"")
+    assert check(copy, 2).skipped
 
 
 def test_killed_processes_leave_whole_checkpoints(tmp_path: Path) -> None:
