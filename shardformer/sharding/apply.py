@@ -29,7 +29,7 @@ from shardformer.policies.paths import owner_of, value_at
 from shardformer.policies.policy import Policy
 from shardformer.sharding.agree import agree, agree_on_group, agree_on_token, agree_on_weights, model_lines
 from shardformer.sharding.checks import check_layouts, check_plain, check_unheld, checked_plan, unchanged_on_error
-from shardformer.sharding.context import Learned, learned_of, open_context
+from shardformer.sharding.context import Learned, learned_of, open_context, start_context, warn_of_whole, with_context
 from shardformer.sharding.gradients import agree_on_gradients
 from shardformer.sharding.grid import Samples, learned_samples, on_grid, open_arguments, with_edges
 from shardformer.sharding.guards import Guard
@@ -103,6 +103,8 @@ class Sharding:
             agree_on_gradients(self.model, plan if self._is_cut else Plan(self.model, []), blocks, state)
             state.attach(self.model)
             lead_clipping_here()
+            if self._learned.is_whole and not self._fresh:
+                warn_of_whole(self.model, context)
             if stages is None:
                 return []
             stages.note_shared(self.model)
@@ -129,6 +131,8 @@ class Sharding:
                 self._samples = learned_samples(model, self._prove_grid, self._find, self._grid)
         if config.cuts_context and self._prove is not None:
             self._learned = learned_of(model, self._prove, self._find, self._context, config.context_parallel)
+            has_stream = config.enable_sequence_parallelism and self._is_cut
+            plan = with_context(plan, self._learned, has_stream=has_stream)
         self.model = plan.model
         self._ties = ties_in(self.model)
         self._state.notes += self._policy.notes
@@ -181,13 +185,14 @@ class Sharding:
         apply_optimizations(self.model, config, plan, state)
         if self._grid is not None:
             state.notes.append(in_a_sentence(self._grid))
+        draws = uses_dropout(self.model)
+        if config.cuts_context:
+            start_context(self.model, state, config.context_parallel, self._learned, draws=draws)
         blocks = open_regions(self.model, plan, state, config, self._grid) if self._is_cut else []
         if self._grid is not None:
             open_arguments(self.model, plan, state, self._samples)
         if config.cuts_context:
-            open_context(
-                self.model, plan.stacks, state, config.context_parallel, self._learned, draws=uses_dropout(self.model)
-            )
+            open_context(self.model, plan.stacks, state, draws=draws)
         self.model = policy.postprocess() or self.model
         if state.stages is not None:
             state.stages.open(self.model, state.stream, state.context)

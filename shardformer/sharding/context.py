@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,7 @@ from shardformer.layout.state import ShardedState
 from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.chain import StackDescription
 from shardformer.policies.paths import find
+from shardformer.sharding.plan import Plan
 
 RING, GROUP = "ring", "ulysses"
 """The views of the sequence axis."""
@@ -54,17 +56,31 @@ def check_context(model: nn.Module, stacks: Sequence[StackDescription], context:
             rule="The sequence is cut from the first layer of a stack to its last",
             remedy="Write the policy as roles (RolePolicy with a Stack), or leave the sequence axis out",
         )
+    if why := not_dispatched(model):
+        if is_said(context, way):
+            raise ConfigError(
+                f"sequence={context.sequence.size} for {type(model).__name__}, which {why}",
+                rule="A ring, Ulysses or gathered keys are put in through transformers' AttentionInterface",
+                remedy="Leave context_parallel at 'auto', which computes such an attention whole on every rank, or the "
+                "sequence axis out: enable_sequence_parallelism cuts the sequence between the blocks of tensor "
+                "parallelism",
+            )
+        return
+    sizes_for(model, context, way)
+
+
+def not_dispatched(model: nn.Module) -> str | None:
+    """Why no other attention can be put in the place of a model's own; None where it can."""
     classes = attention_classes(model)
     own = sorted(cls.__name__ for cls, source in classes.items() if not is_on_interface(source))
-    if own or not classes:
-        what = f"computes attention by itself in {', '.join(own)}" if own else "has no attention that is dispatched"
-        raise ConfigError(
-            f"sequence={context.sequence.size} for {type(model).__name__}, which {what}",
-            rule="Attention to the positions of other ranks is put in through transformers' AttentionInterface",
-            remedy="Leave the sequence axis out for this model: enable_sequence_parallelism cuts the sequence between "
-            "the blocks of tensor parallelism",
-        )
-    sizes_for(model, context, way)
+    if own:
+        return f"computes attention by itself in {', '.join(own)}"
+    return None if classes else "has no attention that is dispatched"
+
+
+def is_said(context: ParallelContext, way: str) -> bool:
+    """Whether somebody asks for a way of attending to other ranks' positions, and takes no other."""
+    return way != "auto" or (RING in context.sizes and GROUP in context.sizes)
 
 
 def sizes_for(model: nn.Module, context: ParallelContext, way: str) -> Sizes:
@@ -136,17 +152,19 @@ class Learned:
     Args:
         dims: of the arguments of layers, and of what is given the whole sequence.
         gathers: (path of a stack's layers, path of a module in each of them) of what is given the whole sequence.
+        is_whole: whether the model's attentions are among these, and stay as they are.
     """
 
     dims: Dims = field(default_factory=dict)
     gathers: Sequence[tuple[str, str]] = ()
+    is_whole: bool = False
 
 
 def learned_of(
     model: nn.Module, prove: Callable[..., Any], find: Callable[..., Any], context: ParallelContext, way: str
 ) -> Learned:
     """What a proof learnt. Raises ConfigError where it fails."""
-    found = prove(model, find, sizes_for(model, context, way))
+    found = prove(model, find, sizes_for(model, context, way), may_be_whole=not is_said(context, way))
     if found.against is not None:
         raise ConfigError(
             f"sequence={context.sequence.size} for {type(model).__name__}: {found.against}",
@@ -158,51 +176,86 @@ def learned_of(
     return learned
 
 
-def open_context(
-    model: nn.Module,
-    stacks: Sequence[StackDescription],
-    state: ShardedState,
-    way: str,
-    learned: Learned,
-    *,
-    draws: bool,
-) -> None:
-    """Cuts the sequence in the layers of a model, whose other changes are done. Communicates when groups are made."""
+def start_context(model: nn.Module, state: ShardedState, way: str, learned: Learned, *, draws: bool) -> None:
+    """Puts in what attends to other ranks' positions, and stands around what is given all of them.
+
+    Before the regions of tensor parallelism are opened, inside of whose edges it is. Communicates when groups are made.
+    """
     context = state.context
     sizes = sizes_for(model, context, way)
     has_view = RING in context.axes and GROUP in context.axes
     view = context if has_view else context.view("sequence", **{RING: sizes.ring, GROUP: sizes.group})
-    run = ContextRun(context.sequence, view.axis(RING), view.axis(GROUP), sizes.gathers, dims=dict(learned.dims))
-    attention.register()
-    for config in configs(model):
-        config._attn_implementation = attention.NAME
-    sources = attention_classes(model)
-    for module in model.modules():
-        if type(module) in sources:
-            module.__dict__[attention.RUN] = run
-        attention.give_line(module, run)
+    state.context_run = run = ContextRun(
+        context.sequence, view.axis(RING), view.axis(GROUP), sizes.gathers, learned.is_whole, dims=dict(learned.dims)
+    )
+    classes = () if learned.is_whole else tuple(attention_classes(model))
+    if not learned.is_whole:
+        _put_in(model, run, classes)
     ContextEntry(run, model, draws=draws)
-    inside: set[int] = set()
-    opened: list[Any] = []
     for path, name in learned.gathers:
         for layer in model.get_submodule(path).children():
             mixing = find(layer, name)
-            if mixing is not None and not any(type(inner) in sources for inner in mixing.modules()):
-                opened.append(ContextWhole(run, (path, name), mixing, draws=draws))
+            if mixing is not None and not any(type(inner) in classes for inner in mixing.modules()):
+                state.edges.append(ContextWhole(run, (path, name), mixing, draws=draws))
+    how = "attention is computed whole on every rank" if learned.is_whole else sizes
+    state.notes.append(f"Context parallelism: {how}.")
+    if learned.gathers:
+        named = ", ".join(f"{layers}.*.{name}" for layers, name in learned.gathers)
+        what = "" if learned.is_whole else " without attention"
+        state.notes.append(f"All positions are computed on every rank of what mixes them{what}: {named}.")
+
+
+def _put_in(model: nn.Module, run: ContextRun, classes: tuple[type, ...]) -> None:
+    attention.register()
+    for config in configs(model):
+        config._attn_implementation = attention.NAME
+    for module in model.modules():
+        if type(module) in classes:
+            module.__dict__[attention.RUN] = run
+        attention.give_line(module, run)
+
+
+def open_context(model: nn.Module, stacks: Sequence[StackDescription], state: ShardedState, *, draws: bool) -> None:
+    """Cuts the sequence in the layers of a model, whose other changes are done. Communicates nothing."""
+    run, inside = state.context_run, set[int]()
     for stack in stacks:
         if stack.whole_sequence:
             state.notes.append(f"The sequence stays whole in {stack.layers}: {stack.whole_sequence}.")
             continue
         layers = [layer for _, layer in model.get_submodule(stack.layers).named_children()]
         norm = model.get_submodule(stack.final_norm) if stack.final_norm else None
-        opened.append(ContextStack(run, stack.layers, layers, norm or layers[-1], draws=draws))
+        state.edges.append(ContextStack(run, stack.layers, layers, norm or layers[-1], draws=draws))
         inside |= {id(m) for layer in (*layers, *([norm] if norm is not None else [])) for m in layer.modules()}
     for module in model.modules():
         if isinstance(module, ParallelModule) and id(module) not in inside:
             pass_through(module)
-    state.edges += opened
-    state.context_run = run
-    state.notes.append(f"Context parallelism: {sizes}.")
-    if learned.gathers:
-        named = ", ".join(f"{layers}.*.{name}" for layers, name in learned.gathers)
-        state.notes.append(f"All positions are computed on every rank of what mixes them without attention: {named}.")
+
+
+def warn_of_whole(model: nn.Module, context: ParallelContext) -> None:
+    """Says on the first rank that a model's attention is not shared out."""
+    if context.rank == 0:
+        warnings.warn(
+            f"The attention of {type(model).__name__} cannot read other ranks' positions, so each of the "
+            f"{context.sequence.size} ranks of the sequence axis computes it for all positions: time and memory shrink "
+            "with the ranks in the rest of the model alone. shardformer.describe(model) says more.",
+            stacklevel=5,
+        )
+
+
+def with_context(plan: Plan, learned: Learned, *, has_stream: bool) -> Plan:
+    """The plan for a model whose attentions are given all positions: none of them exits with what is given some.
+
+    Args:
+        has_stream: whether the sequence is cut over the tensor axis, too. Raises ConfigError then.
+    """
+    if not learned.is_whole:
+        return plan
+    if has_stream:
+        raise ConfigError(
+            f"enable_sequence_parallelism beside the sequence axis for {type(plan.model).__name__}, whose attention is "
+            "computed whole on every rank",
+            rule="Its attentions are given all positions of the sequence axis, and would leave with those of the "
+            "tensor axis",
+            remedy="Leave enable_sequence_parallelism off, or the sequence axis out",
+        )
+    return replace(plan, blocks=[(path, replace(block, exits_with=None)) for path, block in plan.blocks])

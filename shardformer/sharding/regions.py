@@ -65,10 +65,10 @@ def open_regions(
             if isinstance(module, classes.embedding):
                 module.__dict__["sums_later"] = True
     alone = Stream(StreamLayout(), axis)
+    arounds: list[Any] = []
     for path in (*plan.gathered, *plan.apart):
         of, module = _stream_at(path, streams, alone), model.get_submodule(path)
-        around = (of.register_whole if path in plan.gathered else of.register_apart)(module, random)
-        state.edges += [around] if around is not None else []
+        arounds.append((of.register_whole if path in plan.gathered else of.register_apart)(module, random))
     for path, name in plan.beside:
         of, module = _stream_at(f"{path}.", streams, alone), model.get_submodule(path)
         module.register_forward_pre_hook(of.recall_before, with_kwargs=True)
@@ -80,17 +80,16 @@ def open_regions(
         if stream is alone:
             of_block = MODES["1d"]
         elif description.gathers_around is not None:
-            around = stream.register_whole(model.get_submodule(description.gathers_around), random)
+            arounds.append(stream.register_whole(model.get_submodule(description.gathers_around), random))
             stream = Stream(StreamLayout(), stream.axis)
-            if around is not None:
-                state.edges.append(around)
         elif f"{description.entry}.".startswith(without_stream):
             stream = Stream(StreamLayout(), stream.axis)
         opened = _open_block(model, description, of_block, stream, random, axis)
         if opened is not None:
             blocks.append(opened)
-            state.edges.append(opened[1])
-    state.edges += streams.values()  # behind the blocks: what was entered last is left first
+    # what is entered last is left first
+    outer = [around for around in arounds if around is not None] + list(streams.values())
+    state.edges[:] = [*(block for _, block in blocks), *state.edges, *outer]
     return blocks
 
 

@@ -35,6 +35,8 @@ FAMILIES = (
     "llama", "gpt2", "bert", "t5", "opt", "qwen2", "qwen3", "mistral", "roberta", "albert", "ernie", "whisper", "vit",
     "blip-2",
 )  # fmt: skip
+OF_THEIR_OWN = ("beit", "bloom", "falcon", "gpt_neo", "gptj")
+"""Whose attention no other one can take the place of: every rank computes it whole."""
 LAYOUTS: list[dict[str, Any]] = [
     {"sequence": 2, "way": "ring"},
     {"sequence": 4, "way": "ring"},
@@ -164,6 +166,67 @@ def test_nobody_can_tell_that_the_sequence_was_cut(family: str, layout: dict[str
     check(plain_of(family), batches_of(family), layout, bound_of(family))
 
 
+WHOLE: list[dict[str, Any]] = [
+    {"sequence": 2},
+    {"sequence": 3, "tensor": 2},
+    {"sequence": 2, "data": 2},
+    {"sequence": 2, "pipe": 2},
+]
+
+
+@pytest.mark.feature("context parallel")
+@pytest.mark.filterwarnings("ignore:The attention of:UserWarning")
+@pytest.mark.parametrize(
+    ("family", "layout"), in_turn([f for f in OF_THEIR_OWN for _ in range(2)], *[(x,) for x in WHOLE]), ids=str
+)
+def test_an_attention_of_its_own_is_given_all_positions(
+    family: str, layout: dict[str, Any], record_property: Callable[[str, object], None]
+) -> None:
+    pipeline = {"micro_batches": 2} if "pipe" in layout else {}
+    check(plain_of(family), batches_of(family), layout, 3e-6, **pipeline)
+    record_property(
+        "feature", "part: every rank computes its attention whole, which computes itself what it attends to"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The attention of:UserWarning")
+def test_an_attention_that_is_computed_whole_is_recomputed_so() -> None:
+    plain = copy.deepcopy(plain_of("gptj"))
+    plain.gradient_checkpointing_enable()  # type: ignore[operator]
+    check(plain, batches_of("gptj"), {"sequence": 2}, 3e-6)
+
+
+def test_that_attention_is_computed_whole_is_said() -> None:
+    def said(context: ParallelContext) -> str:
+        if context.rank:
+            return str(shardformer.shard_model(copy.deepcopy(plain_of("bloom")), context=context))
+        with pytest.warns(UserWarning, match="each of the 2 ranks of the sequence axis computes it for all positions"):
+            model = shardformer.shard_model(copy.deepcopy(plain_of("bloom")), context=context)
+        return str(shardformer.describe(model))
+
+    found = run_as_threads(said, sequence=2)[0]
+    assert "attention is computed whole on every rank" in found
+    assert "transformer.h.*.self_attention" in found
+
+
+def whole_is_refused(family: str, **how: Any) -> str:
+    found = refused(plain_of(family), **how)
+    assert found.count(". ") >= 2, "the rule, and the remedy"
+    return found
+
+
+def test_who_asks_for_a_way_of_attending_gets_no_other() -> None:
+    assert "computes attention by itself in BloomAttention" in whole_is_refused("bloom", context_parallel="ring")
+    assert "computes attention by itself in GPTJAttention" in whole_is_refused("gptj", sequence=(1, 2))
+
+    def both(context: ParallelContext) -> None:
+        model = copy.deepcopy(plain_of("bloom"))
+        with pytest.raises(shardformer.ShardFormerError, match="enable_sequence_parallelism beside the sequence axis"):
+            shardformer.shard_model(model, context=context, enable_sequence_parallelism=True)
+
+    run_as_threads(both, sequence=2, tensor=2)
+
+
 @pytest.mark.parametrize("length", [7, 8, 11, 16, 31])
 def test_sequences_of_any_length(length: int) -> None:
     check(plain_of("llama"), batches_of("llama", length), {"sequence": 3, "way": "ring"}, bound_of("llama"))
@@ -220,6 +283,7 @@ def hybrid(family: str, head: str) -> tuple[nn.Module, list[dict[str, Any]]]:
     [
         ("qwen3_next", "Qwen3NextForCausalLM", {"sequence": 2}, False),
         ("jamba", "JambaForCausalLM", {"sequence": (2, 2), "tensor": 2}, False),
+        ("jamba", "JambaForCausalLM", {"sequence": 2, "tensor": 2, "enable_sequence_parallelism": True}, False),
         ("minimax", "MiniMaxForCausalLM", {"sequence": 3, "way": "gather"}, True),
     ],
     ids=str,
@@ -243,7 +307,7 @@ def test_that_it_is_given_them_is_found_and_said(monkeypatch: pytest.MonkeyPatch
 
     assert "of what mixes them without attention: model.layers.*.mamba." in run_as_threads(said, sequence=2)[0]
     monkeypatch.setattr(prove_context, "_KNOWN", {})
-    monkeypatch.setattr(prove_context, "_mixing", lambda *_: [])
+    monkeypatch.setattr(prove_context.TokensIn, "mixing", lambda _: iter(()))
     assert "differs" in refused(plain)
 
 
@@ -365,7 +429,7 @@ def test_what_cannot_be_is_said_on_all_ranks(batch: Batch | None, sequence: Any,
 
 
 @pytest.mark.feature("context parallel")
-@pytest.mark.parametrize("family", [name for name in MAIN if name not in FAMILIES])
+@pytest.mark.parametrize("family", [name for name in MAIN if name not in (*FAMILIES, *OF_THEIR_OWN)])
 def test_a_model_that_cannot_be_cut_is_refused_before_it_is(
     family: str, record_property: Callable[[str, object], None]
 ) -> None:

@@ -128,11 +128,17 @@ def _source(cls: Any) -> str:
 
 
 def attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
-    """The classes called attention that compute one, with their code; wrappers around them do not count."""
-    classes = {type(m) for m in model.modules() if "attention" in type(m).__name__.lower()}
+    """The classes that compute an attention, with their code: those on the interface, and of those called attention
+    what computes one; wrappers around them do not count.
+    """
+    classes = {type(m) for m in model.modules()}
     sources = {cls: _source(cls) for cls in sorted(classes, key=lambda c: c.__name__)}  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
-    computes = re.compile(r"get_interface\(|softmax\(|scaled_dot_product_attention\(")
-    return {cls: source for cls, source in sources.items() if computes.search(source)}
+    computes = re.compile(r"softmax\(|scaled_dot_product_attention\(")
+    return {
+        cls: source
+        for cls, source in sources.items()
+        if is_on_interface(source) or ("attention" in cls.__name__.lower() and computes.search(source))
+    }
 
 
 def _check_interface(model: nn.Module) -> None:

@@ -42,7 +42,7 @@ class ContextEntry:
         run = self._run
         given = kwargs.get("past_key_values")
         run.is_open = given is None and not kwargs.get("use_cache", False)
-        run.now = None
+        run.now, run.met = None, {}
         set_current(run)
         enter_model(True)
         if not run.is_open:
@@ -101,7 +101,7 @@ class ContextStack:
                 self._random.enter(hidden)
         else:
             full = self._full
-        run.now = run.positions(full)
+        run.now = run.meet(full)
         lengths = {full, *(mask.keys.length for mask in masks)}
         return tree_map_with_path(
             lambda path, leaf: self._own((self._path, *path[1:]), leaf, leaf is hidden, lengths), (args, kwargs)
@@ -123,6 +123,7 @@ class ContextStack:
         """This rank's positions of an argument."""
         run = self._run
         if isinstance(leaf, SequenceCut):
+            run.meet(leaf.rows.full)
             rows = run.rows(leaf.rows.full)
             return leaf.local if leaf.rows is rows else take_rows(leaf.full_tensor(), rows, leaf.cut_dim)
         if not isinstance(leaf, Tensor):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_with_path
+from torch.utils._pytree import tree_flatten_with_path
 
 from shardformer.errors import InputError
 from shardformer.layers.context.cut_tensor import gather_rows, take_rows
@@ -40,7 +40,8 @@ class ContextWhole:
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run, hidden = self._run, first_tensor(args, kwargs)
         self._now = now = self._before = run.now
-        if now is None and torch._C._current_graph_task_id() >= 0:  # a layer that is computed again
+        again = torch._C._current_graph_task_id() >= 0
+        if now is None and again:  # a layer that is computed again
             self._now = now = run.of_part(hidden.shape[1])
         if now is None:
             return None
@@ -53,15 +54,21 @@ class ContextWhole:
             )
         if self._random is not None and module.training:
             self._random.enter(hidden)
-        rows, run.now = run.rows(now.length), None
+        among = run.known if again else run.met  # that of an encoder, beside a decoder's
+        parts = {run.part(length) for length in among}
+        leaves, spec = tree_flatten_with_path((args, kwargs))
+        given = {(*self._path, *path): x for path, x in leaves if isinstance(x, Tensor) and x is not hidden}
+        run.learn_parts(given, among, hidden.shape[0])
+        run.now = None
 
         def whole(path: Any, leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            dim = 1 if leaf is hidden else run.dim_of((*self._path, *path), leaf, {part}, hidden.shape[0])
-            return leaf if dim is None else gather_rows(leaf, rows, dim)
+            if leaf is hidden:
+                return gather_rows(leaf, run.rows(now.length), 1)
+            dim = run.dim_of((*self._path, *path), leaf, parts) if isinstance(leaf, Tensor) else None
+            lies = None if dim is None else run.of_part(leaf.shape[dim], among)
+            return leaf if lies is None or dim is None else gather_rows(leaf, run.rows(lies.length), dim)
 
-        return tree_map_with_path(whole, (args, kwargs))
+        return spec.unflatten(whole(path, leaf) for path, leaf in leaves)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         run, now, self._now = self._run, self._now, None

@@ -228,7 +228,8 @@ class GatheredModule:
     def __init__(self, stream: Stream, module: nn.Module, random: bool) -> None:
         self._stream = stream
         self._random = RandomStream(stream.axis, aligned=True) if random else None
-        module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        # before what gathers over other axes, which leaves first
+        module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         module.register_forward_hook(self._leave)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

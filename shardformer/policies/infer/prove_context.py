@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from shardformer.policies.infer.tokens import TokensIn
 from shardformer.policies.infer.twin import twin_of
 from shardformer.policies.policy import Policy
 from shardformer.sharding.apply import Sharding
-from shardformer.sharding.context import Learned, Sizes
+from shardformer.sharding.context import Learned, Sizes, not_dispatched
 
 Find = Callable[[nn.Module, int], tuple[Policy, str]]
 
@@ -48,64 +48,86 @@ _KNOWN: dict[Hashable, ContextProof] = {}
 _ONE_AT_A_TIME = threading.RLock()
 
 
-def prove_context(model: nn.Module, find: Find, sizes: Sizes) -> ContextProof:
+def prove_context(model: nn.Module, find: Find, sizes: Sizes, *, may_be_whole: bool = True) -> ContextProof:
     """The proof for a model, made once for models of one class with one config. Communicates nothing.
 
     Args:
         find: (model, number of tensor ranks) -> its policy, and where that comes from.
         sizes: how the ranks of the sequence axis are laid out.
+        may_be_whole: whether attentions may stay as they are, each computed for all positions on every rank.
     """
     config: Any = getattr(model, "config", None)
     said = config.to_json_string() if hasattr(config, "to_json_string") else id(model)
     ring, group = min(sizes.ring, 2), min(sizes.group, 2)
-    key = (type(model), said, ring, group, sizes.gathers)
+    key = (type(model), said, ring, group, sizes.gathers, may_be_whole)
     with _ONE_AT_A_TIME:
         if key not in _KNOWN:
             with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-                _KNOWN[key] = _prove(model, find, Sizes(ring, group, sizes.gathers))
+                _KNOWN[key] = _prove(model, find, Sizes(ring, group, sizes.gathers), may_be_whole)
         return _KNOWN[key]
 
 
-def _prove(model: nn.Module, find: Find, sizes: Sizes) -> ContextProof:
+def _prove(model: nn.Module, find: Find, sizes: Sizes, may_be_whole: bool) -> ContextProof:
     try:
         twin = twin_of(model)
     except PolicyError as error:
         return ContextProof(error.what)
     reference = Reference.of(twin.model, twin.run)
-    runs: list[Any] = []
-    gathers: list[tuple[str, str]] = []
-
     found, source = find(twin.model, 1)  # once for all ranks: it may be inferred
+    policy = copy.copy(found)
+    policy.set_model(twin.model)
+    stacks = [TokensIn(reference, stack.layers) for stack in policy.stacks()]
+    if any(tokens.shape[0] != twin.samples == tokens.shape[1] for tokens in stacks):
+        return ContextProof("its layers are given (sequence, batch, hidden)")
 
     def find_copy(*_: Any) -> tuple[Policy, str]:
         return copy.copy(found), source  # a user's own one is that of the model itself
 
-    def shard(model: nn.Module, context: ParallelContext) -> None:
-        view = context.view("sequence", ring=sizes.ring, ulysses=sizes.group)
-        config = ShardConfig(context=view, context_parallel="gather" if sizes.gathers else "auto")
-        proof = ContextProof(None, Learned(gathers=gathers))
-        Sharding(model, config, find_copy, prove=lambda *_: proof, fresh=True).shard()
-        if context.rank == 0:
-            runs.append(state_of(model).context_run)
+    def tried(learned: Learned) -> ContextProof:
+        runs: list[Any] = []
 
-    ranks = sizes.ring * sizes.group
-    against = difference(reference, shard, sequence=ranks)
-    if against is not None and (mixing := _mixing(reference, found)):
-        gathers, runs = mixing, []  # which ``shard`` reads
-        if difference(reference, shard, sequence=ranks) is None:
-            return ContextProof(None, Learned(runs[0].dims, mixing))
-    return ContextProof(against, Learned(runs[0].dims) if against is None else Learned())
+        def shard(model: nn.Module, context: ParallelContext) -> None:
+            if not learned.is_whole:
+                context = context.view("sequence", ring=sizes.ring, ulysses=sizes.group)
+            config = ShardConfig(context=context, context_parallel="gather" if sizes.gathers else "auto")
+            Sharding(model, config, find_copy, prove=lambda *_, **__: ContextProof(None, learned), fresh=True).shard()
+            if context.rank == 0:
+                runs.append(state_of(model).context_run)
+
+        against = difference(reference, shard, sequence=sizes.ring * sizes.group)
+        return ContextProof(against) if runs == [] else ContextProof(against, replace(learned, dims=runs[0].dims))
+
+    why = not_dispatched(twin.model)
+    against = ""
+    for learned in _ways(twin.model, stacks, is_dispatched=why is None, may_be_whole=may_be_whole):
+        proof = tried(learned)
+        if proof.against is None:
+            return proof
+        against = against or proof.against
+    if why is not None:
+        against = f"it {why}, and {against or 'nothing was seen to mix tokens'}"
+    return ContextProof(against)
 
 
-def _mixing(reference: Reference, found: Policy) -> list[tuple[str, str]]:
-    """What mixes tokens in layers otherwise than by an attention that knows of positions: see ``Learned.gathers``."""
-    policy = copy.copy(found)
-    policy.set_model(reference.model)
-    attentions = attention_classes(reference.model)
-    out = []
-    for stack in policy.stacks():
-        for layer, name in TokensIn(reference, stack.layers).mixing():
-            module = reference.model.get_submodule(f"{layer}.{name}")
-            if not any(type(inner) in attentions for inner in module.modules()):
-                out.append((stack.layers, name))
-    return list(dict.fromkeys(out))
+def _ways(
+    model: nn.Module, stacks: Sequence[TokensIn], *, is_dispatched: bool, may_be_whole: bool
+) -> Iterator[Learned]:
+    """What is given the whole sequence, in the order in which it is tried."""
+    if is_dispatched:
+        yield Learned()
+    classes = attention_classes(model)
+
+    def attends(layer: str, name: str) -> bool:
+        return any(type(inner) in classes for inner in model.get_submodule(f"{layer}.{name}").modules())
+
+    attending = _each((t.layers, name) for t in stacks for layer, name in t.children() if attends(layer, name))
+    apart = _each((t.layers, name) for t in stacks for layer, name in t.mixing() if not attends(layer, name))
+    if is_dispatched and apart:
+        yield Learned(gathers=apart)
+    if may_be_whole:
+        yield from (Learned(gathers=_each(names), is_whole=True) for names in (attending, attending + apart) if names)
+
+
+def _each(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Each once, in order."""
+    return list(dict.fromkeys(pairs))

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardformer.config import ShardConfig
 from shardformer.errors import PolicyError
@@ -96,18 +95,14 @@ def _prove(model: nn.Module, find: Find, mode: str, sizes: dict[str, int]) -> Gr
 
 def _wider(twin: Twin) -> Forward:
     """A call with one sample more, so that no grid divides the batch."""
-    count = _batch_size(twin.batch)
+    count = twin.samples
     more = {n: torch.cat((x, x[:1])) if x.dim() and len(x) == count else x for n, x in twin.batch.items()}
     return runner(twin.model, more)
 
 
-def _batch_size(batch: Mapping[str, Tensor]) -> int:
-    return Counter(len(x) for x in batch.values() if x.dim()).most_common(1)[0][0]
-
-
 def _samples_in(twin: Twin, wider: Forward, attentions: list[str], stacks: list[str]) -> Samples:
     """Which dim of each argument grows as the batch does."""
-    count = _batch_size(twin.batch)
+    count = twin.samples
     narrow, wide = (_shapes(twin.model, run, attentions, stacks) for run in (twin.run, wider))
     samples: Samples = {}
     for key, shape in narrow.items():

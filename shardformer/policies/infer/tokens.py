@@ -47,6 +47,9 @@ class TokensIn:
 
     Args:
         layers: the path of their list.
+
+    Attributes:
+        shape: samples and tokens of what they are given.
     """
 
     def __init__(self, reference: Reference, layers: str) -> None:
@@ -60,16 +63,16 @@ class TokensIn:
                     stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
             reference.run(self._model)
         first = next((self._calls[path].given for path in self.paths if path in self._calls), None)
-        self._shape = (0, 0) if first is None or first.dim() < 3 else tuple(first.shape[:2])
+        self.shape: tuple[int, ...] = (0, 0) if first is None or first.dim() < 3 else tuple(first.shape[:2])
 
     def _note(self, path: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._calls.setdefault(path, Call(args, kwargs, output))
 
     def by_token(self, x: Tensor | None) -> bool:
         """Whether this is something for each token of the stack: (B, S, ...), or (B*S, ...)."""
-        samples, length = self._shape
+        samples, length = self.shape
         return x is not None and (
-            (x.dim() > 2 and tuple(x.shape[:2]) == self._shape) or (x.dim() == 2 and x.shape[0] == samples * length)
+            (x.dim() > 2 and tuple(x.shape[:2]) == self.shape) or (x.dim() == 2 and x.shape[0] == samples * length)
         )
 
     def is_given_tokens(self, path: str) -> bool:
@@ -78,7 +81,7 @@ class TokensIn:
 
     def is_given_numbers(self, path: str) -> bool:
         """Whether a module is given one number for each token, (B, S), beside its states."""
-        return any(isinstance(x, Tensor) and tuple(x.shape) == self._shape for x in self._named(path).values())
+        return any(isinstance(x, Tensor) and tuple(x.shape) == self.shape for x in self._named(path).values())
 
     def above(self, path: str) -> dict[str, str]:
         """The modules of a layer that hold the one at ``path``, and itself, from the outermost: name -> path."""
@@ -91,12 +94,18 @@ class TokensIn:
         """Whether a module is given the stack's tokens, in their order (B, S, ...), and gives as many."""
         if (call := self._calls.get(path)) is None or (x := call.given) is None:
             return False
-        return x.dim() > 2 and tuple(x.shape[:2]) == self._shape and self.by_token(call.gave)
+        return x.dim() > 2 and tuple(x.shape[:2]) == self.shape and self.by_token(call.gave)
+
+    def children(self) -> Iterator[tuple[str, str]]:
+        """What a layer may call: (path of a layer, name in it)."""
+        for outer in self.paths:
+            for name, _ in _called(self._model.get_submodule(outer)):
+                yield outer, name
 
     def mixing(self) -> Iterator[tuple[str, str]]:
         """The children of layers that may carry something from token to token: (path of a layer, name in it)."""
         for outer in self.paths:
-            for name, child in self._model.get_submodule(outer).named_children():
+            for name, child in _called(self._model.get_submodule(outer)):
                 apart = is_linear(child) or norm_kind(child) is not None or is_elementwise(child)
                 if not apart and next(child.parameters(), None) is not None and self._mixes(f"{outer}.{name}", child):
                     yield outer, name
@@ -107,7 +116,7 @@ class TokensIn:
         if call is None:
             return True
         x, y = call.given, call.gave
-        if x is None or y is None or tuple(x.shape[:2]) != self._shape or tuple(y.shape[:2]) != self._shape:
+        if x is None or y is None or tuple(x.shape[:2]) != self.shape or tuple(y.shape[:2]) != self.shape:
             return self.is_given_tokens(path)
         for token, others in ((0, slice(1, None)), (-1, slice(None, -1))):
             changed = x.detach().clone()
@@ -119,7 +128,7 @@ class TokensIn:
                     again = Call((), {}, module(*own, **named)).gave
             except Exception:  # called out of its turn a module may raise anything
                 return True
-            if again is None or again.shape != y.shape or torch.equal(again[:, token], y[:, token]):
+            if again is None or again.shape != y.shape or y.shape[1] < 2 or torch.equal(again[:, token], y[:, token]):
                 return True  # nothing can be told, as where its last weight begins at 0
             if (again - y)[:, others].abs().max() > ROUNDING * y.abs().max():
                 return True
@@ -140,3 +149,12 @@ class TokensIn:
         names = inspect.signature(self._model.get_submodule(path).forward).parameters
         named = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
         return {name: x for name, x in named.items() if x is not call.given}
+
+
+def _called(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The children of a module, and in the place of lists, which nobody calls, what stands in them."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,11 @@ class Twin:
     model: nn.Module
     run: Forward
     batch: Mapping[str, Tensor]
+
+    @property
+    def samples(self) -> int:
+        """Of the batch."""
+        return Counter(len(x) for x in self.batch.values() if x.dim()).most_common(1)[0][0]
 
 
 def twin_of(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> Twin:
