@@ -39,8 +39,10 @@ class ShardConfig:
         context_parallel: how attention reads the positions of other ranks of the sequence axis: "ring" (keys and values
             travel), "ulysses" (heads are exchanged for positions), "gather" (keys and values are gathered), or "auto":
             ring and Ulysses as they send the least.
-        extra_kwargs: ``check_inputs`` (default True: at the first forward, the tensor ranks compare what they were
-            fed), ``bucket_bytes`` (size of a bucket of gradients, default 25 MB).
+        watch: whether ranks notice, at every step of training, that they have come apart: batches, modes, steps and
+            options of optimizers, weights that they hold alike (docs/reliability.md).
+        extra_kwargs: ``check_inputs`` (default True: the tensor ranks compare what they are fed), ``bucket_bytes``
+            (size of a bucket of gradients, default 25 MB).
         context: the grid from ``launch_from_torch``; it brings the data axis too.
         stream: how the activations between the blocks lie, where that is not what the options say.
     """
@@ -56,6 +58,7 @@ class ShardConfig:
     enable_all_optimization: bool = False
     tensor_parallel_mode: str = "1d"
     context_parallel: str = "auto"
+    watch: bool = True
     extra_kwargs: dict[str, Any] = field(default_factory=dict)
     context: ParallelContext | None = None
     stream: StreamLayout | None = None
@@ -121,7 +124,7 @@ class ShardConfig:
                 remedy="Write PipelineStageManager(context, schedule='1f1b'), or leave it out",
             )
         switches = {n: getattr(self, n) for n in self.__dataclass_fields__ if n.startswith("enable_")}
-        switches["check_inputs"] = self.extra_kwargs.get("check_inputs", True)
+        switches |= {"watch": self.watch, "check_inputs": self.extra_kwargs.get("check_inputs", True)}
         wrong = next((n for n, value in switches.items() if not isinstance(value, bool)), None)
         if wrong is not None:
             raise ConfigError(

@@ -17,8 +17,9 @@ from shardformer.pipeline.chain import no_chain
 from shardformer.policies.infer.infer import infer, infer_stacks
 from shardformer.policies.infer.prove_context import prove_context
 from shardformer.policies.infer.prove_grid import prove_grid
+from shardformer.policies.infer.trust import check_trusted
 from shardformer.policies.policy import Policy
-from shardformer.policies.registry import FAMILIES, family_of, registered_policy
+from shardformer.policies.registry import FAMILIES, family_of, is_users, registered_policy
 from shardformer.sharding.apply import Sharding
 from shardformer.sharding.costs import measured_costs
 
@@ -199,6 +200,8 @@ def resolve_policy(
         return chosen, f"the user's policy {type(chosen).__name__}"
     if (known := registered_policy(model)) is not None:
         known[0].find_part = _policy_of_part
+        if tensor not in (None, 1) and not is_users(model):
+            check_trusted(model, known[0])
         return known
     try:
         inferred = infer(model)

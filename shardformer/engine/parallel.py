@@ -49,6 +49,7 @@ class Parallel:
         max_grad_norm: to which a step clips the norm of all gradients.
         on_nonfinite: what a step does with gradients that are not finite: "raise", "skip" or "ignore". Without zero
             they are looked at where their norm is taken.
+        watch: whether ranks notice that they have come apart, as in ``ShardConfig``.
         average: "tokens": each token, or sample, that counts weighs the same in the loss, wherever in the batch it is,
             as it does on one device. "ranks": the loss is the mean of the data ranks' losses.
     """
@@ -76,6 +77,7 @@ class Parallel:
     offload: str | Offload | None = None
     max_grad_norm: float | None = None
     on_nonfinite: str = "raise"
+    watch: bool = True
     average: str = "tokens"
 
     def __post_init__(self) -> None:
@@ -173,6 +175,7 @@ class Parallel:
             enable_jit_fused=self.jit_fused,
             context_parallel=self.context_parallel,
             tensor_parallel_mode=self.tensor_mode,
+            watch=self.watch,
             context=context,
         )
 

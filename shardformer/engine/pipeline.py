@@ -15,7 +15,7 @@ from shardformer.comm.collectives import all_reduce, broadcast, broadcast_object
 from shardformer.comm.values import numbers_in
 from shardformer.engine.batch import TARGET
 from shardformer.errors import InputError
-from shardformer.layers.random_stream import align_random, forked_random
+from shardformer.layers.random_stream import forked_random
 from shardformer.layout.state import ShardedState, state_of
 from shardformer.mesh.axis import Axis
 from shardformer.pipeline.exchange import StageExchange
@@ -26,6 +26,8 @@ from shardformer.pipeline.runtime import Runtime, StepJob, Trace
 from shardformer.pipeline.schedule import Schedule, fitting_micro_batches, forward_only, make_schedule
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.pipeline.targets import tensors_of
+from shardformer.reduce.watch import FACTS
+from shardformer.sharding.guards import agree_on_step
 from shardformer.sharding.regions import uses_dropout
 from shardformer.sharding.stages import Stages, make_stages
 
@@ -187,7 +189,7 @@ class Pipeline:
         if not backward:
             schedule = forward_only(schedule)
         device = self._context.device
-        draws = self._model.training and align_random(self._state.alike, device, self._draws())
+        draws = self._agree_on_step(batches)
         with forked_random(device):
             keys, seed = self._agree(parts, backward, _next_seed() if draws else 0)
             seeds = [(seed + 7919 * i) % 2**62 if seed else None for i in range(len(parts))]
@@ -211,6 +213,14 @@ class Pipeline:
             in_fp64 = any(p.dtype == torch.float64 for p in self._model.parameters())
             head.loss = loss if in_fp64 else loss.float()
         return head
+
+    def _agree_on_step(self, batches: Sequence[Batch]) -> bool:
+        """Whether any rank draws random numbers while it trains; the ranks of one batch have compared themselves."""
+        training, watch = self._model.training, self._state.watch
+        if not (training if watch is None else watch.speaks(training)):
+            return False
+        given = [x for batch in batches for _, x in tensors_of(batch)]
+        return agree_on_step(self._state, given, self._draws()) and training
 
     def _head(self, parts: Sequence[Batch], sizes: Sequence[int], wants_output: bool, counts: bool) -> Head:
         stage_forward, weights = self._stages.stage_forward, None
@@ -271,22 +281,26 @@ class Pipeline:
     def _agree(self, parts: Sequence[Batch], backward: bool, seed: int) -> tuple[list[Hashable], int]:
         """A key for each micro-batch, of its shapes and what else decides the shapes of activations; one seed of all.
 
-        Raises InputError on every stage when they were not given batches of the same shapes, or in the first call,
-        unless ``check_inputs=False``, not the same batches.
+        Raises InputError on every stage when they were not given batches of the same shapes, or made other numbers of
+        steps; and, unless ``check_inputs=False``, when they were not given the same batches: in the first call, and
+        where they are watched in each.
         """
         trains = tuple(p.requires_grad for p in self._model.parameters())
         shapes = [_shapes_of(part) for part in parts]
-        axis = self._stages.manager.axis
-        seen = [checksum(t) for part in parts for _, t in tensors_of(part)] if self._compares and axis.size > 1 else []
-        self._compares = False
-        mine = (_number(shapes), len(parts), backward, self._model.training, _number(seen), _number(trains), seed)
+        axis, watch = self._stages.manager.axis, self._state.watch
+        training = self._model.training
         if axis.size == 1:
-            return [(s, mine[2:-1]) for s in shapes], seed
+            return [(s, (backward, training, trains)) for s in shapes], seed
+        given = [t for part in parts for _, t in tensors_of(part)] if self._compares else []
+        seen = watch.batch(given) if watch is not None else _number([checksum(t) for t in given])
+        self._compares = self._compares and watch is not None
+        steps = watch.steps if watch is not None else 0
+        mine = (_number(shapes), len(parts), backward, training, seen, steps, _number(trains), seed)
         with self._runtime.named("before a step"):
             every = gather_numbers(mine, axis)
         if any(theirs[:-2] != every[0][:-2] for theirs in every):
             raise _different(every, axis)
-        mode = (backward, self._model.training, tuple(theirs[-2] for theirs in every))
+        mode = (backward, training, tuple(theirs[-2] for theirs in every))
         return [(s, mode) for s in shapes], next((theirs[-1] for theirs in every if theirs[-1]), 0)
 
     def _take_over_checkpointing(self) -> None:
@@ -326,8 +340,14 @@ def _next_seed() -> int:
 
 def _different(every: Sequence[Sequence[int]], axis: Axis) -> InputError:
     other = next(stage for stage, theirs in enumerate(every) if theirs[:-2] != every[0][:-2])
-    kinds = ("shapes of batches", "numbers of micro-batches", "calls", "modes of training", "batches")
+    kinds = ("shapes of batches", "numbers of micro-batches", "calls", "modes of training", "batches", "steps")
     what = next(kind for kind, a, b in zip(kinds, every[0], every[other], strict=False) if a != b)
+    if what == "steps":
+        return InputError(
+            f"The optimizers of stages 0 and {other} of {axis.size} made {every[0][-3]} and {every[other][-3]} steps",
+            rule=FACTS["steps"].rule,
+            remedy=FACTS["steps"].remedy,
+        )
     return InputError(
         f"Stages 0 and {other} of {axis.size} were given different {what}",
         rule="All stages make the same calls with the same batch: each takes from it what its layers read",

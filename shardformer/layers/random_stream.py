@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -58,20 +58,32 @@ def agree_on_draws(axis: Axis, module: nn.Module) -> None:
     module.register_forward_hook(lambda *_: stream.leave(), always_call=True)
 
 
-def align_random(axis: Axis, device: torch.device, drew: bool = False) -> bool:
+def align_random(
+    axis: Axis,
+    device: torch.device,
+    drew: bool = False,
+    beside: Sequence[int] = (),
+    look: Callable[[list[list[int]]], None] = lambda _: None,
+) -> bool:
     """Gives all ranks of an axis the random states of the first: torch's, numpy's and Python's.
 
     What a model draws outside of its blocks has to be alike on all of them, and a script may seed each rank otherwise.
     Every rank calls this at the same time, whatever it saw itself: another thread of one process, which logs or reads
     data, may draw too.
 
+    Args:
+        drew: whether this rank was seen to draw.
+        beside, look: numbers that go along, as many from each rank, and what is given those of all.
+
     Communicates a few numbers a rank; the states where they differ. Returns whether any rank of the axis ``drew``.
     """
     if axis.size == 1:
         return drew
     mine = [int(drew), *_digest(device)]
-    every = gather_numbers(mine, axis)
-    if any(theirs[1:] != mine[1:] for theirs in every):
+    count = len(mine)
+    every = gather_numbers([*mine, *beside], axis)
+    look([theirs[count:] for theirs in every])
+    if any(theirs[1:count] != mine[1:] for theirs in every):
         set_random_states(broadcast_object(random_states(device), axis), device)
     return any(theirs[0] for theirs in every)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from weakref import WeakSet
 
 from torch import Tensor, nn
@@ -94,6 +95,21 @@ class KeepsParameters(Protocol):
         """No values are asked for any more."""
 
 
+class Watches(Protocol):
+    """What notices that ranks have come apart: see ``shardformer.reduce.watch``."""
+
+    steps: int
+
+    def speaks(self, training: bool) -> bool:
+        """Whether the ranks that are given one batch tell each other of themselves before a forward."""
+
+    def batch(self, inputs: Collection[Any]) -> int: ...
+    def numbers(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]: ...
+    def compare(self, every: Sequence[Sequence[int]], axis: Axis, inputs: Collection[Any] = ()) -> None: ...
+    def bits(self, axis: Axis) -> list[float]: ...
+    def look(self, sums: Tensor, axis: Axis) -> None: ...
+
+
 class Edge(Protocol):
     """Where a region of the model begins or ends, which a forward that an error broke off may have left open."""
 
@@ -122,6 +138,7 @@ class ShardedState:
         gradients: what keeps the gradients in the place of the parameters' ``.grad``; None where nothing does.
         parameters: what keeps the values of parameters; None where they keep them themselves.
         context_run: how its sequence is cut over ranks (``shardformer.layers.context.run``); None where it is not.
+        watch: what notices that ranks have come apart; None where nothing does.
     """
 
     context: ParallelContext
@@ -141,15 +158,25 @@ class ShardedState:
     gradients: KeepsGradients | None = None
     parameters: KeepsParameters | None = None
     context_run: Any = None
+    watch: Watches | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
         """For a copied model, which has no optimizer."""
-        return {**self.__dict__, "gradients": None, "parameters": None}
+        memo[id(self)] = twin = type(self).__new__(type(self))
+        known = {**self.__dict__, "gradients": None, "parameters": None}
+        twin.__dict__.update((name, deepcopy(value, memo)) for name, value in known.items())
+        _remember(twin)
+        return twin
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copied model."""
-        self.__dict__.update(state)
-        _remember(self)
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused: a process group cannot be pickled, and the model has this rank's parts alone."""
+        raise ConfigError(
+            "A sharded model was to be pickled, as by torch.save(model)",
+            rule="It holds this rank's parts, and groups of processes that are there while they run",
+            remedy="Write model.save_pretrained(folder) or shardformer.export_pretrained on all ranks for the full "
+            "weights, or shardformer.save_checkpoint to train on; torch.save(shardformer.full_state_dict(model)) "
+            "keeps the weights of any model",
+        )
 
     @property
     def alike(self) -> Axis:

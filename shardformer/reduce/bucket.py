@@ -19,9 +19,12 @@ from torch import Tensor
 from shardformer.comm.collectives import Pending, start_reduce_scatter, start_sum
 from shardformer.comm.values import numbers_in
 from shardformer.layout.split import Coords
-from shardformer.layout.state import Entry
+from shardformer.layout.state import Entry, Watches
 from shardformer.mesh.axis import Axis
 from shardformer.reduce.owned import OwnSlices
+
+ALIGNED = 32
+"""Numbers, which are 64 bytes in 16 bit: no kernel looks further."""
 
 
 @dataclass(eq=False)
@@ -128,6 +131,7 @@ class Bucket:
     flat: Tensor | None = None
     is_sent: bool = False  # in this backward
     memory: Callable[[int, torch.dtype, torch.device], Tensor] | None = None  # what gives it; None: new memory
+    watch: Watches | None = None  # whose numbers go behind the gradients
 
     @property
     def is_summed(self) -> bool:
@@ -148,21 +152,34 @@ class Bucket:
         """For each gradient 1 where this rank has a new one."""
         return [1.0 if g.is_new else 0.0 for g in self.gradients]
 
+    def tail(self) -> list[float]:
+        """What goes behind the gradients, and is summed with them: ``had``, and the bits of the watch."""
+        return self.had + (self.watch.bits(self.axis) if self.watch is not None and self.axis.size > 1 else [])
+
+    def look(self, tail: Tensor) -> Tensor:
+        """The sums of ``had``. Raises InputError, on every rank, where ranks have come apart."""
+        count = len(self.gradients)
+        if self.watch is not None and len(tail) > count:
+            self.watch.look(tail[count:], self.axis)
+        return tail[:count]
+
     def places(self, ranks: int = 1) -> tuple[int, list[slice]]:
         """How many numbers each rank has of the bucket, and where each gradient lies among those of all ranks.
 
         Gradients follow each other; those that one rank gets whole lie in its part, the largest given out first, each
-        to the rank that has least.
+        to the rank that has least. Each begins at a multiple of ``ALIGNED``: parameters lie in the same places, and a
+        kernel that looks at where one begins would round otherwise on a rank whose other parameters are smaller.
         """
         sizes = [gradient.numel for gradient in self.gradients]
         if ranks == 1 or not any(gradient.is_whole for gradient in self.gradients):
-            ends = list(accumulate(sizes))
-            return -(-ends[-1] // ranks), [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+            *begins, end = accumulate(map(_with_gap, sizes), initial=0)
+            end -= _with_gap(sizes[-1]) - sizes[-1]
+            return -(-end // ranks), [slice(at, at + size) for at, size in zip(begins, sizes, strict=True)]
         used, starts = [0] * ranks, [(0, 0)] * len(sizes)
         for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
             rank = min(range(ranks), key=lambda rank: used[rank])
             starts[n] = rank, used[rank]
-            used[rank] += sizes[n]
+            used[rank] += _with_gap(sizes[n])
         each = max(used)
         return each, [slice(r * each + at, r * each + at + n) for (r, at), n in zip(starts, sizes, strict=True)]
 
@@ -210,11 +227,12 @@ class WriteBack:
         return gradient.local_copies() / gradient.divisor
 
     def start(self, bucket: Bucket) -> None:
-        total = sum(g.numel for g in bucket.gradients)
-        bucket.flat = flat = bucket.new_flat(total + len(bucket.gradients))
-        for gradient, place in zip(bucket.gradients, bucket.places()[1], strict=True):
+        total, places = _behind_each_other(bucket)
+        tail = bucket.tail()
+        bucket.flat = flat = bucket.new_flat(total + len(tail))
+        for gradient, place in zip(bucket.gradients, places, strict=True):
             gradient.pack(flat[place], gradient.copies)
-        flat[total:] = torch.tensor(bucket.had, dtype=flat.dtype, device=flat.device)
+        flat[total:] = torch.tensor(tail, dtype=flat.dtype, device=flat.device)
         if bucket.axis.size > 1:
             bucket.work = start_sum(flat, bucket.axis, "gradients")
 
@@ -223,9 +241,11 @@ class WriteBack:
         assert flat is not None
         if bucket.work is not None:
             bucket.work.wait()
+        total, places = _behind_each_other(bucket)
+        counts = bucket.look(flat[total:])
         # a gradient that arrived here needs no count, which a GPU would have to be waited for
-        had = None if all(bucket.had) else numbers_in(flat[-len(bucket.gradients) :])
-        for i, (gradient, place) in enumerate(zip(bucket.gradients, bucket.places()[1], strict=True)):
+        had = None if all(bucket.had) else numbers_in(counts)
+        for i, (gradient, place) in enumerate(zip(bucket.gradients, places, strict=True)):
             if had is None or had[i] > 0:
                 value = gradient.unpack(flat[place])
                 if gradient.param.grad is None:
@@ -253,20 +273,19 @@ class HandOver:
         return 1.0
 
     def start(self, bucket: Bucket) -> None:
-        ranks, count = bucket.axis.size, len(bucket.gradients)
+        ranks, tail = bucket.axis.size, bucket.tail()
         each, places = bucket.places(ranks)
         if (slices := bucket.slices) is not None:
-            had = bucket.new_flat(count)
-            bucket.work = slices.start_sum(each, places, had.copy_(torch.tensor(bucket.had)))
+            behind = bucket.new_flat(len(tail))
+            bucket.work = slices.start_sum(each, places, behind.copy_(torch.tensor(tail)))
             for gradient in bucket.gradients:
                 gradient.param.grad = None
             return
-        bucket.flat = bucket.new_flat(ranks * (each + count))
-        rows = bucket.flat.view(ranks, each + count)
-        rows[:, each:] = torch.tensor(bucket.had, dtype=rows.dtype, device=rows.device)
-        for rank in range(ranks):  # what no gradient fills
-            end = max((p.stop - rank * each for p in places if p.start < (rank + 1) * each), default=0)
-            rows[rank, max(end, 0) : each] = 0
+        bucket.flat = bucket.new_flat(ranks * (each + len(tail)))
+        rows = bucket.flat.view(ranks, each + len(tail))
+        rows[:, each:] = torch.tensor(tail, dtype=rows.dtype, device=rows.device)
+        for rank in range(ranks):
+            _clear_gaps(rows[rank, :each], [_within(p, rank * each, each) for p in places])
         for gradient, place in zip(bucket.gradients, places, strict=True):
             _pack_rows(gradient, place, rows[:, :each])
             gradient.param.grad = None
@@ -274,21 +293,53 @@ class HandOver:
 
     def finish(self, bucket: Bucket) -> None:
         shard = bucket.work.wait()
-        count = len(bucket.gradients)
-        self._receive(bucket, shard[:-count], shard[-count:])
+        each = self._length(bucket)
+        self._receive(bucket, shard[:each], bucket.look(shard[each:]))
+
+    def _length(self, bucket: Bucket) -> int:
+        """Numbers of the gradients that a rank gets."""
+        return bucket.places(bucket.axis.size)[0]
 
 
 class HandAll(HandOver):
     """Every rank gets the whole sum. Communicates one all-reduce of the gradients, with one number for each behind."""
 
     def start(self, bucket: Bucket) -> None:
-        total = sum(g.numel for g in bucket.gradients)
-        bucket.flat = flat = bucket.new_flat(total + len(bucket.gradients))
-        flat[total:] = torch.tensor(bucket.had, dtype=flat.dtype, device=flat.device)
+        total, tail = self._length(bucket), bucket.tail()
+        bucket.flat = flat = bucket.new_flat(total + len(tail))
+        _clear_gaps(flat[:total], bucket.places()[1])
+        flat[total:] = torch.tensor(tail, dtype=flat.dtype, device=flat.device)
         for gradient, place in zip(bucket.gradients, bucket.places()[1], strict=True):
             gradient.pack(flat[place], gradient.divisor)
             gradient.param.grad = None
         bucket.work = start_sum(flat, bucket.axis, "gradients") if bucket.axis.size > 1 else Pending((), lambda: flat)
+
+    def _length(self, bucket: Bucket) -> int:
+        return bucket.places()[0]
+
+
+def _behind_each_other(bucket: Bucket) -> tuple[int, list[slice]]:
+    """How many numbers the gradients have, and where each lies where they follow each other without a gap."""
+    *begins, end = accumulate((gradient.numel for gradient in bucket.gradients), initial=0)
+    return end, [slice(at, at + gradient.numel) for at, gradient in zip(begins, bucket.gradients, strict=True)]
+
+
+def _with_gap(numel: int) -> int:
+    return -(-numel // ALIGNED) * ALIGNED
+
+
+def _within(place: slice, begin: int, length: int) -> slice:
+    """What of a place lies in a stretch, counted from where this begins."""
+    return slice(min(max(place.start - begin, 0), length), min(max(place.stop - begin, 0), length))
+
+
+def _clear_gaps(flat: Tensor, places: Sequence[slice]) -> None:
+    """What no gradient fills is 0."""
+    end = 0
+    for place in sorted(places, key=lambda place: place.start):
+        flat[end : place.start] = 0
+        end = max(end, place.stop)
+    flat[end:] = 0
 
 
 def _pack_rows(gradient: Gradient, place: slice, rows: Tensor) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from shardformer.errors import ConfigError
+from shardformer.layout.state import Watches
 from shardformer.reduce.bucket import Bucket, End, Gradient, HandOver, WriteBack
 from shardformer.reduce.pause import Pausable
 
@@ -33,8 +34,14 @@ class GradientReducer(Pausable):
     It ends when nobody holds it: the model's ``ShardedState`` does.
     """
 
-    def __init__(self, gradients: list[Gradient], bucket_bytes: int = BUCKET_BYTES, end: End | None = None) -> None:
-        self.gradients = gradients
+    def __init__(
+        self,
+        gradients: list[Gradient],
+        bucket_bytes: int = BUCKET_BYTES,
+        end: End | None = None,
+        watch: Watches | None = None,
+    ) -> None:
+        self.gradients, self._watch = gradients, watch
         self._bucket_bytes, self._overlaps = bucket_bytes, True
         self._end = end or WriteBack()
         self._is_laid_out = False
@@ -67,6 +74,8 @@ class GradientReducer(Pausable):
         self.close()
         self._hooked = {id(g.param): self._hook(g) for g in trainable}
         self._buckets = _fill_buckets(trainable, self._bucket_bytes)
+        if self._buckets:
+            self._buckets[-1].watch = self._watch  # the last one that is sent
 
     def hand_over(self, end: HandOver, dtype: torch.dtype | None, size: int, overlaps: bool) -> Sequence[Bucket]:
         """From now on each rank gets its shard of every bucket, summed in ``dtype``: see ``HandOver``.
@@ -179,7 +188,7 @@ class GradientReducer(Pausable):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
         end = None if self._is_laid_out else self._end  # a copied model has no optimizer that keeps its gradients
-        return GradientReducer(deepcopy(self.gradients, memo), self._bucket_bytes, end)
+        return GradientReducer(deepcopy(self.gradients, memo), self._bucket_bytes, end, deepcopy(self._watch, memo))
 
 
 def _fill_buckets(gradients: list[Gradient], bucket_bytes: int) -> list[Bucket]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
@@ -44,8 +45,13 @@ class RefusedByFSDP(dict[str, Any]):
 def refuse_wrappers(model: nn.Module, context: ParallelContext) -> None:
     """Torch's data parallel wrappers raise ConfigError from now on, before they change anything."""
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = RefusedByDDP(context)
+    model.__dict__["_replicate_for_data_parallel"] = partial(_refuse_replicas, context)
     for module in model.modules():
         module.__dict__[REGISTRY_KEY] = RefusedByFSDP(context)
+
+
+def _refuse_replicas(context: ParallelContext) -> NoReturn:
+    raise _wrapped("DataParallel", context)
 
 
 def check_ddp(model: nn.Module, context: ParallelContext) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from datetime import timedelta
+from types import FunctionType
 from typing import Any, TypeVar, cast
 from uuid import uuid4
 
@@ -22,6 +23,7 @@ from shardformer.lazy.recipe import place_of, random_steps, text_of
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext
 from shardformer.mesh.processes import launcher_store
+from shardformer.policies.paths import configs_in
 
 ANNOUNCEMENTS = "shardformer/word"
 COME_S = 30.0
@@ -126,11 +128,17 @@ def _comes(store: Any, key: str, deadline: float | None) -> bool:
     return True
 
 
-def agree(context: ParallelContext, make: Callable[[], T], lines_of: Callable[[T], list[str]] = lambda _: []) -> T:
+def agree(
+    context: ParallelContext,
+    make: Callable[[], T],
+    lines_of: Callable[[T], list[str]] = lambda _: [],
+    doing: str = "shard this model",
+) -> T:
     """What ``make`` gives on this rank, once it is known that no rank failed to make it and that all made the same.
 
     Args:
         lines_of: what was made, as lines that are equal on ranks that agree.
+        doing: what a rank cannot do where it fails, in words.
 
     Every rank raises when one of them cannot make it, or when they differ. Communicates one gather of a hash an axis.
     """
@@ -149,8 +157,8 @@ def agree(context: ParallelContext, make: Callable[[], T], lines_of: Callable[[T
     for rank, (_, said) in answers:
         if said is not None:
             raise ConfigError(
-                f"Rank {rank} cannot shard this model: {said}",
-                rule="All ranks shard the same model in the same way, or none does",
+                f"Rank {rank} cannot {doing}: {said}",
+                rule="All ranks do the same with the same model, or none does",
                 remedy="See what that rank says",
             )
     if len({digest for _, (digest, _) in answers}) > 1:
@@ -217,9 +225,28 @@ def model_lines(model: nn.Module) -> list[str]:
     """What a model is, as far as all ranks must have the same."""
     return (
         [type(model).__name__]
+        + [f"{path or 'model'}: {_settings_of(module)}" for path, module in model.named_modules()]
+        + [f"config.{name}={value}" for config in configs_in(model) for name, value in _fields_of(config)]
         + [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
         + [f"{n}: {text_of(place)}" for n, t in named_tensors(model) if (place := place_of(t)) is not None]
     )
+
+
+def _settings_of(module: nn.Module) -> str:
+    """What kind a module is, its mode, and the numbers, words and functions that its forward may read."""
+    said = [
+        f"{name}={value.__qualname__ if isinstance(value, FunctionType) else repr(value)}"
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str | FunctionType) and name != "name_or_path" and not name.startswith("_")
+    ]
+    return f"{type(module).__qualname__}({', '.join(said)})"
+
+
+def _fields_of(config: Any) -> Iterator[tuple[str, Any]]:
+    """Of a config, without where it was read from."""
+    for name, value in vars(config).items():
+        if not name.startswith("_") and name != "name_or_path" and isinstance(value, int | float | str | list | tuple):
+            yield name, value
 
 
 def agree_on_weights(model: nn.Module, axes: list[Axis]) -> list[str]:

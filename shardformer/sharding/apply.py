@@ -22,22 +22,26 @@ from shardformer.mesh.grid_picture import in_a_sentence
 from shardformer.mesh.launch import launch_from_torch
 from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.optim.torch_clipping import lead_clipping_here
+from shardformer.optim.torch_optimizers import lead_optimizers_here
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies import first_form
 from shardformer.policies.describe import SubModuleReplacementDescription
 from shardformer.policies.paths import owner_of, value_at
 from shardformer.policies.policy import Policy
+from shardformer.reduce.watch import Watch
 from shardformer.sharding.agree import agree, agree_on_group, agree_on_token, agree_on_weights, model_lines
 from shardformer.sharding.checks import check_layouts, check_plain, check_unheld, checked_plan, unchanged_on_error
 from shardformer.sharding.context import Learned, learned_of, open_context, start_context, warn_of_whole, with_context
 from shardformer.sharding.gradients import agree_on_gradients
 from shardformer.sharding.grid import Samples, learned_samples, on_grid, open_arguments, with_edges
 from shardformer.sharding.guards import Guard
+from shardformer.sharding.loading import install_loading
 from shardformer.sharding.optimize import apply_optimizations
 from shardformer.sharding.plan import Plan, name_of
 from shardformer.sharding.regions import OpenBlock, open_regions, uses_dropout
 from shardformer.sharding.save import install_saving
 from shardformer.sharding.stages import make_stages
+from shardformer.sharding.structure import Structure, parts_of
 from shardformer.sharding.ties import check_stages, keep_ties, ties_in
 
 
@@ -103,6 +107,7 @@ class Sharding:
             agree_on_gradients(self.model, plan if self._is_cut else Plan(self.model, []), blocks, state)
             state.attach(self.model)
             lead_clipping_here()
+            lead_optimizers_here()
             if self._learned.is_whole and not self._fresh:
                 warn_of_whole(self.model, context)
             if stages is None:
@@ -124,6 +129,7 @@ class Sharding:
             layout = StreamLayout(tuple(cut for cut in layout.cuts if cut.axis not in layout.block))
         request = Request(source, config.options(), config.extra_kwargs, self._policy)
         self._state = ShardedState(self._context, request, layout)
+        self._state.watch = Watch(self._state) if config.watch else None
         plan = checked_plan(model, self._policy, config)
         if self._grid is not None:
             plan = with_edges(plan, self._grid)
@@ -156,7 +162,7 @@ class Sharding:
     def _lines(self, plan: Plan) -> list[str]:
         config = self.shard_config
         asked = [self._state.request.source, str(config.options()), str(sorted(config.extra_kwargs.items()))]
-        asked.append(str(self._state.stream))
+        asked += [str(self._state.stream), f"watch={config.watch}"]
         stages = self._state.stages.lines() if self._state.stages is not None else []
         return [*asked, *model_lines(self.model), *plan.lines(), *stages]
 
@@ -171,6 +177,8 @@ class Sharding:
             blocks = self._apply(plan)
         if waits:
             fill(self.model, self._context.device)
+        structure = Structure(self.model, list(parts_of(plan, self._state, is_cut=self._is_cut)))
+        Guard(self.model, self._state, structure, is_cut=self._is_cut or self.shard_config.cuts_context)
         return blocks
 
     def _apply(self, plan: Plan) -> list[OpenBlock]:
@@ -196,8 +204,8 @@ class Sharding:
         self.model = policy.postprocess() or self.model
         if state.stages is not None:
             state.stages.open(self.model, state.stream, state.context)
-        Guard(self.model, state, is_cut=self._is_cut or config.cuts_context)
         install_saving(self.model, state)
+        install_loading(self.model)
         return blocks
 
     def replace_module(self, plan: Plan) -> None:

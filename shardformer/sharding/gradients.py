@@ -48,7 +48,10 @@ def agree_on_gradients(model: nn.Module, plan: Plan, blocks: Sequence[OpenBlock]
         if block.stream.layout.cut_at_stack(block.axis.name) is None:
             _watch_side(module, block, by_param)
     size = state.request.extra.get("bucket_bytes", BUCKET_BYTES)
-    state.reducers = [GradientReducer(gradients[stages], size) for stages in sorted(gradients)]
+    state.reducers = [
+        GradientReducer(gradients[stages], size, watch=None if stages else state.watch)  # stages hold other weights
+        for stages in sorted(gradients)
+    ]
 
 
 class Places:

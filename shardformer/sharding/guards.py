@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,22 +14,29 @@ from shardformer.layers.random_stream import align_random
 from shardformer.layers.tensor.pending import resolved
 from shardformer.layout.state import ShardedState
 from shardformer.mesh.axis import Axis
-from shardformer.reduce.wrappers import check_ddp, check_parameters, refuse_wrappers
+from shardformer.reduce.wrappers import check_ddp, refuse_wrappers
 from shardformer.sharding.agree import differs
 from shardformer.sharding.stages import OF_EVERY_LAYER, WHY_NOT
+from shardformer.sharding.structure import Structure
 
 
 class Guard:
     """Before a forward: what an error broke off is forgotten, gradients are hooked; once, inputs are compared.
+    What the model is made of is looked at.
 
     In training the ranks that are given the same batch draw the same random numbers outside of blocks, whatever a
     script seeded them with. What the model gives are plain tensors.
     """
 
-    def __init__(self, model: nn.Module, state: ShardedState, *, is_cut: bool) -> None:
-        self._state, self._is_cut = state, is_cut
+    _eager: Callable[..., None]
+    """``_look``, which torch.compile leaves alone: what is done there is once, or with other processes."""
+
+    def __init__(self, model: nn.Module, state: ShardedState, structure: Structure, *, is_cut: bool) -> None:
+        import torch._dynamo
+
+        type(self)._eager = staticmethod(torch._dynamo.disable(Guard._look))
+        self._state, self._structure, self._is_cut = state, structure, is_cut
         self._compared = not state.request.extra.get("check_inputs", True) or state.alike.size == 1
-        self._known = False
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._behind)
         if any(axis.size > 1 for axis in state.context.axes.values()):
@@ -37,6 +44,9 @@ class Guard:
         state.check_call = self._refuse_outputs
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._eager(self, model, args, kwargs)
+
+    def _look(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch._C._current_graph_task_id() < 0:  # not a recomputation in a backward
             for edge in self._state.edges:
                 edge.abandon()
@@ -45,14 +55,12 @@ class Guard:
         self._refuse_alone(model)
         check_ddp(model, self._state.context)
         self._refuse_outputs(model, kwargs)
-        if not self._known:
-            self._known = True
-            check_parameters(model, self._state)
+        self._structure.check(model)
         if not self._compared:
             self._compared = True
             compare_inputs([*args, *kwargs.values()], self._state.alike)
         if self._aligns(model):
-            align_random(self._state.alike, self._state.context.device)
+            agree_on_step(self._state, [*args, *kwargs.values()])
 
     def _behind(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return resolved(output)
@@ -60,7 +68,11 @@ class Guard:
     def _aligns(self, model: nn.Module) -> bool:
         """In a pipeline each micro-batch has its seed, and a recomputation has the random state of its forward."""
         in_pipeline = self._state.stages is not None and self._state.stages.is_running
-        return model.training and self._is_cut and not in_pipeline and torch._C._current_graph_task_id() < 0
+        if in_pipeline or torch._C._current_graph_task_id() >= 0:
+            return False
+        watch = self._state.watch
+        speaks = model.training if watch is None else watch.speaks(model.training)
+        return speaks and self._is_cut
 
     def _refuse_alone(self, model: nn.Module) -> None:
         """A stage is no model by itself: only a pipeline hands it what the stage before made."""
@@ -101,6 +113,15 @@ class Guard:
                     rule=why,
                     remedy=f"Leave {name} off, or run the plain model for it",
                 )
+
+
+def agree_on_step(state: ShardedState, inputs: Collection[Any], drew: bool = False) -> bool:
+    """The ranks that are given one batch draw alike, and notice where they have come apart: see ``align_random``."""
+    axis, device, watch = state.alike, state.context.device, state.watch
+    if watch is None or axis.size == 1:
+        return align_random(axis, device, drew)
+    given = inputs if state.request.extra.get("check_inputs", True) else ()
+    return align_random(axis, device, drew, watch.numbers(axis, given), lambda every: watch.compare(every, axis, given))
 
 
 def compare_inputs(values: list[Any], axis: Axis) -> None:

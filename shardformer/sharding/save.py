@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -11,8 +13,10 @@ from torch import Tensor, nn
 from shardformer.comm.collectives import broadcast, gather_objects
 from shardformer.comm.gather import gather_full
 from shardformer.errors import ConfigError, InputError
+from shardformer.layers.tensor.embedding import Embedding1D, VocabParallelEmbedding1D
 from shardformer.layout.state import ShardedState, state_of
-from shardformer.sharding.agree import gather_all, wait_for_all
+from shardformer.sharding.agree import agree, gather_all, wait_for_all
+from shardformer.sharding.replace import check_folder, replace_folder
 from shardformer.sharding.stages import Stages
 
 
@@ -46,6 +50,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return _of_all_stages(out, state.stages, state)
 
 
+_EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding1D, Embedding1D)
+
+
 def _wait(state: ShardedState, call: str, *axes: Any) -> None:
     state.gathers += 1
     for axis in axes:
@@ -66,27 +73,56 @@ def _of_all_stages(own: dict[str, Tensor], stages: Stages, state: ShardedState) 
 
 
 def install_saving(model: nn.Module, state: ShardedState) -> None:
-    """Lets ``save_pretrained`` write full weights, and refuses it of a part, and a resize of the vocabulary."""
+    """Lets ``save_pretrained`` write full weights and ``num_parameters`` count them, and refuses them of a part."""
     for module in model.modules():
         own = _save_pretrained if module is model else _refuse_part
         for name, method in (("save_pretrained", own), ("resize_token_embeddings", _refuse_resize)):
             if hasattr(module, name):
                 setattr(module, name, method.__get__(module))
+    if hasattr(model, "num_parameters"):
+        model.__dict__["num_parameters"] = _num_parameters.__get__(model)
     if hasattr(model, "save_pretrained"):
         state.notes.append("save_pretrained writes full weights; resize_token_embeddings is refused.")
 
 
+def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """Of the plain model. Communicates nothing."""
+    state = state_of(self)
+    if state.stages is not None and state.context.pipe.size > 1:
+        if only_trainable or exclude_embeddings:
+            raise ConfigError(
+                "num_parameters of some parameters, on a stage of a pipeline",
+                rule="A stage knows how many parameters the whole model has, and which train of its own",
+                remedy="Ask the plain model, before it is sharded",
+            )
+        return int(state.stages.num_parameters)
+    embeddings = {id(p) for m in self.modules() if isinstance(m, _EMBEDDINGS) for p in m.parameters()}
+    return sum(
+        prod(entry.spec.shape)
+        for entry in state.entries
+        if (entry.param.requires_grad or not only_trainable)
+        and not (exclude_embeddings and id(entry.param) in embeddings)
+    )
+
+
 def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
-    """As on the plain model: full weights, written by the first rank. All ranks call it."""
+    """As on the plain model: full weights, written by the first rank. All ranks call it.
+
+    They are written beside, and the folder takes its place at once: see ``replace_folder``.
+    """
     state = state_of(self)
     context = state.context
+    _wait(state, "save_pretrained", *context.own_axes)
+    agree(context, lambda: _check_saving(state, save_directory, kwargs), doing="save this model")
+    kwargs.pop("is_main_process", None)
     weights = kwargs.pop("state_dict", None) or full_state_dict(self)
-    _wait(state, "save_pretrained", context.data)
     problem: Exception | None = None
     if all(axis.rank == 0 for axis in context.axes.values()):
         native: Callable[..., None] = type(self).save_pretrained
         try:
-            native(self, save_directory, state_dict=weights, **kwargs)
+            if kwargs.get("push_to_hub"):
+                kwargs.setdefault("repo_id", os.path.basename(os.path.realpath(save_directory)))
+            replace_folder(save_directory, lambda folder: native(self, folder, state_dict=weights, **kwargs))
         except Exception as error:
             problem = error
     said = [text for _, text in gather_all(str(problem) if problem else "", context)]
@@ -98,6 +134,25 @@ def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
             rule="The first rank writes for all",
             remedy="Give a folder that it can write to",
         )
+
+
+def _check_saving(state: ShardedState, folder: Any, kwargs: Mapping[str, Any]) -> None:
+    check_folder(folder)
+    is_first = all(axis.rank == 0 for axis in state.context.axes.values())
+    if is_first and not kwargs.get("is_main_process", True):
+        raise ConfigError(
+            "save_pretrained(is_main_process=False) on the first rank",
+            rule="All ranks gather the weights, and the first one writes them",
+            remedy="Leave is_main_process out",
+        )
+    entries = {e.name: e.spec for e in state.entries}
+    for name, value in (kwargs.get("state_dict") or {}).items():
+        if (spec := entries.get(name)) is not None and tuple(value.shape) != spec.shape:
+            raise ConfigError(
+                f"save_pretrained was given a state_dict with {name} of the shape {tuple(value.shape)}",
+                rule=f"What is saved is whole: {name} has the shape {spec.shape}, of which state_dict() has a part",
+                remedy="Leave state_dict out, or give shardformer.full_state_dict(model)",
+            )
 
 
 def _refuse_resize(self: Any, *args: Any, **kwargs: Any) -> None:

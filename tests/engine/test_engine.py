@@ -125,6 +125,30 @@ def test_four_processes_give_the_weights_of_one(pool4: WorkerPool, parallel: dic
 # -------------------------------------------------------------------------------------------------------- what it takes
 
 
+def _seen_by_norms() -> list[Tensor]:
+    """What layer norms are given in some steps, where tensor ranks hold slices of other sizes."""
+    torch.manual_seed(0)
+    parallel = {"tensor": 2, "data": 2, "zero": 3}
+    model = Sample("bert", changes={"vocab_size": 131})().double().train()
+    engine = initialize(
+        model, torch.optim.AdamW(model.parameters(), 1e-3), None, rows(), parallel=parallel, batch_size=4
+    )
+    seen: list[Tensor] = []
+    for module in engine.model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.register_forward_hook(lambda module, args, out: seen.append(args[0].detach().clone()))
+    assert engine.data is not None
+    for batch in engine.data:
+        engine.train_step(batch)
+    return seen
+
+
+def test_what_tensor_ranks_compute_alike_has_the_same_bits_under_stage_3(pool4: WorkerPool) -> None:
+    every = pool4.run(_seen_by_norms)
+    for one, other in (every[:2], every[2:]):
+        assert len(one) > 10 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 class Sum(nn.Module):
     """A model without a config, which gives no loss."""
 

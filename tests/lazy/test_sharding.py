@@ -315,6 +315,7 @@ def test_ranks_that_build_in_different_ways_are_refused() -> None:
     sample = Sample("bert")
     wider = Sample("bert", changes={"initializer_range": 0.5})
     lazy = [built_lazily(sample, 1)[0], built_lazily(wider, 1)[0]]
+    lazy[1].config.initializer_range = lazy[0].config.initializer_range
     with pytest.raises(ConfigError, match=r"Ranks disagree.*normal_"):
         run_as_threads(lambda context: shard_model(lazy[context.tensor.rank], context=context), tensor=2)
 

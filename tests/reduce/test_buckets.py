@@ -15,7 +15,7 @@ from shardformer.layout.spec import ShardSpec
 from shardformer.layout.split import Split
 from shardformer.layout.state import Entry
 from shardformer.mesh.axis import Axis
-from shardformer.reduce.bucket import Bucket, Gradient, HandOver
+from shardformer.reduce.bucket import ALIGNED, Bucket, Gradient, HandOver
 from shardformer.reduce.buckets import GradientReducer
 from shardformer.testing.pool import WorkerPool
 
@@ -252,8 +252,9 @@ def _handed_over(bucket_bytes: int) -> tuple[float, bool]:
             expected = want[name]
             assert expected is not None and count == (1 if name.startswith("b.") else 2)
             worst = max(worst, float((whole[at : at + param.numel()].view_as(param) - expected).abs().max()))
-            at += param.numel()
-        assert not whole[at:].any()
+            whole[at : at + param.numel()] = 0
+            at += -(-param.numel() // ALIGNED) * ALIGNED
+        assert not whole.any()  # neither between the gradients nor behind them
     del reducer
     return worst, all(p.grad is None for p in model.parameters())
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import shardformer
 from shardformer.mesh.context import ParallelContext, with_tensor
 from shardformer.testing.threads import run_as_threads
+from tests.ops import seeing_parts
 
 SAMPLES, TOKENS, WIDTH = 8, 64, 128
 
@@ -34,10 +35,12 @@ def saved_by(model: nn.Module) -> int:
             held[memory.data_ptr()] = memory.nbytes()
         return x
 
+    @seeing_parts
     def begin(*_: object) -> None:
         nonlocal inside
         inside = True
 
+    @seeing_parts
     def end(*_: object) -> None:
         nonlocal inside
         inside = False

@@ -47,6 +47,9 @@ def lay_out_units(
     units, buckets = _make_units([each for each in members if each[1]], settings, host, chunks)
     walk = _make_walk(model, table, units, settings)
     overlaps = settings.sending.overlap
+    trained = [index for index, made in buckets.items() if made]
+    if trained:
+        buckets[min(trained)][-1].watch = table.watch
     walk.reducer = UnitReducer(units, buckets, end, walk.arrived, table.entries, overlaps=overlaps, memory=chunks)
     table.reducers = [walk.reducer, *rest]
     table.parameters = walk

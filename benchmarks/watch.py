@@ -1,0 +1,85 @@
+"""What it costs that ranks watch each other: a step with the watch, and the same step of the same model without.
+
+    python benchmarks/watch.py --seconds 60
+
+A LLaMA over two tensor ranks, two data ranks and two stages. The watch is switched on and off from step to step, so
+that both have the same memory; a difference of a percent takes some hundred steps to see.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import common
+from common import Llama, Step
+
+import shardformer
+from shardformer.layout.state import state_of
+from shardformer.mesh.context import ParallelContext
+
+LAYOUTS: dict[str, dict[str, int]] = {"tensor 2": {"tensor": 2}, "data 2": {"data": 2}, "pipe 2": {"pipe": 2}}
+
+
+def measure(size: Llama, batch: int, sizes: dict[str, int], repetitions: int, seconds: float) -> Any:
+    """Runs in every process."""
+    context = ParallelContext.from_world(sizes)
+    model, batches = shardformer.shard_model(size.build(), context=context).train(), size.batches(batch)
+    optimizer, state = common.adamw(model), state_of(model)
+    pipeline = shardformer.Pipeline(model) if context.pipe.size > 1 else None
+    watch, last = state.watch, {id(g.bucket): g.bucket for r in state.reducers for g in _gradients(r)}
+    watched = [bucket for bucket in last.values() if bucket.watch is not None]
+
+    def step_with(on: bool) -> Step:
+        def step(index: int) -> float:
+            state.watch = watch if on else None
+            for bucket in watched:
+                bucket.watch = watch if on else None
+            batch = batches[index % len(batches)]
+            if pipeline is not None:
+                loss = pipeline.step(batch)
+            else:
+                loss = model(**batch).loss
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return float(loss.detach())
+
+        return step
+
+    return common.take_turns({"without": step_with(False), "with": step_with(True)}, repetitions, seconds, at_least=20)
+
+
+def _gradients(reducer: Any) -> list[Any]:
+    return [gradient for gradient in reducer.gradients if gradient.bucket is not None]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = common.arguments(__doc__, seconds=30.0)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=8000)
+    parser.add_argument("--batch", type=int, default=2)
+    args = parser.parse_args(argv)
+    size = common.llama(args.hidden, args.sequence, args.layers, args.vocabulary)
+    results, rows = {}, []
+    with common.two_processes(args.threads) as pool:
+        for name, sizes in LAYOUTS.items():
+            common.progress(f"measuring {name}")
+            timings = pool.run(measure, size, args.batch, sizes, args.repetitions, args.seconds)[0]
+            results[name] = common.timings_as_dict(timings)
+            plain, watched = timings["without"], timings["with"]
+            pairs = sorted(b / a for a, b in zip(plain.seconds, watched.seconds, strict=True))
+            ratios = [f"{watched.ms / plain.ms:.3f}", f"{pairs[len(pairs) // 2]:.3f}"]
+            rows.append([name, common.ms(plain.ms), common.ms(watched.ms), *ratios])
+    if args.json:
+        print(common.as_json("watch", vars(args), results))
+    else:
+        print(f"\nA step of a LLaMA: hidden {args.hidden}, batch {args.batch} x {args.sequence}, AdamW\n")
+        print(common.table(["layout", "without, ms", "with, ms", "of medians", "median of pairs"], rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""What a sharded model is made of, looked at before each forward: modules, parameters and hooks that came since.
+
+A module that takes another's place, a parameter that is tied anew, a hook that sees a part of what the plain model
+would show it: each would be silently wrong, since what was cut, and whose gradients are agreed on, is what stood there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from shardformer.errors import ConfigError
+from shardformer.layers.tensor.parallel_module import HOOKS
+from shardformer.layout.state import ShardedState
+from shardformer.sharding.plan import Plan
+
+OF_LIBRARIES = ("shardformer", "torch", "transformers", "timm", "accelerate")
+"""Whose hooks do not look at the values, or are refused by themselves where they do."""
+Marks = tuple[tuple[int, ...], ...]
+
+
+class Structure:
+    """What a model was made of when it was sharded.
+
+    Args:
+        parts: (path of a module, why) of those that see a part of what they see in the plain model.
+    """
+
+    def __init__(self, model: nn.Module, parts: Sequence[tuple[str, str]]) -> None:
+        self._parts = dict(parts)
+        self._modules = list(model.modules())
+        self._params = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        self._marks = self._seen()
+        self._check_hooks(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Structure:
+        return _Anew(self._parts)  # what it is made of is seen when it is called
+
+    def check(self, model: nn.Module) -> None:
+        """Raises ConfigError where something came that the sharded model would do wrong."""
+        if self._seen() == self._marks:
+            return
+        self._check_params(model)
+        self._check_hooks(model)
+        self._modules = list(model.modules())
+        self._marks = self._seen()
+
+    def _seen(self) -> Marks:
+        return tuple(
+            (
+                *map(id, module._modules.values()),
+                *map(id, module._parameters.values()),
+                *(len(getattr(module, table)) for table in HOOKS),
+            )
+            for module in self._modules
+        )
+
+    def _check_params(self, model: nn.Module) -> None:
+        now = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        if Counter(now.values()) == Counter(self._params.values()):
+            self._params = now  # under other names, as in a wrapper
+            return
+        new = [name for name, p in now.items() if p not in self._params.values()]
+        moved = [name for name, p in now.items() if name not in new and self._params.get(name) != p]
+        gone = [name for name in self._params if name not in now]
+        what = f"{(new or moved or gone)[0]} of this {type(model).__name__} "
+        what += "came after it was sharded" if new else "is another parameter since" if moved else "is gone since"
+        raise ConfigError(
+            what,
+            rule="Weights are compared, cut and their gradients agreed on between ranks when a model is sharded",
+            remedy="Build the whole model first, with its new head, its adapters and what is tied, and shard it then",
+        )
+
+    def _check_hooks(self, model: nn.Module) -> None:
+        for path, why in self._parts.items():
+            module = _at(model, path)
+            if module is None:
+                continue
+            for hook in _hooks_of(module):
+                if not _is_of_library(hook) and not getattr(hook, "sees_parts", False):
+                    raise ConfigError(
+                        f"A hook on {path} ({type(module).__name__}): {_name_of(hook)}",
+                        rule=f"It would see a part: {why}",
+                        remedy="Remove it before the model is called; hook the whole attention or MLP, or run the "
+                        "plain model for it. Where a part is what it may see, write hook.sees_parts = True",
+                    )
+
+
+class _Anew(Structure):
+    """Of a copied model."""
+
+    def __init__(self, parts: dict[str, str]) -> None:
+        self._parts, self._params, self._modules = parts, {}, []
+        self._marks = ((),)
+
+    def _check_params(self, model: nn.Module) -> None:
+        if self._params:
+            super()._check_params(model)
+        self._params = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def parts_of(plan: Plan, state: ShardedState, *, is_cut: bool) -> Iterator[tuple[str, str]]:
+    """The modules that see a part of what they see in the plain model, and why."""
+    cuts = [cut for cut in state.stream.cuts if state.context.sizes.get(cut.axis, 1) > 1]
+    if cuts:
+        why = f"between the blocks each rank holds a part of the {' and '.join(cut.dim for cut in cuts)}"
+        for stack in plan.stacks:
+            for path, _ in plan.model.get_submodule(stack.layers).named_modules(prefix=stack.layers):
+                if path != stack.layers:
+                    yield path, why
+    if is_cut:
+        for _, block in plan.blocks:
+            entry = plan.model.get_submodule(block.entry)
+            for path, _ in entry.named_modules(prefix=block.entry):
+                if path != block.entry:
+                    yield path, "inside of a block each tensor rank has its own heads or features"
+
+
+def _at(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _hooks_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    for table in HOOKS:
+        yield from getattr(module, table).values()
+
+
+def _is_of_library(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    owner = getattr(hook, "__self__", None)
+    named = hook if hasattr(hook, "__module__") and owner is None else type(owner if owner is not None else hook)
+    return str(getattr(named, "__module__", "")).partition(".")[0] in OF_LIBRARIES
+
+
+def _name_of(hook: Any) -> str:
+    return getattr(hook, "__qualname__", type(hook).__name__)

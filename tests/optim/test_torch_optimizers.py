@@ -1,0 +1,109 @@
+"""torch's loss scaler and optimizers on sharded models: ranks leave a step out together; what differs is said."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import shardformer
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import MAIN, Batches, Sample
+
+SCALE = 2.0**10
+
+
+def plain() -> Any:
+    return Sample("llama")().train()
+
+
+def scaled_run(model: Any, rank: int, odd: int, *, unscales: bool, step: Any = None) -> tuple[list[float], Any]:
+    """The scales of three steps, in the second of which a gradient of one rank is infinite; and the weights."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    scales = []
+    for i in range(3):
+        scaler.scale(model(**Batches(MAIN["llama"])(i)).loss).backward()
+        if i == 1 and rank == odd:
+            next(p for n, p in model.named_parameters() if "up_proj" in n).grad.view(-1)[0] = float("inf")
+        if unscales:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales, model
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"sequence": 2}, {"tensor": 2, "data": 2}], ids=str)
+def test_all_ranks_leave_a_step_out_where_one_has_to(sizes: dict[str, int], unscales: bool) -> None:
+    first = plain()
+    expected, alone = scaled_run(copy.deepcopy(first), 0, 0, unscales=unscales)
+    whole = alone.state_dict()
+
+    def do(context: ParallelContext) -> None:
+        model = shardformer.shard_model(copy.deepcopy(first), context=context)
+        scales, _ = scaled_run(model, context.rank, 1, unscales=unscales)
+        assert scales == expected == [SCALE, SCALE / 2, SCALE / 2]
+        for name, value in shardformer.full_state_dict(model).items():
+            assert torch.allclose(value, whole[name], atol=1e-5)
+
+    run_as_threads(do, **sizes)
+
+
+def test_a_stage_without_gradients_leaves_it_out_too() -> None:
+    def do(context: ParallelContext) -> list[float]:
+        model = shardformer.shard_model(plain(), context=context)
+        pipeline = shardformer.Pipeline(model, micro_batches=1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler.scale(torch.ones(()))
+        pipeline.step(Batches(MAIN["llama"])(0))
+        for p in model.parameters():
+            p.grad = None if context.pipe.rank else torch.full_like(p, float("nan"))
+        scaler.step(optimizer)
+        scaler.update()
+        return [scaler.get_scale()]
+
+    assert run_as_threads(do, pipe=2) == [[SCALE / 2]] * 2
+
+
+MAKES: dict[str, Any] = {
+    "SGD": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9),
+    "AdamW": lambda ps: torch.optim.AdamW(ps),
+    "Adafactor": lambda ps: torch.optim.Adafactor(ps),
+    "transformers": lambda ps: transformers.optimization.Adafactor(ps, lr=0.1, relative_step=False),
+    "LAMB": lambda ps: shardformer.LAMB(ps),
+    "LARS": lambda ps: shardformer.LARS(ps, lr=0.1),
+    "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2]),
+}
+
+
+@pytest.mark.parametrize("how", ["tensor", "data", "zero"])
+@pytest.mark.parametrize("name", MAKES)
+def test_an_optimizer_that_looks_at_more_than_a_number_is_named(name: str, how: str) -> None:
+    def do(context: ParallelContext) -> None:
+        model = shardformer.shard_model(plain(), context=context)
+        optimizer: Any = MAKES[name](model.parameters())
+        if how == "zero":
+            rest = [p for p in model.parameters() if p.dim() != 2] if name == "Muon" else []
+            own = [optimizer, torch.optim.SGD(rest, 0.1)] if rest else optimizer
+            optimizer = shardformer.zero(own, model)
+        model(**Batches(MAIN["llama"])(0)).loss.backward()
+        optimizer.step()
+        optimizer.step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_as_threads(do, **{"data" if how == "data" else "tensor": 2}, in_turn=True)
+    said = [str(w.message) for w in caught if "than on one device" in str(w.message)]
+    looks = name not in ("SGD", "AdamW") and how == "tensor"
+    assert bool(said) == looks, said
+    assert all("shardformer.zero(optimizer, model)" in text for text in said)

@@ -1,0 +1,272 @@
+"""Ranks that have come apart notice it, at the step in which they do or the next, and say in what."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardformer
+from shardformer.comm.recorder import Recorder
+from shardformer.errors import InputError
+from shardformer.layout.state import state_of
+from shardformer.mesh.context import ParallelContext
+from shardformer.reduce import watch as watches
+from shardformer.reduce.watch import BITS, Watch
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import MAIN, Batches, Sample
+
+STEPS, AT = 4, 2
+Change = Callable[["Run"], None]
+
+
+class Run:
+    """A model in training on one rank, of which a test changes something before a step."""
+
+    def __init__(self, context: ParallelContext, *, zero: int | None = None, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.context = context
+        self.model: Any = shardformer.shard_model(Sample("llama")().train(), context=context, **options)
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        if zero is not None:
+            self.optimizer = shardformer.zero(self.optimizer, self.model, stage=zero)
+        self.pipeline = shardformer.Pipeline(self.model, micro_batches=2) if context.pipe.size > 1 else None
+        self.skips = False
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        return Batches(MAIN["llama"])(10 * step + self.context.data.rank)
+
+    def step(self, batch: dict[str, Tensor]) -> None:
+        if self.pipeline is not None:
+            self.pipeline.step(batch)
+        else:
+            self.model(**batch).loss.backward()
+        if not self.skips:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def other_batch(run: Run) -> None:
+    run.batch = lambda step: Batches(MAIN["llama"])(999)  # type: ignore[method-assign]
+
+
+def eval_mode(run: Run) -> None:
+    run.model.eval()
+
+
+def other_rate(run: Run) -> None:
+    run.optimizer.param_groups[0]["lr"] *= 2
+
+
+def skipped(run: Run) -> None:
+    run.skips = True
+
+
+@torch.no_grad()
+def other_weight(run: Run) -> None:
+    parameters = dict(run.model.named_parameters())
+    parameters["model.norm.weight"][3] += 1e-2
+
+
+CHANGES: dict[str, tuple[Change, str]] = {
+    "batch": (other_batch, "different batches"),
+    "mode": (eval_mode, "different modes"),
+    "rate": (other_rate, "different learning rates"),
+    "skipped": (skipped, "numbers of steps"),
+    "weight": (other_weight, "different weights"),
+}
+
+
+def came_apart(change: Change | None, odd: int, sizes: dict[str, int], **options: Any) -> list[str]:
+    """What each rank says of a run in which one rank is changed at a step."""
+
+    def do(context: ParallelContext) -> str:
+        run = Run(context, **options)
+        for step in range(STEPS + AT):
+            if change is not None and context.rank == odd and step == AT:
+                change(run)
+            try:
+                run.step(run.batch(step))
+            except InputError as error:
+                assert step in (AT, AT + 1), "no later than with the next message"
+                return str(error)
+        return ""
+
+    return run_as_threads(do, **sizes, in_turn=True)
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 3}, {"sequence": 2}], ids=str)
+@pytest.mark.parametrize("name", CHANGES)
+def test_ranks_of_one_batch_notice(name: str, sizes: dict[str, int]) -> None:
+    change, said = CHANGES[name]
+    found = came_apart(change, 1, sizes)
+    assert all(said in text for text in found), found
+    assert len(set(found)) == 1, "all say the same"
+    if 3 in sizes.values():
+        assert "rank 1 " in found[0], "the one that differs is named"
+
+
+# A step under ZeRO is made by all ranks together, and weights come from one rank each; under stage 3 a rank in another
+# mode reads other weights, for which the others wait.
+OF_DATA = [("mode", {}), ("rate", {}), ("skipped", {}), ("weight", {}), ("mode", {"zero": 1}), ("rate", {"zero": 1})]
+OF_DATA += [("mode", {"zero": 2}), ("rate", {"zero": 2}), ("rate", {"zero": 3})]
+
+
+@pytest.mark.parametrize(("name", "how"), OF_DATA, ids=str)
+def test_data_ranks_notice(name: str, how: dict[str, Any]) -> None:
+    change, said = CHANGES[name]
+    found = came_apart(change, 1, {"data": 3}, **how)
+    assert all(said in text for text in found), found
+    assert all("rank 1 " in text for text in found)
+
+
+@pytest.mark.parametrize("name", ["batch", "mode", "skipped"])
+def test_stages_notice(name: str) -> None:
+    change, said = CHANGES[name]
+    found = came_apart(change, 1, {"pipe": 2})
+    words = {"batch": "different batches", "mode": "different modes of training", "skipped": "and 2 steps"}
+    assert said and all(words[name] in text for text in found), found
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tensor": 2, "data": 2}, {"pipe": 2, "data": 2}, {"sequence": 2, "data": 2}], ids=str
+)
+def test_nobody_is_told_of_ranks_that_go_together(sizes: dict[str, int]) -> None:
+    assert set(came_apart(None, 0, sizes)) == {""}
+
+
+@torch.no_grad()
+def rounded(run: Run) -> None:
+    for entry in state_of(run.model).entries:
+        if not entry.spec.axes:
+            entry.param.mul_(1 + 2e-7)
+
+
+def test_what_rounding_makes_of_weights_is_no_difference() -> None:
+    """Each of these ranks computes their gradients itself, with kernels that may add in another order."""
+    assert came_apart(rounded, 1, {"tensor": 2}) == ["", ""]
+    assert all("different weights" in said for said in came_apart(rounded, 1, {"data": 2}))
+
+
+def test_evaluation_on_all_ranks_and_back_is_no_difference() -> None:
+    def do(context: ParallelContext) -> None:
+        run = Run(context)
+        for step in range(6):
+            run.model.train(step % 3 != 1)
+            if run.model.training:
+                run.step(run.batch(step))
+            else:
+                with torch.no_grad():
+                    run.model(**run.batch(step))
+                    run.model(input_ids=run.batch(step)["input_ids"])
+
+    run_as_threads(do, tensor=2, data=2)
+
+
+def test_it_can_be_left_out() -> None:
+    assert set(came_apart(other_rate, 1, {"tensor": 2}, watch=False)) == {""}
+    assert set(came_apart(other_rate, 1, {"data": 2}, watch=False)) == {""}
+    with pytest.raises(shardformer.ShardFormerError, match="watch='no'"):
+        shardformer.ShardConfig(watch="no")  # type: ignore[arg-type]
+
+
+def test_ranks_that_were_asked_differently_are_told_so() -> None:
+    def do(context: ParallelContext) -> None:
+        with pytest.raises(shardformer.ShardFormerError, match="watch="):
+            shardformer.shard_model(Sample("llama")(), context=context, watch=context.rank == 0)
+
+    run_as_threads(do, tensor=2)
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"data": 2}, {"pipe": 2}], ids=str)
+def test_nothing_is_sent_for_it_alone(sizes: dict[str, int]) -> None:
+    """As many collectives; of bytes, beside what no recorder counts, the bits behind the last bucket of gradients."""
+    bits = 2 * BITS * 4 if "data" in sizes else 0
+
+    def do(context: ParallelContext) -> dict[bool, tuple[int, int]]:
+        found = {}
+        for on in (True, False):
+            run = Run(context, watch=on)
+            run.step(run.batch(0))
+            with Recorder(context) as recorder:
+                run.step(run.batch(1))
+            found[on] = len(recorder.events), recorder.wire_bytes()
+        return found
+
+    for found in run_as_threads(do, **sizes):
+        assert found[True][0] == found[False][0]
+        assert found[True][1] - found[False][1] == bits
+
+
+# --- what each message is about
+
+
+def toy(context: ParallelContext) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 7))
+    return shardformer.shard_model(model, context=context), context
+
+
+@contextmanager
+def small_parts(monkeypatch: pytest.MonkeyPatch, parts: int, part_bytes: int) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(watches, "PARTS", parts)
+        patch.setattr(watches, "PART_BYTES", part_bytes)
+        yield
+
+
+@pytest.mark.parametrize("at", [0, 5000, 11_999, 12_100, 14_399, 14_406])
+def test_all_weights_are_looked_at_within_so_many_steps(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def do(context: ParallelContext) -> int:
+        model, _ = toy(context)
+        flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        assert at < len(flat)
+        if context.data.rank == 1:
+            begin = 0
+            for p in model.parameters():
+                if begin <= at < begin + p.numel():
+                    p.data.view(-1)[at - begin] += 1e-6
+                begin += p.numel()
+        for step in range(12):
+            try:
+                model(torch.ones(2, 40)).sum().backward()
+            except InputError as error:
+                assert "different weights" in str(error)
+                return step
+        return -1
+
+    with small_parts(monkeypatch, 10, 1000):
+        found = run_as_threads(do, data=2)
+    assert found[0] == found[1] != -1
+
+
+def test_a_copy_of_a_model_is_watched_by_itself() -> None:
+    def do(context: ParallelContext) -> None:
+        run = Run(context)
+        run.step(run.batch(0))
+        twin = copy.deepcopy(run.model)
+        state = twin.__dict__["_shardformer"]
+        assert isinstance(state.watch, Watch)
+        assert state.watch.state is state
+        assert state.watch.steps == 0
+        for step in range(2):
+            run.step(run.batch(step))
+            twin(**run.batch(step)).loss.backward()
+
+    run_as_threads(do, data=2)
+
+
+def test_two_models_and_their_optimizers_are_counted_each_for_itself() -> None:
+    def do(context: ParallelContext) -> tuple[int, int]:
+        one, other = Run(context), Run(context)
+        one.step(one.batch(0))
+        one.step(one.batch(1))
+        other.step(other.batch(0))
+        return tuple(run.model.__dict__["_shardformer"].watch.steps for run in (one, other))  # type: ignore[return-value]
+
+    assert run_as_threads(do, tensor=2) == [(2, 1), (2, 1)]

@@ -1,0 +1,187 @@
+"""State dicts of the plain model, of this rank, and of others, into a sharded model; and out of it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import shardformer
+from shardformer.errors import ConfigError
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import MAIN, Batches, Sample
+
+FAMILIES = ("llama", "gpt2", "t5", "bert")
+
+
+def plain(family: str = "llama", seed: int = 0) -> Any:
+    model = Sample(family)().train()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(0.05 * torch.randn(p.shape, generator=generator))
+    return model
+
+
+def batch(family: str = "llama") -> dict[str, Any]:
+    return Batches(MAIN[family])(0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sizes", [{"tensor": 3}, {"data": 2}, {"pipe": 2, "tensor": 2}], ids=str)
+def test_the_plain_models_state_dict_is_cut(family: str, sizes: dict[str, int]) -> None:
+    first, other = plain(family), plain(family, 1)
+    full = other.state_dict()
+    expected = float(copy.deepcopy(other)(**batch(family)).loss.detach())
+
+    def do(context: ParallelContext) -> None:
+        model = shardformer.shard_model(copy.deepcopy(first), context=context)
+        found = model.load_state_dict(full)
+        assert found.missing_keys == [] and found.unexpected_keys == []
+        if context.pipe.size > 1:
+            loss = float(shardformer.Pipeline(model, micro_batches=1).step(batch(family)))
+        else:
+            loss = float(model(**batch(family)).loss.detach())
+        assert loss == pytest.approx(expected, rel=1e-5)
+        gathered = shardformer.full_state_dict(model)
+        assert all(torch.equal(gathered[name], value) for name, value in full.items() if name in gathered)
+
+    run_as_threads(do, **sizes)
+
+
+def test_what_a_rank_saved_goes_in_as_it_is() -> None:
+    def do(context: ParallelContext) -> None:
+        model: Any = shardformer.shard_model(plain(), context=context)
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        model.load_state_dict(kept)
+        assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+
+    run_as_threads(do, tensor=2)
+
+
+def told(context: ParallelContext, make: Any, **how: Any) -> str:
+    """What is said where it is refused, with the model as it was."""
+    model: Any = shardformer.shard_model(plain(), context=context)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ConfigError) as error:
+        model.load_state_dict(make(model), **how)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return str(error.value)
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (lambda m: plain("gpt2").state_dict(), {}, "The state dict has no model.embed_tokens.weight"),
+    (lambda m: {**plain().state_dict(), "more": torch.ones(1)}, {}, "has no more"),
+    (
+        lambda m: {**plain().state_dict(), "model.norm.weight": torch.ones(5)},
+        {},
+        "model.norm.weight has the shape (5,)",
+    ),
+    (lambda m: {**plain().state_dict(), "lm_head.weight": m.lm_head.weight}, {}, "and a part of lm_head.weight"),
+    (lambda m: plain().state_dict(), {"assign": True}, "assign=True"),
+    (lambda m: {"model.norm.weight": torch.ones(5)}, {"strict": False}, "model.norm.weight has the shape (5,)"),
+]
+
+
+@pytest.mark.parametrize(("make", "how", "said"), REFUSED, ids=[said for *_, said in REFUSED])
+def test_what_is_of_another_model_is_refused(make: Any, how: dict[str, Any], said: str) -> None:
+    assert all(said in text for text in run_as_threads(lambda c: told(c, make, **how), tensor=2))
+
+
+def test_what_is_in_both_goes_in_where_that_is_asked_for() -> None:
+    def do(context: ParallelContext) -> None:
+        model: Any = shardformer.shard_model(plain(), context=context)
+        other = plain(seed=1).state_dict()
+        found = model.load_state_dict({"lm_head.weight": other["lm_head.weight"], "more": torch.ones(1)}, strict=False)
+        assert found.unexpected_keys == ["more"]
+        assert torch.equal(shardformer.full_state_dict(model)["lm_head.weight"], other["lm_head.weight"])
+
+    run_as_threads(do, tensor=2)
+
+
+def test_under_stage_3_nothing_is_loaded_past_the_optimizer() -> None:
+    def do(context: ParallelContext) -> None:
+        model: Any = shardformer.shard_model(plain(), context=context)
+        shardformer.zero(torch.optim.AdamW(model.parameters()), model, stage=3)
+        with pytest.raises(ConfigError, match="load_checkpoint"):
+            model.load_state_dict(plain().state_dict())
+
+    run_as_threads(do, data=2)
+
+
+# --- out of it
+
+
+def test_a_sharded_model_is_not_pickled_but_copied() -> None:
+    def do(context: ParallelContext) -> None:
+        model = shardformer.shard_model(plain(), context=context)
+        with pytest.raises(ConfigError, match=r"A sharded model was to be pickled.*save_pretrained"):
+            torch.save(model, io.BytesIO())
+        torch.save(model.state_dict(), io.BytesIO())
+        copy.deepcopy(model)(**batch()).loss.backward()
+
+    run_as_threads(do, tensor=2)
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 3}, {"data": 2}, {"pipe": 2}], ids=str)
+def test_parameters_are_counted_as_of_the_plain_model(sizes: dict[str, int]) -> None:
+    expected = plain().num_parameters()
+
+    def do(context: ParallelContext) -> None:
+        model: Any = shardformer.shard_model(plain(), context=context)
+        assert model.num_parameters() == expected
+        if context.pipe.size > 1:
+            with pytest.raises(ConfigError, match="on a stage"):
+                model.num_parameters(only_trainable=True)
+            return
+        model.lm_head.weight.requires_grad_(False)
+        alone = plain()
+        alone.lm_head.weight.requires_grad_(False)
+        for how in ({"only_trainable": True}, {"exclude_embeddings": True}):
+            assert model.num_parameters(**how) == alone.num_parameters(**how)
+
+    run_as_threads(do, **sizes)
+
+
+def test_what_save_pretrained_is_given_is_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def do(context: ParallelContext) -> None:
+        model: Any = shardformer.shard_model(plain(), context=context)
+        for args, how, said in (
+            (tmp_path / "file", {}, "which is a file"),
+            (tmp_path / "part", {"state_dict": model.state_dict()}, "state_dict() has a part"),
+            (tmp_path / "nobody", {"is_main_process": False}, "is_main_process=False"),
+        ):
+            with pytest.raises(ConfigError) as error:
+                model.save_pretrained(args, **how)
+            assert said in str(error.value)
+        model.save_pretrained(tmp_path / "main", is_main_process=context.rank == 0)
+        model.save_pretrained(tmp_path / "given", state_dict=shardformer.full_state_dict(model))
+
+    run_as_threads(do, tensor=2)
+    expected = plain()(**batch()).loss
+    for name in ("main", "given"):
+        loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / name)
+        assert torch.equal(loaded.train()(**batch()).loss, expected)
+    assert not (tmp_path / "part").exists() and not (tmp_path / "nobody").exists()
+
+
+def test_a_save_that_ends_at_any_of_its_operations_leaves_no_mixture(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("saves.py")
+    done = subprocess.run(
+        [sys.executable, script, tmp_path, "--every", "9"], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert "0 mixtures" in done.stdout

@@ -1,0 +1,220 @@
+"""What users and other libraries do to a sharded model: it stays right, or is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import shardformer
+from shardformer.errors import ConfigError
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import MAIN, Batches, Sample
+
+
+def plain() -> Any:
+    return Sample("llama")().train()
+
+
+def batch(step: int = 0) -> dict[str, Any]:
+    return Batches(MAIN["llama"])(step)
+
+
+def sharded(context: ParallelContext, **options: Any) -> Any:
+    return shardformer.shard_model(plain(), context=context, **options)
+
+
+def other_head(model: Any) -> None:
+    model.lm_head = nn.Linear(48, 127, bias=False)
+
+
+def other_linear(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj = nn.Linear(48, 35, bias=False)
+
+
+def other_mlp(model: Any) -> None:
+    model.model.layers[1].mlp = plain().model.layers[1].mlp
+
+
+def other_norm(model: Any) -> None:
+    model.model.norm = copy.deepcopy(model.model.norm)
+
+
+def tied(model: Any) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def gone(model: Any) -> None:
+    model.model.norm.weight = None
+
+
+def more(model: Any) -> None:
+    model.adapter = nn.Linear(2, 2)
+
+
+CHANGES: list[tuple[Callable[[Any], None], str]] = [
+    (other_head, "lm_head.weight of this LlamaForCausalLM came after it was sharded"),
+    (other_linear, "model.layers.0.mlp.up_proj.weight of this"),
+    (other_mlp, "model.layers.1.mlp.gate_proj.weight of this"),
+    (other_norm, "model.norm.weight of this"),
+    (tied, "lm_head.weight of this LlamaForCausalLM is another parameter since"),
+    (gone, "model.norm.weight of this LlamaForCausalLM is gone since"),
+    (more, "adapter.weight of this LlamaForCausalLM came after it was sharded"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), CHANGES, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_changed_behind_sharding_is_noticed_in_the_next_forward(
+    change: Callable[[Any], None], said: str, late: bool
+) -> None:
+    def do(context: ParallelContext) -> None:
+        model = sharded(context)
+        if late:
+            model(**batch()).loss.backward()
+        change(model)
+        with pytest.raises(ConfigError, match=said):
+            model(**batch())
+
+    run_as_threads(do, tensor=2)
+
+
+def test_what_changes_no_parameter_is_no_difference() -> None:
+    def do(context: ParallelContext) -> None:
+        model = sharded(context)
+        expected = model(**batch()).loss
+        layer = model.model.layers[1]
+        model.model.layers[1] = nn.Identity()
+        model.model.layers[1] = layer
+        model.model.layers[0].mlp.act_fn = nn.SiLU()
+        model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
+        model.something = nn.Dropout(0.0)
+        assert torch.equal(model(**batch()).loss, expected)
+
+    run_as_threads(do, tensor=2)
+
+
+def see(*_: Any) -> None:
+    """A hook of a user's."""
+
+
+def may_see(*_: Any) -> None:
+    """One that may see a part."""
+
+
+may_see.sees_parts = True  # type: ignore[attr-defined]  # of a function
+
+
+def inside(model: Any) -> Any:
+    return model.model.layers[0].mlp.act_fn
+
+
+def between(model: Any) -> Any:
+    return model.model.layers[0]
+
+
+def block(model: Any) -> Any:
+    return model.model.layers[0].self_attn
+
+
+@pytest.mark.parametrize(
+    ("where", "sizes", "options", "said"),
+    [
+        (inside, {"tensor": 2}, {}, "inside of a block each tensor rank has its own heads or features"),
+        (between, {"tensor": 2}, {}, ""),
+        (block, {"tensor": 2}, {}, ""),
+        (between, {"tensor": 2}, {"enable_sequence_parallelism": True}, "each rank holds a part of the sequence"),
+        (block, {"sequence": 2}, {}, "each rank holds a part of the sequence"),
+        (inside, {"data": 2}, {}, ""),
+    ],
+    ids=range(6),
+)
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_a_hook_that_would_see_a_part_is_refused(
+    where: Callable[[Any], Any], sizes: dict[str, int], options: dict[str, Any], said: str, when: str
+) -> None:
+    def do(context: ParallelContext) -> str:
+        model = plain()
+        if when == "before":
+            where(model).register_forward_hook(see)
+        try:
+            model = shardformer.shard_model(model, context=context, **options)
+            if when == "behind":
+                where(model).register_forward_pre_hook(see)
+            model(**batch())
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    for found in run_as_threads(do, **sizes):
+        assert said in found
+        assert bool(found) == bool(said)
+
+
+def test_a_hook_may_be_taken_away_again() -> None:
+    def do(context: ParallelContext) -> None:
+        model = sharded(context)
+        handle = inside(model).register_forward_hook(see)
+        with pytest.raises(ConfigError, match=r"A hook on model\.layers\.0\.mlp\.act_fn"):
+            model(**batch())
+        handle.remove()
+        model(**batch())
+        inside(model).register_forward_hook(may_see)
+        model(**batch())
+
+    run_as_threads(do, tensor=2)
+
+
+def test_a_copied_model_is_looked_at_by_itself() -> None:
+    def do(context: ParallelContext) -> None:
+        model = sharded(context)
+        twin = copy.deepcopy(model)
+        twin(**batch()).loss.backward()
+        other_head(twin)
+        with pytest.raises(ConfigError, match="came after"):
+            twin(**batch())
+        model(**batch())
+
+    run_as_threads(do, tensor=2)
+
+
+# --- ranks with other models
+
+
+def other_epsilon(model: Any) -> None:
+    model.model.norm.variance_epsilon = 1e-3
+
+
+def other_activation(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = nn.ReLU()
+
+
+def other_config(model: Any) -> None:
+    model.config.rms_norm_eps = 1e-3
+
+
+def other_mode(model: Any) -> None:
+    model.eval()
+
+
+def other_rate(model: Any) -> None:
+    model.model.layers[0].self_attn.attention_dropout = 0.3
+
+
+@pytest.mark.parametrize("change", [other_epsilon, other_activation, other_config, other_mode, other_rate])
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"data": 2}], ids=str)
+def test_models_that_differ_between_ranks_are_refused(change: Callable[[Any], None], sizes: dict[str, int]) -> None:
+    def do(context: ParallelContext) -> None:
+        model = plain()
+        if context.rank == 1:
+            change(model)
+        with pytest.raises(ConfigError, match="Ranks disagree on what to do"):
+            shardformer.shard_model(model, context=context)
+
+    run_as_threads(do, **sizes)
