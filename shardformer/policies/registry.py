@@ -95,6 +95,11 @@ def registered_policy(model: nn.Module) -> tuple[Policy, str] | None:
     return (FAMILIES[family].load()(), f"the registered family {family!r}") if family in FAMILIES else None
 
 
+def is_users(model: nn.Module) -> bool:
+    """Whether the policy of the model's family is one that the user registered."""
+    return family_of(model) in _REGISTERED
+
+
 def family_of(model: nn.Module) -> Any:
     """The model type that the config names; of a timm model its class, or the base class that is registered."""
     classes = [f"timm:{cls.__name__}" for cls in type(model).__mro__ if cls.__module__.partition(".")[0] == "timm"]

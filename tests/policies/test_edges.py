@@ -31,6 +31,7 @@ from shardformer.sharder import ModelSharder, ShardFormer, resolve_policy, shard
 from shardformer.testing.pool import WorkerPool
 from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
+from tests.ops import seeing_parts
 from tests.policies.toy import HEADS, HIDDEN, VOCAB, Layer, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
 
 
@@ -271,6 +272,7 @@ def after_a_broken_forward() -> bool:
     model = shard_model(Sample("gpt2", changes=dropouts)(), context=context, enable_sequence_parallelism=True).train()
     batch = Batches("GPT2LMHeadModel")(0)
 
+    @seeing_parts
     def fail(module: nn.Module, args: Any) -> None:
         raise torch.OutOfMemoryError("pretended")
 
@@ -326,9 +328,7 @@ def test_parameters_that_come_afterwards_are_refused() -> None:
         model.score = nn.Linear(HIDDEN, 2)
         toy_loss(model, toy_batch(0))
 
-    with pytest.raises(
-        ConfigError, match=r"2 parameters of this ToyLM came after it was sharded, such as score.weight"
-    ):
+    with pytest.raises(ConfigError, match=r"score.weight of this ToyLM came after it was sharded"):
         run_as_threads(use, tensor=2)
 
 
@@ -344,7 +344,7 @@ def test_what_the_first_rank_cannot_write_all_say(tmp_path: Path) -> None:
             return type(error).__name__
         return "nothing"
 
-    assert run_as_threads(save, tensor=2) == ["NotADirectoryError", "InputError"]
+    assert run_as_threads(save, tensor=2) == ["FileExistsError", "InputError"]
 
 
 def saved_by_one(folder: str) -> str:
