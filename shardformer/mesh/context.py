@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.grid import AXES, Grid
 from shardformer.mesh.processes import Processes, ProcessGroupTransport
-from shardformer.mesh.sizes import GridSizes, RingOfGroups, agreed_grid
+from shardformer.mesh.sizes import GridSizes, RingOfGroups, Sizes, agreed_grid
 from shardformer.mesh.traffic import Traffic
 from shardformer.mesh.transport import NOBODY, Lines, Transport, World
 
@@ -124,11 +124,11 @@ class ParallelContext:
         return cls(grid, rank, axes, device or local_device(), world, None, tensor.traffic, by_lines)
 
     @classmethod
-    def from_world(cls, sizes: Mapping[str, int | None], device: torch.device | None = None) -> ParallelContext:
+    def from_world(cls, sizes: Sizes | Callable[[], Sizes], device: torch.device | None = None) -> ParallelContext:
         """Builds the grid over all processes of the initialised default group.
 
-        ``sizes`` gives some of the axes. With none of them given, all processes form the tensor axis; with some, the
-        one left open (data first, then tensor) takes what remains.
+        ``sizes`` gives some of the axes, or is what gives them. With none of them given, all processes form the tensor
+        axis; with some, the one left open (data first, then tensor) takes what remains.
 
         Raises ConfigError, on every process, when the sizes do not fit the processes or differ between them.
         Communicates one gather of the sizes and of the hosts' names.

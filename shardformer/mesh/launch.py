@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import runpy
 from collections.abc import Mapping
@@ -18,6 +19,9 @@ from shardformer.mesh.process_group import join_process_group
 from shardformer.mesh.sizes import total_of
 from shardformer.mesh.tensor_grid import sizes_of_mode
 
+TIMEOUT_S = 600.0
+"""Of a collective that not all processes joined."""
+
 
 def launch_from_torch(
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
@@ -28,7 +32,7 @@ def launch_from_torch(
     sequence: int | tuple[int, int] | None = None,
     backend: str | None = None,
     seed: int | None = None,
-    timeout_s: float = 600.0,
+    timeout_s: float | None = None,
 ) -> ParallelContext:
     """Joins the processes that a launcher started, and lays the grid over them.
 
@@ -43,26 +47,53 @@ def launch_from_torch(
             and columns of a grid, three have a third axis, for ``tensor_parallel_mode``.
         backend: a torch.distributed backend; by default gloo, and with CUDA nccl beside it.
         seed: seeds torch on every process, the same everywhere.
-        timeout_s: after this many seconds a collective that not all processes joined is an error.
+        timeout_s: after this many seconds a collective that not all processes joined is an error; by default 600.
 
-    Raises LaunchError without a launcher's environment, ConfigError when the sizes do not fit the processes.
+    Raises LaunchError without a launcher's environment; ConfigError, on all processes, when the sizes do not fit them,
+    or when one of them cannot read its config or seed itself.
     """
-    settings = _read_config(config)
-    sizes: dict[str, Any] = {"tensor": tensor, "pipe": pipe, "data": data, "sequence": sequence}
-    for name, size in _parallel_sizes(settings).items():
-        if sizes.get(name) is None:
-            sizes[name] = size
+    _join(backend, timeout_s)
+    asked: dict[str, Any] = {"tensor": tensor, "pipe": pipe, "data": data, "sequence": sequence}
+
+    def sizes() -> dict[str, Any]:
+        """Of the axes, when all that one process may stumble over is done."""
+        settings = _read_config(config)
+        for name, size in _parallel_sizes(settings).items():
+            if asked.get(name) is None:
+                asked[name] = size
+        _seed(settings.get("seed") if seed is None else seed)
+        return {name: total_of(n, name) if isinstance(n, tuple | list) else n for name, n in asked.items()}
+
+    return with_tensor(with_sequence(ParallelContext.from_world(sizes), asked["sequence"]), asked["tensor"])
+
+
+def _join(backend: str | None, timeout_s: float | None) -> None:
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (is_number and 0 < timeout_s < math.inf):
+        raise ConfigError(
+            f"timeout_s={timeout_s!r}",
+            rule="It is a number of seconds above 0, after which a collective that not all joined is an error",
+            remedy="Write timeout_s=600, or leave it out",
+        )
     if not dist.is_initialized():
-        join_process_group(local_device(), backend, timeout_s)
+        join_process_group(local_device(), backend, TIMEOUT_S if timeout_s is None else float(timeout_s))
+        return
+    named = {"backend": backend, "timeout_s": timeout_s}
+    for name, value in named.items():
+        if value is not None:
+            raise ConfigError(
+                f"launch_from_torch({name}={value!r}) where torch.distributed is initialized already",
+                rule="The processes have joined, with a backend and a timeout",
+                remedy=f"Leave {name} out, or give it to torch.distributed.init_process_group",
+            )
+
+
+def _seed(seed: Any) -> None:
     if seed is None:
-        seed = settings.get("seed")
-    if seed is not None:
-        torch.manual_seed(seed)
-    given = dict(sizes)
-    for name in ("sequence", "tensor"):
-        if isinstance(given[name], tuple | list):
-            sizes[name] = total_of(given[name], name)
-    return with_tensor(with_sequence(ParallelContext.from_world(sizes), given["sequence"]), given["tensor"])
+        return
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ConfigError(f"seed={seed!r}", rule="A seed is a whole number", remedy="Write seed=42, or leave it out")
+    torch.manual_seed(seed)
 
 
 def launch(
@@ -91,6 +122,12 @@ def _read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> d
         return {}
     if isinstance(config, Mapping):
         return dict(config)
+    if not isinstance(config, str | os.PathLike):
+        raise ConfigError(
+            f"config={config!r:.80}",
+            rule="config is a dict or the path of a Python file whose names are the settings",
+            remedy="Write config=dict(parallel=dict(tensor=2))",
+        )
     if not os.path.isfile(config):
         raise ConfigError(
             f"The config file {os.fspath(config)!r} does not exist",
@@ -120,6 +157,12 @@ def _parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
             f"The config says parallel = {asked!r:.80}",
             rule="It is a dict: the name of an axis -> its size",
             remedy="Write parallel = dict(tensor=2)",
+        )
+    if "pipe" in asked and "pipeline" in asked:
+        raise ConfigError(
+            f"The config says both pipe={asked['pipe']!r} and pipeline={asked['pipeline']!r}",
+            rule="They are two names of one axis",
+            remedy="Write pipe alone",
         )
     for name, value in asked.items():
         axis = {"pipeline": "pipe"}.get(str(name), name)

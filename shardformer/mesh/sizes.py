@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch.distributed as dist
 
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.mesh.grid import AXES, Grid, check_size
 
+Sizes = Mapping[str, int | None]
+"""Name of an axis -> its size; None where it is left open."""
 RingOfGroups = int | tuple[int, int] | list[int]
 """The size of the sequence axis: how many ranks, or how many in a ring of groups, and how many in each group."""
 GridSizes = int | Sequence[int]
@@ -57,21 +59,27 @@ def parsed(given: str, axis: str) -> int | tuple[int, ...]:
     return sizes[0] if len(sizes) == 1 else sizes
 
 
-def agreed_grid(sizes: Mapping[str, int | None]) -> Grid:
+def agreed_grid(sizes: Sizes | Callable[[], Sizes]) -> Grid:
     """The grid over all processes, and who sits on which host.
 
-    Every process raises ConfigError when one of them asks for what cannot be, or for something else. Communicates one
-    gather of the sizes and of the hosts' names.
+    Every process raises ConfigError when one of them asks for what cannot be, or for something else, or cannot say what
+    it asks for. Communicates one gather of the sizes and of the hosts' names.
+
+    Args:
+        sizes: of the axes, or what gives them.
     """
     world = dist.get_world_size()
     shape: dict[str, int] = {}
-    problem: ConfigError | None = None
+    problem: Exception | None = None
     try:
-        shape = _resolve_sizes(dict(sizes), world)
-    except ConfigError as error:
+        shape = _resolve_sizes(dict(sizes() if callable(sizes) else sizes), world)
+    except Exception as error:  # any failure of one process must reach the others, which would wait for it
         problem = error
+    said = "" if problem is None else str(problem)
+    if problem is not None and not isinstance(problem, ShardFormerError):
+        said = f"{type(problem).__name__}: {said}"
     answers: list[Any] = [None] * world
-    dist.all_gather_object(answers, (shape, str(problem) if problem else "", socket.gethostname()))
+    dist.all_gather_object(answers, (shape, said, socket.gethostname()))
     if problem is not None:
         raise problem
     for rank, (theirs, trouble, _) in enumerate(answers):

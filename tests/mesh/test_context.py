@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardformer.comm.collectives import all_reduce
 from shardformer.config import ShardConfig
-from shardformer.errors import ConfigError, LaunchError
+from shardformer.errors import ConfigError, LaunchError, WorkerError
 from shardformer.layout.stream import StreamLayout
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext, with_sequence
@@ -222,12 +222,38 @@ def test_without_sizes_all_processes_form_the_tensor_axis(pool2: WorkerPool) -> 
         ({"parallel": 2}, r"parallel = 2"),
         ({"paralel": {"tensor": 2}}, r"paralel = "),
         ({"tensor": 2}, r"tensor = 2 outside of parallel"),
+        ({"parallel": {"pipe": 1, "pipeline": 1}}, r"both pipe=1 and pipeline=1"),
+        ({"seed": "x"}, r"seed='x'"),
+        (3, r"config=3"),
         ("nowhere.py", r"'nowhere.py' does not exist"),
     ],
 )
 def test_a_config_that_cannot_be(pool2: WorkerPool, config: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         pool2.run(launched, config, {})
+
+
+def launched_on_one(config: Any, options: dict[str, Any]) -> None:
+    """The second process is asked for something else."""
+    odd = dist.get_rank() == 1
+    launch_from_torch(config if odd else None, **(options if odd else {}))
+
+
+def test_what_one_process_stumbles_over_ends_all(pool2: WorkerPool, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("parallel = dict(tensor=2\n")
+    for config, options in ((str(broken), {}), ("nowhere.py", {}), ({"seed": 1.5}, {}), (None, {"seed": "x"})):
+        with pytest.raises((ConfigError, WorkerError)) as caught:
+            pool2.run(launched_on_one, config, options)
+        assert "rank 0 raised ConfigError" in str(caught.value.__cause__ or caught.value)
+    assert pool2.run(launched, None, {})
+
+
+@pytest.mark.parametrize("options", [{"backend": "gloo"}, {"timeout_s": 5.0}, {"timeout_s": -1}, {"timeout_s": "x"}])
+def test_processes_that_have_joined_are_not_joined_otherwise(pool2: WorkerPool, options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(ConfigError, match=name):
+        pool2.run(launched, None, options)
 
 
 def launched_by(how: str) -> tuple[Place, dict[str, str | None]]:
