@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from shardformer.pipeline.actions import Kind
     from shardformer.pipeline.schedule import Schedule
 
+MOST = 2**14
+"""Micro-batches on all stages that a picture has room for."""
+
 
 def draw(
     schedule: Annotated[
@@ -63,6 +66,7 @@ def draw(
 
     if out is not None:
         check_file(out)
+    _check_size(stages, micro_batches)
     chosen = make_schedule(schedule, stages, micro_batches, chunks)
     timeline = simulate(chosen, _durations(durations, chosen), send)
     console = Console(highlight=False)
@@ -70,6 +74,15 @@ def draw(
     if out is not None:
         save(chosen, timeline, out)
         console.print(f"\nThe chart is in {out}", soft_wrap=True, markup=False)
+
+
+def _check_size(stages: int, micro_batches: int) -> None:
+    if stages > 0 and micro_batches * stages > MOST:
+        raise ConfigError(
+            f"{micro_batches} micro-batches over {stages} stages",
+            rule=f"A picture shows each of them on each stage: {MOST} at the most",
+            remedy=f"Use --micro-batches {max(MOST // stages, 1)} or fewer: the pattern repeats",
+        )
 
 
 def _draw_grid(console: Console, given: str, mode: str) -> None:

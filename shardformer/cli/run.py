@@ -292,6 +292,12 @@ def _check_script(options: argparse.Namespace) -> None:
         found = shutil.which(script) is not None
     else:
         found = os.path.exists(script)
+        if os.path.isdir(script) and not os.path.isfile(os.path.join(script, "__main__.py")):
+            raise LaunchError(
+                f"{script!r} is a folder without a __main__.py",
+                rule=f"The form is: {USAGE}",
+                remedy="Name the script in it",
+            )
     if not found:
         kind = "module" if options.module else "script"
         folder = Path(script).parent
@@ -349,5 +355,11 @@ def _launch(options: argparse.Namespace) -> int:
             f"The machines did not meet at {torchrun.get_rdzv_endpoint(options)}: {str(error).splitlines()[0]}",
             rule="Every machine runs the same command, and all reach the first one at one free port",
             remedy="Check --master_addr, the firewall of the first machine and --master_port (another if it is taken)",
+        ) from error
+    except (AssertionError, ValueError) as error:  # the errors of the script are ChildFailedError
+        raise LaunchError(
+            f"torch's launcher cannot start this: {error}",
+            rule="All options of torchrun are taken, and mean what they mean there",
+            remedy="See shardformer run --help",
         ) from error
     return 0

@@ -10,14 +10,10 @@ my_models:tiny          a function of a module, or of a file (./my_models.py:tin
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from inspect import Parameter, signature
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,11 +24,8 @@ from shardformer.testing.zoo import FAMILY_OF, HEADS, MAIN, NEEDS, SMALL, Batche
 from shardformer.testing.zoo.depth import depth_of
 from shardformer.verify.any_type import SmallBatches, SmallOf, main_classes
 from shardformer.verify.hub import hub, hub_answers
+from shardformer.verify.modules import FORMS, module_of
 
-FORMS = (
-    "MODEL is a family, a model type of transformers, a folder, a config.json, a name on the Hugging Face hub, or "
-    "module:function"
-)
 _GIVEN = ("model_fn", "batch_fn", "loss_fn", "policy", "loss_weight")
 
 
@@ -218,7 +211,7 @@ def find_model(name: str, *, dropout: bool = True) -> ModelSource:
 def find_policy(name: str) -> type[Policy]:
     """The policy that ``path/to/file.py``, ``path/to/file.py:Class`` or ``module:Class`` means. Raises ConfigError."""
     where, _, class_name = (name, "", "") if name.endswith(".py") else name.rpartition(":")
-    module = _module_of(where or name)
+    module = module_of(where or name)
     kinds = {n: v for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Policy)}
     own = [n for n, kind in kinds.items() if kind.__module__ == module.__name__]
     if not class_name and len(own) == 1:
@@ -309,7 +302,7 @@ def _first_line(error: BaseException) -> str:
 
 def _from_function(name: str) -> ModelSource:
     where, _, function_name = name.rpartition(":")
-    module = _module_of(where)
+    module = module_of(where)
     function = getattr(module, function_name, None)
     if not callable(function):
         known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
@@ -350,38 +343,3 @@ def _describe(given: Any) -> str:
     if isinstance(given, tuple | Mapping):
         return f"a {type(given).__name__} of {', '.join(map(str, given)) if isinstance(given, Mapping) else len(given)}"
     return f"a {type(given).__name__}"
-
-
-def _module_of(where: str) -> ModuleType:
-    return _module_from_file(Path(where)) if where.endswith(".py") else _module(where)
-
-
-def _module(name: str) -> ModuleType:
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and misses another one
-        raise ConfigError(
-            f"There is no module {name!r}: {error}",
-            rule=f"{FORMS}; modules are looked for in {str(Path.cwd())!r} and among what is installed",
-            remedy="Correct the name, or give the file: path/to/file.py:function",
-        ) from error
-
-
-def _module_from_file(path: Path) -> ModuleType:
-    spec = spec_from_file_location(path.stem, path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise ConfigError(f"There is no file {str(path)!r}", rule=FORMS, remedy="Correct the path before the colon")
-    loaded = sys.modules.get(path.stem)
-    if loaded is not None and getattr(loaded, "__file__", None) != str(path):
-        spec = spec_from_file_location(f"{path.stem}_of_the_user", path)
-        assert spec is not None and spec.loader is not None
-    # what the file imports from beside it, here and in the workers
-    sys.path.insert(0, str(path.resolve().parent))
-    module = sys.modules[spec.name] = module_from_spec(spec)
-    assert spec.loader is not None
-    spec.loader.exec_module(module)
-    return module

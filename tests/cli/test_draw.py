@@ -83,6 +83,7 @@ def test_a_chart_is_written_and_named(tmp_path: Path, capsys: pytest.CaptureFixt
         (("--durations", "B=0"), "duration B=0"),
         (("--send", "-1"), "send=-1"),
         (("--out", "chart.pdf"), "chart.svg"),
+        (("--micro-batches", "100000"), "Use --micro-batches 4096 or fewer"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_drawn(

@@ -393,6 +393,30 @@ def test_options_that_cannot_be_are_refused(arguments: list[str], value: str) ->
     assert_four_parts(caught.value, value)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rdzv_backend", "nope", "--rdzv_endpoint", "host:1"], "'nope' is not registered"),
+        (["--master_port", "99999999"], "99999999"),
+        (["--redirects", "9x"], "9x"),
+        (["--max_restarts", "-1"], "max_restarts"),
+    ],
+)
+def test_what_the_launcher_itself_refuses_is_an_error_of_ours(tmp_path: Path, options: list[str], said: str) -> None:
+    (tmp_path / "a.py").touch()
+    with pytest.raises(LaunchError) as caught:
+        cli_run._launch(parse([*options, str(tmp_path / "a.py")]))
+    assert_four_parts(caught.value, said)
+
+
+def test_a_folder_is_not_a_script(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError) as caught:
+        cli_run._check_script(parse([str(tmp_path)]))
+    assert_four_parts(caught.value, "without a __main__.py")
+    (tmp_path / "__main__.py").touch()
+    cli_run._check_script(parse([str(tmp_path)]))
+
+
 def test_a_shortened_option_names_each_that_it_could_be_once() -> None:
     for short, remedy in (("--nproc", "--nproc-per-node?"), ("--node", "--node-rank?")):
         with pytest.raises(LaunchError) as caught:

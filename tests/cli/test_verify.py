@@ -201,6 +201,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         ([os.path.dirname(__file__)], "There is no config.json in the folder"),
         (["bert", "--tokens", "99"], "64 positions"),
         (["nowhere:model"], "There is no module 'nowhere'"),
+        ([":model"], "There is no module ''"),
         (["bret"], "There is no model 'bret'"),
         (["bret"], ".\n  Did you mean 'bert' or 'beit' or 'albert'?\n  MODEL is a family"),
     ],
@@ -211,6 +212,20 @@ def test_what_cannot_be_is_an_error_before_any_process_starts(
     monkeypatch.setattr(WorkerPool, "run", lambda *_, **__: pytest.fail("a process was started"))
     status, out, err = run("verify", *arguments)
     assert status == 2 and out == "" and err.startswith("ConfigError: ") and message in err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import no_such_library\n", "No module named 'no_such_library'"),
+        ("def (:\n", "SyntaxError"),
+        ("1 / 0\n", "line 1"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_named(run: Run, tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "broken.py").write_text(text)
+    status, _, err = run("verify", f"{tmp_path / 'broken.py'}:model")
+    assert status == 2 and "broken.py cannot be imported" in err and said in err and "Traceback" not in err
 
 
 def test_a_model_is_as_deep_as_it_is(monkeypatch: pytest.MonkeyPatch, run: Run, bert: Path) -> None:
