@@ -1,7 +1,8 @@
-"""What torch ran meanwhile."""
+"""What torch ran meanwhile, and hooks that look into a sharded model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,3 +18,10 @@ class Ops(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(func.__name__.partition(".")[0])
         return func(*args, **(kwargs or {}))
+
+
+def seeing_parts(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook, which may see a rank's part of what it would see in the plain model."""
+    marked: Any = hook
+    marked.sees_parts = True
+    return hook

@@ -33,6 +33,7 @@ from shardformer.sharder import shard_model
 from shardformer.sharding.save import full_state_dict
 from shardformer.testing.pool import Pools, WorkerPool
 from shardformer.testing.zoo import LANGUAGE_MODEL, Batches, Sample
+from tests.ops import seeing_parts
 from tests.pairwise import pairwise
 
 SEQUENCE = {"enable_sequence_parallelism": True}
@@ -335,9 +336,11 @@ def interrupted(model: nn.Module, family: str) -> Values:
 
 @contextmanager
 def failing(module: nn.Module, *, in_backward: bool) -> Iterator[None]:
+    @seeing_parts
     def fail(*_: Any) -> None:
         raise ArithmeticError("on purpose")
 
+    @seeing_parts
     def fail_in_backward(_: nn.Module, args: Any, output: Any) -> None:
         (output[0] if isinstance(output, tuple) else output).register_hook(fail)
 

@@ -24,6 +24,7 @@ from shardformer.sharder import resolve_policy
 from shardformer.testing.pool import Pools, WorkerPool
 from shardformer.testing.threads import run_as_threads
 from shardformer.verify import Pipelined, verify
+from tests.ops import seeing_parts
 from tests.pairwise import in_turn
 from tests.timm.models import MODELS, STAGED, Small, images, loss
 from tests.timm.process import timm
@@ -192,7 +193,9 @@ def dropped(mode: dict[str, bool], checkpointed: bool) -> list[list[bool]]:
     found: list[list[bool]] = []
     for module in model.modules():
         if type(module).__name__ == "DropPath":
-            module.register_forward_hook(lambda m, args, out: found.append((out.flatten(1) == 0).all(1).tolist()))
+            module.register_forward_hook(
+                seeing_parts(lambda m, args, out: found.append((out.flatten(1) == 0).all(1).tolist()))
+            )
     model = shardformer.shard_model(model.train(), context=context, **mode)
     model.set_grad_checkpointing(checkpointed)
     loss(model, images(0)).backward()

@@ -1,0 +1,96 @@
+"""What docs/in-your-script.md says: each piece runs on the plain model and on the sharded one, with the same result."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardformer
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import MAIN, Batches, Sample
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "in-your-script.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+PIECES = dict(re.findall(r"^## (.*?)\n.*?```python\n(.*?)```", TEXT, re.DOTALL | re.MULTILINE))
+PLAIN_STATE = "weights = shardformer.full_state_dict(model)"
+
+
+def first(family: str) -> Any:
+    torch.manual_seed(0)
+    return Sample(family)().train()
+
+
+def ran(piece: str, model: Any, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """The names that a piece leaves."""
+    code = PIECES[piece]
+    if "_shardformer" not in model.__dict__:
+        code = code.replace(PLAIN_STATE, "weights = {n: w.clone() for n, w in model.state_dict().items()}")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    names: dict[str, Any] = {"torch": torch, "shardformer": shardformer, "copy": copy, "model": model}
+    names |= {"optimizer": optimizer, "batches": batches}
+    exec(compile(code, f"in-your-script.md, {piece}", "exec"), names)
+    return names
+
+
+def batches_of(rank: int = 0) -> list[dict[str, Tensor]]:
+    return [Batches(MAIN["llama"])(10 * step + rank) for step in range(4)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("piece", [piece for piece in PIECES if piece != "Compiling"])
+def test_a_piece_of_the_page_is_that_of_the_plain_script(piece: str, family: str) -> None:
+    plain = first(family)
+    expected = ran(piece, copy.deepcopy(plain), batches_of())
+    whole = expected["model"].state_dict()
+
+    def do(context: ParallelContext) -> None:
+        model = shardformer.shard_model(copy.deepcopy(plain), context=context)
+        found = ran(piece, model, batches_of())
+        for name, value in shardformer.full_state_dict(found["model"]).items():
+            assert torch.allclose(value, whole[name], atol=2e-4), name  # AdamW makes much of what is nearly 0
+        if "losses" in found:
+            assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        if "text" in found:
+            assert torch.equal(found["text"], expected["text"])
+
+    run_as_threads(do, tensor=2, in_turn=True)
+
+
+@pytest.mark.parametrize("piece", ["Gradient accumulation", "Clipping", "Loss scaling", "A schedule"])
+def test_over_data_ranks_it_is_that_of_both_batches(piece: str) -> None:
+    plain = first("llama")
+    both = [{n: torch.cat([a[n], b[n]]) for n in a} for a, b in zip(batches_of(0), batches_of(1), strict=True)]
+    whole = ran(piece, copy.deepcopy(plain), both)["model"].state_dict()
+
+    def do(context: ParallelContext) -> None:
+        model = shardformer.shard_model(copy.deepcopy(plain), context=context)
+        ran(piece, model, batches_of(context.data.rank))
+        for name, value in shardformer.full_state_dict(model).items():
+            assert torch.allclose(value, whole[name], atol=2e-4), name
+
+    run_as_threads(do, data=2, in_turn=True)
+
+
+def compiled(sizes: dict[str, int]) -> bool:
+    plain = first("llama")
+    whole = ran("Compiling", copy.deepcopy(plain), batches_of())["model"].state_dict()
+    model = shardformer.shard_model(copy.deepcopy(plain), context=ParallelContext.from_world(sizes))
+    ran("Compiling", model, batches_of())
+    return all(torch.allclose(x, whole[n], atol=2e-4) for n, x in shardformer.full_state_dict(model).items())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_compiled_model_trains_as_the_plain_one(pool2: Any) -> None:
+    assert pool2.run(compiled, {"tensor": 2}) == [True, True]
+
+
+def test_a_line_of_the_page_is_the_one_that_shards() -> None:
+    (line,) = re.findall(r"^model = shardformer.shard_model\(.*$", TEXT, re.MULTILINE)
+    assert line == "model = shardformer.shard_model(model, context=context)"
