@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardformer.errors import ConfigError, nearest
+from shardformer.errors import ConfigError, expect, nearest
 from shardformer.layers.tensor.modes import MODES
 from shardformer.layout.stream import CONTEXT_PARALLEL, GRIDS, SEQUENCE_PARALLEL, StreamLayout
 from shardformer.mesh.axis import Axis
@@ -122,6 +122,23 @@ class ShardConfig:
                 f"pipeline_stage_manager={manager!r:.60}",
                 rule="It is a PipelineStageManager, which says how layers are cut into stages, and the schedule",
                 remedy="Write PipelineStageManager(context, schedule='1f1b'), or leave it out",
+            )
+        kinds: dict[str, tuple[Any, type, str]] = {
+            "context": (self.context, ParallelContext, "the grid that launch_from_torch returned"),
+            "stream": (self.stream, StreamLayout, "a StreamLayout, which says how activations between the blocks lie"),
+            "tensor_parallel_process_group": (
+                self.tensor_parallel_process_group,
+                dist.ProcessGroup,
+                "a group of torch.distributed",
+            ),
+        }
+        for name, (value, kind, what) in kinds.items():
+            expect(
+                name,
+                value,
+                value is None or isinstance(value, kind),
+                f"It is {what}",
+                f"Give that, or leave {name} out",
             )
         switches = {n: getattr(self, n) for n in self.__dataclass_fields__ if n.startswith("enable_")}
         switches |= {"watch": self.watch, "check_inputs": self.extra_kwargs.get("check_inputs", True)}

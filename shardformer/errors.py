@@ -59,6 +59,17 @@ class WorkerError(ShardFormerError):
     """A worker process died, hung or raised."""
 
 
+def expect(name: str, value: object, is_right: bool, rule: str, remedy: str) -> None:
+    """Raises ConfigError where what came for an argument is not of its kind.
+
+    >>> expect("stage", "x", isinstance("x", int), "A stage is a number", "Write stage=1")
+    Traceback (most recent call last):
+    shardformer.errors.ConfigError: stage='x'. A stage is a number. Write stage=1.
+    """
+    if not is_right:
+        raise ConfigError(f"{name}={value!r:.80}", rule=rule, remedy=remedy)
+
+
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     """The known names nearest to ``name``, as a sentence: ``Did you mean 'a'?``, or a short listing."""
     names = sorted(set(known))

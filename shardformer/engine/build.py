@@ -14,8 +14,8 @@ from shardformer.engine.optimizers import as_optimizers
 from shardformer.engine.parallel import Parallel
 from shardformer.engine.parts import grid_of, num_processes, pipeline_of, sharded, trained_by
 from shardformer.engine.reshape import Recipe, reshaped
-from shardformer.errors import ConfigError, nearest
-from shardformer.layout.state import ROOT
+from shardformer.errors import ConfigError, expect, nearest
+from shardformer.layout.state import ROOT, check_module
 from shardformer.lazy.materialize import without_values
 from shardformer.mesh.context import ParallelContext
 
@@ -66,12 +66,12 @@ def initialize(
     Raises ShardFormerError, on every rank and with the model as it was, when something cannot be. Communicates what
     ``shard_model`` does.
     """
+    _check_kinds(model, context, data_options, loss_fn=loss_fn, loss_weight=loss_weight)
     asked = _asked(parallel, scheduler_every)
     given = as_optimizers(optimizer)
     grid = grid_of(context, asked)
-    data = None
-    if train_data is not None:
-        data = Batches(train_data, grid, batch_size=batch_size, **(data_options or {}))
+    options = {"batch_size": batch_size, **(data_options or {})}
+    data = None if train_data is None else Batches(train_data, grid, **options)
     twin = without_values(model) if ROOT not in model.__dict__ else None
     model = sharded(model, given, policy, asked, grid)
     optimizers, schedulers = trained_by(given, scheduler, model, asked)
@@ -83,8 +83,19 @@ def initialize(
     return engine
 
 
+def _check_kinds(model: Any, context: Any, data_options: Any, **functions: Any) -> None:
+    check_module(model)
+    for name, value in functions.items():
+        expect(name, value, value is None or callable(value), "It is a function", f"Give one, or leave {name} out")
+    is_grid = context is None or isinstance(context, ParallelContext)
+    expect("context", context, is_grid, "It is the grid that launch_from_torch returned", "Leave context out")
+    is_dict = data_options is None or isinstance(data_options, dict)
+    expect("data_options", data_options, is_dict, "They are a dict of what Batches takes", "Leave data_options out")
+
+
 def _asked(parallel: Any, scheduler_every: str) -> Parallel:
     if scheduler_every not in EVERY:
         rule = f"The scheduler steps every {' or '.join(EVERY)}"
-        raise ConfigError(f"scheduler_every={scheduler_every!r}", rule=rule, remedy=nearest(scheduler_every, EVERY))
+        remedy = nearest(str(scheduler_every), EVERY)
+        raise ConfigError(f"scheduler_every={scheduler_every!r:.80}", rule=rule, remedy=remedy)
     return Parallel.of(parallel(num_processes()) if callable(parallel) else parallel)

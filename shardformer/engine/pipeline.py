@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardformer.comm.collectives import all_reduce, broadcast, broadcast_object, checksum, gather_numbers
 from shardformer.comm.values import numbers_in
 from shardformer.engine.batch import TARGET
-from shardformer.errors import InputError
+from shardformer.errors import ConfigError, InputError, expect
 from shardformer.layers.random_stream import forked_random
 from shardformer.layout.state import ShardedState, state_of
 from shardformer.mesh.axis import Axis
@@ -30,6 +30,10 @@ from shardformer.reduce.watch import FACTS
 from shardformer.sharding.guards import agree_on_step
 from shardformer.sharding.regions import uses_dropout
 from shardformer.sharding.stages import Stages, make_stages
+
+OF_OPTIMIZERS = ("steps", "options")
+OPTIONS = 6
+"""Where the number of an optimizer's options stands among those that stages compare."""
 
 
 class Pipeline:
@@ -69,6 +73,11 @@ class Pipeline:
         average_over_data: bool = False,
         takes_short_batches: bool = False,
     ) -> None:
+        for name, given in (("loss_fn", loss_fn), ("loss_weight", loss_weight)):
+            rule = "It is a function" + (": (outputs, targets) -> loss" if name == "loss_fn" else ": batch -> a number")
+            expect(name, given, given is None or callable(given), rule, f"Give a function, or leave {name} out")
+        for name, switch in (("average_over_data", average_over_data), ("takes_short_batches", takes_short_batches)):
+            expect(name, switch, isinstance(switch, bool), "It is on or off", f"Write {name}=True or False")
         state = state_of(model)
         self._model, self._state, self._context = model, state, state.context
         if micro_batches is None and micro_batch_size is None:
@@ -189,6 +198,7 @@ class Pipeline:
         if not backward:
             schedule = forward_only(schedule)
         device = self._context.device
+        self._refuse_compiled()
         draws = self._agree_on_step(batches)
         with forked_random(device):
             keys, seed = self._agree(parts, backward, _next_seed() if draws else 0)
@@ -213,6 +223,18 @@ class Pipeline:
             in_fp64 = any(p.dtype == torch.float64 for p in self._model.parameters())
             head.loss = loss if in_fp64 else loss.float()
         return head
+
+    def _refuse_compiled(self) -> None:
+        if self._stages.manager.num_stages == 1:
+            return
+        for path, module in self._model.named_modules():
+            # the model, and the layers, whose forwards are those of a stage
+            if module._compiled_call_impl is not None and (not path or "forward" in vars(module)):
+                raise ConfigError(
+                    f"{path or type(self._model).__name__} is compiled, and part of a pipeline",
+                    rule="Which layers a stage runs, and with what, is decided anew for each micro-batch",
+                    remedy="Compile what stands in the layers: for layer in model.model.layers: layer.mlp.compile()",
+                )
 
     def _agree_on_step(self, batches: Sequence[Batch]) -> bool:
         """Whether any rank draws random numbers while it trains; the ranks of one batch have compared themselves."""
@@ -294,10 +316,12 @@ class Pipeline:
         given = [t for part in parts for _, t in tensors_of(part)] if self._compares else []
         seen = watch.batch(given) if watch is not None else _number([checksum(t) for t in given])
         self._compares = self._compares and watch is not None
-        steps = watch.steps if watch is not None else 0
-        mine = (_number(shapes), len(parts), backward, training, seen, steps, _number(trains), seed)
+        steps, options = (watch.steps, watch.options_of_stage()) if watch is not None else (0, 0)
+        mine = (_number(shapes), len(parts), backward, training, seen, steps, options, _number(trains), seed)
         with self._runtime.named("before a step"):
             every = gather_numbers(mine, axis)
+        if not all(theirs[OPTIONS] for theirs in every):
+            every = [[*theirs[:OPTIONS], 0, *theirs[OPTIONS + 1 :]] for theirs in every]
         if any(theirs[:-2] != every[0][:-2] for theirs in every):
             raise _different(every, axis)
         mode = (backward, training, tuple(theirs[-2] for theirs in every))
@@ -340,13 +364,13 @@ def _next_seed() -> int:
 
 def _different(every: Sequence[Sequence[int]], axis: Axis) -> InputError:
     other = next(stage for stage, theirs in enumerate(every) if theirs[:-2] != every[0][:-2])
-    kinds = ("shapes of batches", "numbers of micro-batches", "calls", "modes of training", "batches", "steps")
+    kinds = ("shapes of batches", "numbers of micro-batches", "calls", "modes of training", "batches", *OF_OPTIMIZERS)
     what = next(kind for kind, a, b in zip(kinds, every[0], every[other], strict=False) if a != b)
-    if what == "steps":
+    if what in OF_OPTIMIZERS:
         return InputError(
-            f"The optimizers of stages 0 and {other} of {axis.size} made {every[0][-3]} and {every[other][-3]} steps",
-            rule=FACTS["steps"].rule,
-            remedy=FACTS["steps"].remedy,
+            f"Stages 0 and {other} of {axis.size} have come apart: they have different {FACTS[what].what}",
+            rule=FACTS[what].rule,
+            remedy=FACTS[what].remedy,
         )
     return InputError(
         f"Stages 0 and {other} of {axis.size} were given different {what}",

@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, expect
 from shardformer.layout.reduction import Reduction
 from shardformer.layout.spec import ShardSpec
 from shardformer.layout.stream import StreamLayout
@@ -100,6 +100,7 @@ class Watches(Protocol):
 
     steps: int
 
+    def options_of_stage(self) -> int: ...
     def speaks(self, training: bool) -> bool:
         """Whether the ranks that are given one batch tell each other of themselves before a forward."""
 
@@ -242,8 +243,15 @@ def _name(thing: Any) -> str:
     return getattr(thing, "__name__", repr(thing))
 
 
+def check_module(model: object) -> None:
+    """Raises ConfigError for what is no model."""
+    rule = "A model is a torch.nn.Module, of transformers, timm or your own"
+    expect("model", model, isinstance(model, nn.Module), rule, "Give the model itself, as shard_model returned it")
+
+
 def state_of(model: nn.Module) -> ShardedState:
     """The state of a sharded model. Raises ConfigError for one that is not."""
+    check_module(model)
     state = model.__dict__.get(ROOT)
     if isinstance(state, ShardedState):
         return state
@@ -256,6 +264,7 @@ def state_of(model: nn.Module) -> ShardedState:
 
 def known_state(model: nn.Module) -> ShardedState:
     """The state of a sharded model or of a part of one; of any other model what its parallel layers say."""
+    check_module(model)
     for name in (ROOT, PART):
         if isinstance(state := model.__dict__.get(name), ShardedState):
             return state

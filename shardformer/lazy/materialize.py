@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, expect
+from shardformer.layout.state import check_module
 from shardformer.lazy.recipe import Place, compute, make_place, place_of, view_of
 from shardformer.lazy.recorder import VERSION, InitRecorder
 
@@ -69,8 +70,22 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
 
     Returns the model. Needs no processes. Raises ConfigError when some values cannot be made.
     """
+    check_module(model)
     check_recipes(model)
-    return fill(model, device)
+    return fill(model, _device_of(device))
+
+
+def _device_of(device: torch.device | str | None) -> torch.device | None:
+    if device is None:
+        return None
+    rule, remedy = "It is a device of torch, with its values", "Write device='cuda:0', or leave it out"
+    expect("device", device, isinstance(device, torch.device | str), rule, remedy)
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device={device!r}", rule=rule, remedy=remedy) from error
+    expect("device", device, found.type != "meta", rule, remedy)
+    return found
 
 
 def fill(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:

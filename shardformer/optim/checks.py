@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, expect
 from shardformer.layout.state import ShardedState
 from shardformer.optim.shards import Shard
+
+
+def as_list(optimizer: Any) -> list[Optimizer]:
+    """One optimizer, or several. Raises ConfigError for what is none."""
+    several = isinstance(optimizer, list | tuple) and bool(optimizer)
+    found = list(optimizer) if several else [optimizer]
+    are_right = all(isinstance(getattr(each, "param_groups", None), list) for each in found)
+    rule = "It is an optimizer of the model's parameters, or a list of some"
+    expect("optimizer", optimizer, are_right, rule, "Write torch.optim.AdamW(model.parameters(), lr=1e-4)")
+    return found
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], table: ShardedState) -> None:

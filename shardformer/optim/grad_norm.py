@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import all_reduce
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, expect
 from shardformer.layout.spec import ShardSpec
 from shardformer.layout.split import Coords
 from shardformer.layout.state import Entry, ShardedState, known_state
@@ -70,6 +70,8 @@ def norm_of(entries: Sequence[Entry], state: ShardedState, norm_type: float) -> 
 
     Communicates one all-reduce of one number over each axis that any parameter of the table is cut over.
     """
+    is_number = isinstance(norm_type, int | float) and not isinstance(norm_type, bool) and norm_type > 0
+    expect("norm_type", norm_type, is_number, "It is a number above 0, or math.inf", "Write norm_type=2.0")
     op = "max" if math.isinf(norm_type) else "sum"
     coords = state.coords
     names = [name for name in coords if any(name in e.reduction.norm_over for e in state.entries)]

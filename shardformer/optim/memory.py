@@ -14,7 +14,9 @@ from math import prod
 from torch import nn
 from torch.optim import Optimizer
 
-from shardformer.layout.state import ROOT, ShardedState
+from shardformer.errors import expect
+from shardformer.layout.state import ROOT, ShardedState, check_module
+from shardformer.optim.checks import as_list
 from shardformer.optim.probe import state_bytes
 from shardformer.optim.settings import Layout, Offload, Precision, Rules, Sending, Settings
 from shardformer.optim.stage3.units import group_params
@@ -81,7 +83,10 @@ def memory(
     Raises ConfigError for a stage that there is not. Communicates nothing.
     """
     asked = Settings(stage, Precision.of(precision), Rules(), Sending(), Layout(), Offload.of(offload))
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    check_module(model)
+    optimizers = as_list(optimizer)
+    rule = "It is a number of data ranks, one or more"
+    expect("data", data, data is None or (type(data) is int and data > 0), rule, "Write data=4, or leave it out")
     parts = _parts(model, data)
     narrow = asked.precision.dtype
     size = {id(p): (narrow or p.dtype).itemsize for p in model.parameters() if p.is_floating_point()}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, expect
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 ON_NONFINITE = ("raise", "skip", "ignore")
@@ -37,6 +38,15 @@ class LossScale:
     hysteresis: int = 1
     good: int = 0
     bad: int = 0
+
+    def __post_init__(self) -> None:
+        for name, given in vars(self).items():
+            is_count = name in ("growth_interval", "hysteresis", "good", "bad")
+            least = 0 if name in ("good", "bad") else 1
+            is_right = isinstance(given, int if is_count else int | float) and not isinstance(given, bool)
+            is_right = is_right and (given >= least if is_count else 0 < given < math.inf)
+            rule = f"It is a whole number, {least} or more" if is_count else "It is a number above 0"
+            expect(f"LossScale({name})", given, is_right, rule, f"Leave {name} out")
 
     def update(self, is_finite: bool) -> None:
         """After a step."""
@@ -69,6 +79,10 @@ class Precision:
     masters: str = "fp32"
 
     def __post_init__(self) -> None:
+        for name, given in vars(self).items():
+            is_right = isinstance(given, LossScale) if name == "loss_scale" else isinstance(given, str | None)
+            rule = "It is a LossScale" if name == "loss_scale" else "It is a word"
+            expect(f"Precision({name})", given, is_right, rule, f"Write precision='bf16', or leave {name} out")
         for name, given in (("parameters", self.parameters), ("gradients", self.gradients or "fp32")):
             if given not in DTYPES or (name == "gradients" and given != "fp32"):
                 known = ", ".join(map(repr, DTYPES if name == "parameters" else ["fp32", None]))
@@ -194,9 +208,17 @@ class Offload:
         if share != FREE and not is_share:
             rule, remedy = "It is a share, from 0 to 1, or 'free'", "Write on_device=0.5"
             raise ConfigError(f"on_device={share!r}", rule=rule, remedy=remedy)
-        if self.buffers < 2:
-            rule, remedy = "One bucket is read while another one is updated", "Write buffers=3"
-            raise ConfigError(f"buffers={self.buffers!r}", rule=rule, remedy=remedy)
+        at_least = {"buffers": 2, "threads": 1}
+        for name, least in at_least.items():
+            given = getattr(self, name)
+            is_right = (given is None and name == "threads") or (type(given) is int and given >= least)
+            rule = "One bucket is read while another one is updated" if name == "buffers" else "It is a count"
+            expect(f"Offload({name})", given, is_right, rule, f"Write {name}=3")
+        given = self.bandwidth
+        is_right = given is None or (isinstance(given, int | float) and not isinstance(given, bool) and given > 0)
+        expect("Offload(bandwidth)", given, is_right, "It is a number of bytes a second", "Leave bandwidth out")
+        is_right = isinstance(self.parameters, bool)
+        expect("Offload(parameters)", self.parameters, is_right, "It is on or off", "Write parameters=True")
 
     @classmethod
     def of(cls, given: Any, optimizers: Sequence[Any] = ()) -> Offload:

@@ -11,7 +11,7 @@ from shardformer.comm.collectives import broadcast
 from shardformer.errors import ConfigError
 from shardformer.layout.reduction import reduction_of
 from shardformer.layout.spec import ShardSpec
-from shardformer.layout.state import ROOT, Entry, ShardedState
+from shardformer.layout.state import ROOT, Entry, ShardedState, check_module
 from shardformer.layout.stream import Place, StreamLayout
 from shardformer.mesh.context import ParallelContext
 from shardformer.reduce.bucket import Gradient
@@ -23,6 +23,7 @@ WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 def table_of(model: nn.Module, context: ParallelContext | None) -> ShardedState:
     """The table of a model that was sharded; a new one of any other. Raises ConfigError for one that is wrapped."""
+    check_module(model)
     wrapper = next((name for m in model.modules() for c in type(m).__mro__ if (name := c.__name__) in WRAPPERS), None)
     if wrapper is not None:
         raise ConfigError(

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardformer.mesh.context import ParallelContext
-from shardformer.optim.checks import check_memory, check_optimizers
+from shardformer.optim.checks import as_list, check_memory, check_optimizers
 from shardformer.optim.optimizer import ZeroOptimizer
 from shardformer.optim.settings import Layout, Offload, Precision, Rules, Sending, Settings
 from shardformer.optim.table import table_of
@@ -60,7 +60,7 @@ def zero(
     Returns an optimizer to be used in the place of those given. Raises ConfigError for what does not fit. Communicates
     the weights of the first data rank to the others, where the model was not sharded.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = as_list(optimizer)
     settings = Settings(
         stage,
         Precision.of(precision),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from shardformer.comm.point_to_point import PointToPoint
-from shardformer.errors import ConfigError, nearest
+from shardformer.errors import ConfigError, expect, nearest
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.balance import CUTS
@@ -111,6 +112,17 @@ class PipelineStageManager:
         return self  # its groups cannot be copied
 
     def _check_cut(self) -> None:
+        is_row = isinstance(self.cut, Sequence) and not isinstance(self.cut, str)
+        rule = "Stages are cut by 'cost', 'even', or by a list of how many layers each has"
+        expect("cut", self.cut, is_row or isinstance(self.cut, str), rule, "Write cut='even'")
+        costs: Any = self.costs
+        is_row = isinstance(costs, Sequence) and all(isinstance(c, int | float) and 0 <= c < math.inf for c in costs)
+        rule, remedy = "They are numbers, one for each layer", "Leave costs out to have them estimated"
+        expect("costs", costs, costs is None or is_row, rule, remedy)
+        asked: Any = self.checkpoint_layers
+        is_row = isinstance(asked, Sequence) and not isinstance(asked, str)
+        rule, remedy = "It is a number of layers, or one for each virtual stage", "Write checkpoint_layers=4"
+        expect("checkpoint_layers", asked, asked is None or is_row or type(asked) is int, rule, remedy)
         if isinstance(self.cut, str) and self.cut not in CUTS:
             raise ConfigError(
                 f"cut={self.cut!r}",

@@ -6,7 +6,7 @@ What is compared at every step of training, and along which ranks:
     mode               x                 x           x        whether the model is in train or in eval mode
     batch              x                             x        what a forward is given
     steps              x                 x           x        how many steps optimizers made
-    options            x                 x                    learning rates and other numbers of their groups
+    options            x                 x           x        learning rates and other numbers of their groups
     weights            x                 x                    those that ranks hold alike: a part in each step
 
 The ranks that are given one batch compare whole numbers, beside those of their random states. Of weights they compare
@@ -131,6 +131,13 @@ class Watch:
         """Of each fact a number, in ``ORDER``, for ranks of an axis that are given one batch; of weights two."""
         options = _short(hash(self.options[1:]))
         return [int(self.training), self.batch(inputs), self.steps, options, *map(_bits_of, self._sketch(axis))]
+
+    def options_of_stage(self) -> int:
+        """A number of the optimizer's options, where one group has all parameters; 0 for any other optimizer.
+
+        Stages have other parameters, and where these are in groups each stage may have other groups.
+        """
+        return _short(hash(self.options[1:])) or 1 if len(self.options) == 2 and len(self.options[1]) == 1 else 0
 
     def batch(self, inputs: Collection[Any]) -> int:
         """A number of what a forward is given; on a GPU of its shapes, and of what the forward before was given."""

@@ -30,7 +30,14 @@ from shardformer.policies.paths import owner_of, value_at
 from shardformer.policies.policy import Policy
 from shardformer.reduce.watch import Watch
 from shardformer.sharding.agree import agree, agree_on_group, agree_on_token, agree_on_weights, model_lines
-from shardformer.sharding.checks import check_layouts, check_plain, check_unheld, checked_plan, unchanged_on_error
+from shardformer.sharding.checks import (
+    check_layouts,
+    check_plain,
+    check_unheld,
+    check_unhooked,
+    checked_plan,
+    unchanged_on_error,
+)
 from shardformer.sharding.context import Learned, learned_of, open_context, start_context, warn_of_whole, with_context
 from shardformer.sharding.gradients import agree_on_gradients
 from shardformer.sharding.grid import Samples, learned_samples, on_grid, open_arguments, with_edges
@@ -147,6 +154,7 @@ class Sharding:
             self._state.stages = make_stages(self.model, self._policy, manager)
             self._state.stages.draws = uses_dropout(self.model)
             check_stages(self._ties, self._state.stages.stages_of)
+        check_unhooked(self.model, plan)
         if not self._fresh:
             check_unheld(self.model, plan, self._state.stages)
         return plan

@@ -51,6 +51,18 @@ def checked_plan(model: nn.Module, policy: Policy, config: ShardConfig) -> Plan:
     return make_plan(model, policy)
 
 
+def check_unhooked(model: nn.Module, plan: Plan) -> None:
+    """Raises ConfigError when a parameter that is to be cut has hooks: they would be lost, or be given a part."""
+    cut = plan.cut()
+    for p in model.parameters():
+        if id(p) in cut and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
+            raise ConfigError(
+                f"The parameter {cut[id(p)]!r} of this {type(model).__name__} has a hook",
+                rule="It is cut: each tensor rank has a parameter of its own in its place, with a part of the gradient",
+                remedy="Remove it; register it after sharding where what it does is right for a part",
+            )
+
+
 def check_unheld(model: nn.Module, plan: Plan, stages: Stages | None = None) -> None:
     """Raises ConfigError when an optimizer holds a parameter that is to be cut: it would go on with the whole one."""
     cut = plan.cut()

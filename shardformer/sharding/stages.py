@@ -187,7 +187,7 @@ def cut_into(
                 "batch",
             )
     home = homes(model, chain) if chain.stacks else {}
-    costs = [float(c) for c in asked.costs] if asked.costs is not None else costs_of(model, chain, home)
+    costs = list(asked.costs) if asked.costs is not None else costs_of(model, chain, home)
     if len(costs) != len(chain.units):
         raise ConfigError(
             f"costs has {len(costs)} numbers",

@@ -9,17 +9,21 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from shardformer.errors import ConfigError
-from shardformer.layers.tensor.parallel_module import HOOKS
+from shardformer.layers.tensor.parallel_module import HOOKS, ParallelModule
 from shardformer.layout.state import ShardedState
+from shardformer.policies.describe import BlockDescription
 from shardformer.sharding.plan import Plan
 
 OF_LIBRARIES = ("shardformer", "torch", "transformers", "timm", "accelerate")
 """Whose hooks do not look at the values, or are refused by themselves where they do."""
+INTO = ("_forward_pre_hooks", "_backward_hooks")
+"""The tables of hooks that are shown what goes into a module, and its gradient."""
 Marks = tuple[tuple[int, ...], ...]
 
 
@@ -27,11 +31,11 @@ class Structure:
     """What a model was made of when it was sharded.
 
     Args:
-        parts: (path of a module, why) of those that see a part of what they see in the plain model.
+        parts: of the modules that see a part of what they see in the plain model.
     """
 
-    def __init__(self, model: nn.Module, parts: Sequence[tuple[str, str]]) -> None:
-        self._parts = dict(parts)
+    def __init__(self, model: nn.Module, parts: Sequence[SeesPart]) -> None:
+        self._parts = {part.path: part for part in parts}
         self._modules = list(model.modules())
         self._params = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
         self._marks = self._seen()
@@ -46,6 +50,7 @@ class Structure:
             return
         self._check_params(model)
         self._check_hooks(model)
+        self._check_forwards(model)
         self._modules = list(model.modules())
         self._marks = self._seen()
 
@@ -55,14 +60,16 @@ class Structure:
                 *map(id, module._modules.values()),
                 *map(id, module._parameters.values()),
                 *(len(getattr(module, table)) for table in HOOKS),
+                id(type(module)),
+                id(vars(module).get("forward")),
             )
             for module in self._modules
         )
 
     def _check_params(self, model: nn.Module) -> None:
         now = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
-        if Counter(now.values()) == Counter(self._params.values()):
-            self._params = now  # under other names, as in a wrapper
+        if _in_modules(now) == _in_modules(self._params):
+            self._params = now  # under other paths, as in a wrapper
             return
         new = [name for name, p in now.items() if p not in self._params.values()]
         moved = [name for name, p in now.items() if name not in new and self._params.get(name) != p]
@@ -76,24 +83,50 @@ class Structure:
         )
 
     def _check_hooks(self, model: nn.Module) -> None:
-        for path, why in self._parts.items():
+        for path, part in self._parts.items():
             module = _at(model, path)
             if module is None:
                 continue
-            for hook in _hooks_of(module):
+            for hook in _hooks_of(module, part.hooks):
                 if not _is_of_library(hook) and not getattr(hook, "sees_parts", False):
                     raise ConfigError(
                         f"A hook on {path} ({type(module).__name__}): {_name_of(hook)}",
-                        rule=f"It would see a part: {why}",
+                        rule=f"It would see a part: {part.why}",
                         remedy="Remove it before the model is called; hook the whole attention or MLP, or run the "
                         "plain model for it. Where a part is what it may see, write hook.sees_parts = True",
                     )
+
+    def _check_forwards(self, model: nn.Module) -> None:
+        before = {id(m): marks[-2:] for m, marks in zip(self._modules, self._marks, strict=False)}
+        for path, module in model.named_modules():
+            if path not in self._parts and not isinstance(module, ParallelModule):
+                continue
+            now = (id(type(module)), id(vars(module).get("forward")))
+            if before.get(id(module), now) != now:
+                raise ConfigError(
+                    f"{path} ({type(module).__name__}) has another forward since it was sharded",
+                    rule="A block's code is known, or proven on a small twin, when the model is sharded",
+                    remedy="Give the plain model its code, and shard it then",
+                )
+
+
+@dataclass(frozen=True)
+class SeesPart:
+    """A module that sees a part of what it sees in the plain model.
+
+    Args:
+        hooks: the tables of those hooks that would be shown it.
+    """
+
+    path: str
+    why: str
+    hooks: tuple[str, ...] = HOOKS
 
 
 class _Anew(Structure):
     """Of a copied model."""
 
-    def __init__(self, parts: dict[str, str]) -> None:
+    def __init__(self, parts: dict[str, SeesPart]) -> None:
         self._parts, self._params, self._modules = parts, {}, []
         self._marks = ((),)
 
@@ -103,21 +136,36 @@ class _Anew(Structure):
         self._params = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def parts_of(plan: Plan, state: ShardedState, *, is_cut: bool) -> Iterator[tuple[str, str]]:
-    """The modules that see a part of what they see in the plain model, and why."""
+def parts_of(plan: Plan, state: ShardedState, *, is_cut: bool) -> Iterator[SeesPart]:
+    """The modules that see a part of what they see in the plain model."""
     cuts = [cut for cut in state.stream.cuts if state.context.sizes.get(cut.axis, 1) > 1]
     if cuts:
         why = f"between the blocks each rank holds a part of the {' and '.join(cut.dim for cut in cuts)}"
         for stack in plan.stacks:
             for path, _ in plan.model.get_submodule(stack.layers).named_modules(prefix=stack.layers):
                 if path != stack.layers:
-                    yield path, why
+                    yield SeesPart(path, why)
     if is_cut:
         for _, block in plan.blocks:
-            entry = plan.model.get_submodule(block.entry)
-            for path, _ in entry.named_modules(prefix=block.entry):
-                if path != block.entry:
-                    yield path, "inside of a block each tensor rank has its own heads or features"
+            yield from _in_block(plan.model, block)
+
+
+def _in_block(model: nn.Module, block: BlockDescription) -> Iterator[SeesPart]:
+    why = "inside of a block each tensor rank has its own heads or features"
+    if not block.holds_exit:  # the entry gives a part, and what holds the exit beside it is given one
+        yield SeesPart(block.entry, why, tuple(table for table in HOOKS if table not in INTO))
+        ends = block.row.split(".")
+        for path in (".".join(ends[:n]) for n in range(1, len(ends) + 1)):
+            if not f"{block.entry}.".startswith(f"{path}."):
+                yield SeesPart(path, why, INTO)
+    for path, _ in model.get_submodule(block.entry).named_modules(prefix=block.entry):
+        if path != block.entry:
+            yield SeesPart(path, why)
+
+
+def _in_modules(params: dict[str, int]) -> Counter[tuple[str, int]]:
+    """By their names in their modules."""
+    return Counter((name.rpartition(".")[2], p) for name, p in params.items())
 
 
 def _at(model: nn.Module, path: str) -> nn.Module | None:
@@ -127,8 +175,8 @@ def _at(model: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-def _hooks_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    for table in HOOKS:
+def _hooks_of(module: nn.Module, tables: Sequence[str]) -> Iterator[Callable[..., Any]]:
+    for table in tables:
         yield from getattr(module, table).values()
 
 

@@ -262,8 +262,7 @@ def _check_repeats(job: Job, model: nn.Module) -> None:
 
 
 def _run_sharded(job: Job, context: ParallelContext) -> tuple[Trajectory, str]:
-    model, trace = build(job), Trajectory()
-    options = {"watch": False, **job.config}  # ranks that come apart are a finding here, whose size is told
+    model, trace, options = build(job), Trajectory(), {"watch": False, **job.config}  # what differs is told below
     name = type(model).__name__
     if job.pipeline is not None:
         options["pipeline_stage_manager"] = PipelineStageManager(context, **job.pipeline.stages)

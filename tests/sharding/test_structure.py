@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import prune
 
 import shardformer
 from shardformer.errors import ConfigError
@@ -58,6 +60,20 @@ def more(model: Any) -> None:
     model.adapter = nn.Linear(2, 2)
 
 
+def patched(model: Any) -> None:
+    linear = model.model.layers[0].mlp.up_proj
+    linear.forward = types.MethodType(lambda self, x: type(self).forward(self, x) * 2, linear)
+
+
+def other_class(model: Any) -> None:
+    head = model.lm_head
+    head.__class__ = type("Mine", (type(head),), {"forward": lambda self, x: type(head).forward(self, x)})
+
+
+def pruned(model: Any) -> None:
+    prune.l1_unstructured(model.model.layers[0].mlp.down_proj, "weight", amount=0.5)
+
+
 CHANGES: list[tuple[Callable[[Any], None], str]] = [
     (other_head, "lm_head.weight of this LlamaForCausalLM came after it was sharded"),
     (other_linear, "model.layers.0.mlp.up_proj.weight of this"),
@@ -65,6 +81,9 @@ CHANGES: list[tuple[Callable[[Any], None], str]] = [
     (other_norm, "model.norm.weight of this"),
     (tied, "lm_head.weight of this LlamaForCausalLM is another parameter since"),
     (gone, "model.norm.weight of this LlamaForCausalLM is gone since"),
+    (patched, "mlp.up_proj .Linear1D_Col. has another forward since it was sharded"),
+    (other_class, "lm_head .Mine. has another forward since it was sharded"),
+    (pruned, "down_proj.weight_orig of this LlamaForCausalLM is another parameter since"),
     (more, "adapter.weight of this LlamaForCausalLM came after it was sharded"),
 ]
 
@@ -155,6 +174,49 @@ def test_a_hook_that_would_see_a_part_is_refused(
     for found in run_as_threads(do, **sizes):
         assert said in found
         assert bool(found) == bool(said)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_parameter_that_is_cut_is_refused(register: str) -> None:
+    def do(context: ParallelContext) -> None:
+        model = plain()
+        getattr(model.model.layers[0].mlp.up_proj.weight, register)(lambda x: None)
+        with pytest.raises(ConfigError, match=r"up_proj.weight' of this .* has a hook"):
+            shardformer.shard_model(model, context=context)
+
+    run_as_threads(do, tensor=2)
+
+
+def test_what_is_given_a_part_beside_the_entry_of_a_block_may_not_be_hooked() -> None:
+    def do(context: ParallelContext) -> None:
+        model: Any = shardformer.shard_model(Sample("bert")().train(), context=context)
+        output = model.bert.encoder.layer[0].output
+        output.register_forward_hook(see)
+        given = Batches(MAIN["bert"])(0)
+        model(**given)
+        output.register_forward_pre_hook(see)
+        with pytest.raises(ConfigError, match=r"A hook on bert.encoder.layer.0.output \(BertOutput\)"):
+            model(**given)
+
+    run_as_threads(do, tensor=2)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which torch.compile reads of what enters
+def test_a_stage_is_compiled_inside_of_its_layers() -> None:
+    def do(context: ParallelContext) -> None:
+        model = sharded(context)
+        pipeline = shardformer.Pipeline(model, micro_batches=2)
+        expected = float(pipeline.step(batch()))
+        layers = [layer for layer in model.model.layers if list(layer.children())]
+        for layer in layers:
+            layer.mlp.compile(backend="eager")
+        assert float(pipeline.step(batch())) == pytest.approx(expected, rel=1e-5)
+        for module in (layers[0], model):
+            module.compile(backend="eager")
+            with pytest.raises(ConfigError, match="is compiled, and part of a pipeline"):
+                pipeline.step(batch())
+
+    run_as_threads(do, pipe=2, in_turn=True)
 
 
 def test_a_hook_may_be_taken_away_again() -> None:

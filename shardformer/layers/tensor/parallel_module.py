@@ -80,16 +80,20 @@ def check_native(module: nn.Module, *kinds: type[nn.Module]) -> None:
         what = "a weight that is computed of others"
     elif type(module).forward not in {kind.forward for kind in kinds} or "forward" in vars(module):
         what = None if _is_plain(module) else "a forward of its own"
-    elif isinstance(module, nn.Linear) and any(getattr(module, table) for table in HOOKS):
+    if what is None and _is_linear(module) and any(getattr(module, table) for table in HOOKS):
         what = "hooks"
     if what is not None:
         raise ConfigError(
             f"The {type(module).__module__}.{type(module).__name__} has {what}",
             rule=f"A parallel layer stands for a plain {' or '.join(kind.__name__ for kind in kinds)} and does no more",
-            remedy="Register hooks after sharding"
+            remedy="Remove them, or hook the whole attention or MLP"
             if what == "hooks"
             else "Leave this module whole, or name a class of your own whose from_native_module does what it does",
         )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 @with_values()
@@ -108,7 +112,7 @@ def _is_plain(module: nn.Module) -> bool:
     expected = F.linear(x, turned, getattr(twin, "bias", None))
     try:
         with torch.no_grad():
-            out = twin(x)
+            out = twin.forward(x)  # not the hooks
     except Exception:  # it takes something else
         return False
     if not isinstance(out, Tensor) or out.shape != expected.shape:

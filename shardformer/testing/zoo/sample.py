@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -61,14 +63,16 @@ class Sample:
         return getattr(config, PART[head]) if head in PART else config
 
     def __call__(self) -> nn.Module:
-        library: Any = chatglm2
-        if self.family != "chatglm":
-            import transformers
-
-            library = transformers
-        model: nn.Module = getattr(library, self.head_class)(self.config())
+        with _LOADS:
+            library: Any = chatglm2 if self.family == "chatglm" else import_module("transformers")
+            config, kind = self.config(), getattr(library, self.head_class)
+        model: nn.Module = kind(config)
         _fill_tables(model)
         return model
+
+
+_LOADS = threading.Lock()
+"""Ranks that are threads: transformers loads itself and its classes where they are first used."""
 
 
 @torch.no_grad()

@@ -1,0 +1,223 @@
+"""What a hostile user tries: a case each, what comes of it, and which of these outcomes are findings.
+
+A case is done on ranks that are threads. It ends well where every rank raises an error of ours, with its four parts, or
+where the model trains as the plain one does and the ranks hold the same bits of what they hold alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.errors import ShardFormerError, WorkerError
+from shardformer.layout.state import state_of
+from shardformer.mesh.context import ParallelContext
+from shardformer.sharding.save import full_state_dict
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import MAIN, Batches, Sample
+
+STEPS = 3
+RATE = 0.1
+LIMIT_S = 10.0
+NEAR = 2e-4
+FAMILIES = ("llama", "gpt2", "bert", "t5")
+
+EQUAL, REFUSED, NOTICED = "equal", "refused", "noticed"
+WRONG, RAW, HANGS = "silently wrong", "raw error", "hang"
+FINDINGS = (WRONG, RAW, HANGS)
+
+
+@dataclass
+class Trace:
+    """What a run leaves: the losses of its steps, the plain model's weights, and what users' hooks saw."""
+
+    losses: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    seen: list[Any] = field(default_factory=list)
+    replicas: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something to try.
+
+    Args:
+        kind: which of the generators made it.
+        name: what is tried, in words that repeat it.
+        run: what each rank does; it gives its trace, or None where there is nothing to compare.
+        plain: the trace of one device.
+    """
+
+    kind: str
+    name: str
+    sizes: dict[str, int]
+    run: Callable[[ParallelContext], Trace | None]
+    plain: Callable[[], Trace | None] = lambda: None
+
+
+class Unnoticed(AssertionError):
+    """A run went on, and should not have."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    case: Case
+    what: str
+    detail: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        axes = " x ".join(f"{name} {size}" for name, size in self.case.sizes.items())
+        return f"{self.what}: {self.case.kind}: {self.case.name} ({axes})" + (
+            f"\n    {self.detail}" if self.detail else ""
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+@cache
+def original(family: str) -> nn.Module:
+    """With weights that are not those of their initialisation, so that no bias is 0."""
+    generator = torch.Generator().manual_seed(7)
+    model = Sample(family)().train()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=generator))
+    return model
+
+
+def fresh(family: str = "llama") -> Any:
+    return copy.deepcopy(original(family))
+
+
+def batch(family: str = "llama", step: int = 0) -> dict[str, Any]:
+    return Batches(MAIN[family])(step)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=RATE)
+
+
+def trained(
+    model: Any,
+    family: str = "llama",
+    *,
+    optimizer: Any = None,
+    step: Callable[[int, dict[str, Any]], Any] | None = None,
+    before: Callable[[int], None] = lambda step: None,
+    between: Callable[[], None] = lambda: None,
+) -> Trace:
+    """Trains for some steps.
+
+    Args:
+        optimizer: by default SGD.
+        step: gives the loss of a batch, behind its step; by default the usual loop.
+        before: is done before each step.
+        between: is done between a backward and its step.
+    """
+    trace = Trace()
+    optimizer = optimizer or sgd(model)
+    for number in range(STEPS):
+        before(number)
+        given = batch(family, number)
+        if step is not None:
+            loss = step(number, given)
+        else:
+            loss = model(**given).loss
+            loss.backward()
+            between()
+            optimizer.step()
+            optimizer.zero_grad()
+        trace.losses.append(float(loss))
+    return closed(trace, model)
+
+
+def closed(trace: Trace, model: nn.Module) -> Trace:
+    """With the weights that the model has now."""
+    try:
+        state = state_of(model)
+    except ShardFormerError:
+        trace.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        return trace
+    trace.weights = full_state_dict(model)
+    if state.parameters is None:
+        trace.replicas = {e.name: e.param.detach().clone() for e in state.entries if not e.spec.axes}
+    return trace
+
+
+# ----------------------------------------------------------------------------------------------------------- outcomes
+
+
+def outcome(case: Case) -> Outcome:
+    start = time.monotonic()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            traces = run_as_threads(case.run, timeout_s=LIMIT_S, in_turn=True, **case.sizes)
+            what, detail = compared(traces, case.plain())
+    except WorkerError as error:
+        what, detail = HANGS, str(error)[:600]
+    except ShardFormerError as error:
+        refused = NOTICED if case.kind == "divergence" else REFUSED
+        what, detail = (refused, "") if all((error.what, error.rule, error.remedy)) else (RAW, str(error))
+    except Unnoticed:
+        what, detail = WRONG, "nobody noticed"
+    except Exception as error:
+        what, detail = RAW, f"{type(error).__name__}: {str(error)[:400]}\n    {_where(error)}"
+    return Outcome(case, what, detail, time.monotonic() - start)
+
+
+def compared(traces: Sequence[Trace | None], plain: Trace | None) -> tuple[str, str]:
+    """Whether all ranks have what one device has, and what differs."""
+    for rank, trace in enumerate(traces):
+        if trace is None or plain is None:
+            continue
+        for step, (loss, expected) in enumerate(zip(trace.losses, plain.losses, strict=False)):
+            if not abs(loss - expected) <= NEAR * max(1.0, abs(expected)):
+                return WRONG, f"rank {rank}, step {step}: a loss of {loss:.6f}, and {expected:.6f} on one device"
+        for name, value in trace.weights.items():
+            want = plain.weights.get(name)
+            if want is not None and (value.shape != want.shape or not _near(value, want)):
+                return WRONG, f"rank {rank}: {name} differs"
+        if trace.seen != plain.seen:
+            return WRONG, f"rank {rank}: a hook saw {str(trace.seen)[:150]}, and {str(plain.seen)[:150]} on one device"
+    return _replicas_of([trace for trace in traces if trace is not None])
+
+
+def _replicas_of(traces: Sequence[Trace]) -> tuple[str, str]:
+    for rank, trace in enumerate(traces):
+        for name, value in trace.replicas.items():
+            first = next(t.replicas[name] for t in traces if name in t.replicas)
+            if not torch.equal(value, first):
+                return WRONG, f"rank {rank} has other bits of {name}, which ranks hold alike"
+    return EQUAL, ""
+
+
+def _near(value: Tensor, want: Tensor) -> bool:
+    if not value.is_floating_point():
+        return torch.equal(value, want)
+    return bool(((value.float() - want.float()).abs() <= NEAR * (1 + want.float().abs())).all())
+
+
+def _where(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else ""
+
+
+def drawn(cases: Iterable[Case], count: int | None, seed: int) -> list[Case]:
+    """So many of the cases, drawn at random; all of them, in a random order, without a number."""
+    every = list(cases)
+    random.Random(seed).shuffle(every)
+    return every[:count]
