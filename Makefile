@@ -4,6 +4,7 @@
 # make features  run the tests of the families and write docs/features.md from what they say
 # make pages   write docs/configuration.md and docs/commands.md from the code
 # make test-oldest  the tests of the families with the oldest transformers that is supported, in .venv-oldest
+# make hostile  what hostile users try, all of it: ARGS="--seed 7" repeats a run
 # make bench   every script of benchmarks/   make clean    remove .venv and what the tools left
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # The package is read by hundreds of processes: its compiled files are kept, whatever the machine says of others.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
-.PHONY: demo test test-oldest features pages lint format bench clean
+.PHONY: demo test test-oldest hostile features pages lint format bench clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
@@ -34,6 +35,9 @@ features: $(VENV)/.installed-test $(VENV)/.installed-timm
 
 pages: $(VENV)/.installed-test
 	$(TEST_ENV) $(BIN)/python -m tests.reference_pages
+
+hostile: $(VENV)/.installed-test
+	$(TEST_ENV) $(BIN)/python -m tests.hostile $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

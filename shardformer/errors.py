@@ -73,6 +73,7 @@ def expect(name: str, value: object, is_right: bool, rule: str, remedy: str) -> 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     """The known names nearest to ``name``, as a sentence: ``Did you mean 'a'?``, or a short listing."""
     names = sorted(set(known))
+    name = str(name)  # a value of another kind may have come
     same = [n for n in names if n.lower() == name.lower()]
     close = same or get_close_matches(name, names, n=count, cutoff=0.4)
     if close:

@@ -39,6 +39,10 @@ def sizes_of(batch_size: int, micro_batches: int | None, micro_batch_size: int |
     return [each + (i < extra) for i in range(micro_batches)]
 
 
+MOST = 2**14
+"""Micro-batches of a batch."""
+
+
 def check_sizes(micro_batches: int | None, micro_batch_size: int | None) -> None:
     """Raises ConfigError unless exactly one is given, a positive int."""
     if (micro_batches is None) == (micro_batch_size is None):
@@ -55,6 +59,12 @@ def check_sizes(micro_batches: int | None, micro_batch_size: int | None) -> None
             f"{name}={value!r}",
             rule=f"{name} is a whole number of at least 1",
             remedy="Use 1 or more, and no more than a batch has samples",
+        )
+    if micro_batches is not None and micro_batches > MOST:
+        raise ConfigError(
+            f"micro_batches={micro_batches}",
+            rule=f"A schedule names each of them on each stage: {MOST} at the most",
+            remedy="Use no more than a batch has samples",
         )
 
 

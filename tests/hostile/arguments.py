@@ -77,7 +77,7 @@ def loop_of(model: Any, context: ParallelContext, **how: Any) -> Trace:
 
 
 def _shard(context: ParallelContext, given: dict[str, Any]) -> Trace:
-    return loop_of(shardformer.shard_model(fresh(), **{"context": context, **given}), context)
+    return loop_of(shardformer.shard_model(**{"model": fresh(), "context": context, **given}), context)
 
 
 def _of_dataclass(make: Any, name: str, context: ParallelContext, given: dict[str, Any]) -> Trace:

@@ -1,0 +1,47 @@
+"""A fixed part of the net; ``make hostile`` tries all of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hostile import arguments, divergence, mutations
+from tests.hostile.faults import Fault, ended
+from tests.hostile.net import EQUAL, FINDINGS, HANGS, RAW, WRONG, Case, Trace, drawn, outcome
+
+SOME = {"argument": (arguments.cases, 60), "divergence": (divergence.cases, 25), "mutation": (mutations.cases, 25)}
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_nothing_goes_wrong_in_silence(kind: str) -> None:
+    make, count = SOME[kind]
+    found = [outcome(case) for case in drawn((c for c in make() if "compile" not in c.name), count, seed=0)]
+    assert [str(each) for each in found if each.what in FINDINGS] == []
+
+
+def _hangs(context: object) -> None:
+    context.tensor.transport.gather_numbers([context.rank] * 2) if context.rank else None  # type: ignore[attr-defined]
+
+
+def _raises(context: object) -> None:
+    raise TypeError("of Python")
+
+
+@pytest.mark.parametrize(
+    ("run", "plain", "what"),
+    [
+        (lambda context: Trace([1.0]), lambda: Trace([1.0]), EQUAL),
+        (lambda context: Trace([1.0 + context.rank]), lambda: Trace([1.0]), WRONG),
+        (lambda context: Trace([float("nan")]), lambda: Trace([1.0]), WRONG),
+        (lambda context: Trace(seen=[1]), lambda: Trace(), WRONG),
+        (_raises, lambda: None, RAW),
+        (_hangs, lambda: None, HANGS),
+    ],
+)
+def test_the_net_tells_outcomes_apart(run: object, plain: object, what: str) -> None:
+    assert outcome(Case("argument", "", {"tensor": 2}, run, plain)).what == what  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fault", [Fault("exit 0", "forward", "tensor"), Fault("swallow", "step", "data")], ids=str)
+def test_a_rank_that_leaves_others_waiting_is_named(fault: Fault) -> None:
+    what, seconds = ended(fault)
+    assert what == "ended and named" and seconds < 60, what
