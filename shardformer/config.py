@@ -88,7 +88,7 @@ class ShardConfig:
                 rule="The sequence is cut over the tensor axis, between tensor-parallel blocks",
                 remedy="Set enable_tensor_parallelism=True, or leave sequence parallelism off",
             )
-        if self.tensor_parallel_mode not in MODES:
+        if self.tensor_parallel_mode not in tuple(MODES):
             raise ConfigError(
                 f"tensor_parallel_mode={self.tensor_parallel_mode!r}",
                 rule=f"The modes are {', '.join(MODES)}",

@@ -22,6 +22,7 @@ from shardformer.mesh.context import ParallelContext, with_tensor
 from shardformer.mesh.launch import launch_from_torch
 from shardformer.optim.zero import zero
 from shardformer.sharder import shard_model
+from shardformer.sharding.agree import agree
 
 LAUNCHED = ("RANK", "SLURM_PROCID")
 """What the environment of a process has that a launcher started."""
@@ -69,6 +70,9 @@ def _held(given: Any, model: nn.Module) -> Iterator[Held | None]:
 
 def sharded(model: nn.Module, given: Given, policy: Any, asked: Parallel, grid: ParallelContext) -> nn.Module:
     """The model over the grid, whose parameters the optimizers have that were made of the plain ones."""
+    lines = [f"{name}={value}" for name, value in vars(asked).items() if not callable(value)]
+    lines += [type(each).__name__ for each in given] if isinstance(given, list) else []
+    agree(grid, lambda: lines, lambda lines: lines, doing="train as it was asked to")
     with _held(given, model) as held:
         if ROOT not in model.__dict__:
             model = shard_model(model, policy, config=asked.shard_config(grid))
@@ -107,7 +111,8 @@ def pipeline_of(model: nn.Module, asked: Parallel, loss_fn: Any, loss_weight: An
 
 
 def _scheduler(given: Any, optimizers: list[Optimizer]) -> Any:
-    if given is None or hasattr(given, "step") or isinstance(given, (list, tuple)):
+    several = given if isinstance(given, (list, tuple)) else [given]
+    if given is None or (several and all(hasattr(each, "step") for each in several)):
         return given
     if not callable(given) or len(optimizers) != 1:
         raise ConfigError(

@@ -8,8 +8,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from shardformer.comm.collectives import gather_objects
 from shardformer.errors import ConfigError, expect
 from shardformer.layout.state import ShardedState
+from shardformer.optim.settings import Settings
 from shardformer.optim.shards import Shard
 
 
@@ -21,6 +23,29 @@ def as_list(optimizer: Any) -> list[Optimizer]:
     rule = "It is an optimizer of the model's parameters, or a list of some"
     expect("optimizer", optimizer, are_right, rule, "Write torch.optim.AdamW(model.parameters(), lr=1e-4)")
     return found
+
+
+def check_given(settings: Settings, optimizers: Sequence[Optimizer], table: ShardedState) -> None:
+    """Raises ConfigError for what ``zero`` cannot do with what it was given. Communicates what was asked for."""
+    check_optimizers(optimizers, table)
+    check_memory(table)
+    check_alike(settings, optimizers, table)
+
+
+def check_alike(settings: Settings, optimizers: Sequence[Optimizer], table: ShardedState) -> None:
+    """Raises ConfigError, on every rank, when ranks ask for something else. Communicates a few lines over each axis."""
+    lines = [f"{name}={value!r}" for name, value in vars(settings).items()]
+    lines += [type(optimizer).__name__ for optimizer in optimizers]
+    for axis in table.context.axes.values():
+        for other, theirs in enumerate(gather_objects(lines, axis)):
+            mine = next((line for line in lines if line not in theirs), "")
+            if theirs != lines:
+                raise ConfigError(
+                    f"Ranks of the {axis.name} axis ask zero for different things: this one {mine!r}, and rank "
+                    f"{axis.ranks[other]} {next((line for line in theirs if line not in lines), '')!r}",
+                    rule="All ranks keep and send the same in the same way",
+                    remedy="Give zero the same on every rank",
+                )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], table: ShardedState) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardformer.mesh.context import ParallelContext
-from shardformer.optim.checks import as_list, check_memory, check_optimizers
+from shardformer.optim.checks import as_list, check_given
 from shardformer.optim.optimizer import ZeroOptimizer
 from shardformer.optim.settings import Layout, Offload, Precision, Rules, Sending, Settings
 from shardformer.optim.table import table_of
@@ -70,6 +70,5 @@ def zero(
         Offload.of(offload, optimizers),
     )
     table = table_of(model, context)
-    check_optimizers(optimizers, table)
-    check_memory(table)
+    check_given(settings, optimizers, table)
     return ZeroOptimizer(optimizers, model, table, settings)

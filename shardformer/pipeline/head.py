@@ -8,12 +8,15 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, InputError
 from shardformer.pipeline.loss import LossWeights
 from shardformer.pipeline.microbatches import merge_outputs
 from shardformer.pipeline.placeholders import is_placeholder
 from shardformer.pipeline.stage_forward import StageForward
 from shardformer.pipeline.targets import tensors_of
+
+IGNORED = -100
+"""The label of what does not count, in torch and transformers."""
 
 Batch = Mapping[str, Any]
 LossFn = Callable[[Any, Batch], Tensor]
@@ -77,7 +80,17 @@ class Head:
     def _check_first(self, loss: Tensor, output: Any) -> None:
         """The first loss of all is a number, unless the model gives none; not NaN that stands for another stage's."""
         ended_well, self._stage_forward.ended_well = self._stage_forward.ended_well, None
-        if ended_well and is_placeholder(loss) and any(is_placeholder(t) for _, t in tensors_of({"output": output})):
+        if not ended_well or not is_placeholder(loss):
+            return
+        given = [(name[-1], t) for part in self._parts for name, t in tensors_of(part) if not t.is_floating_point()]
+        labels = [t for name, t in given if "label" in str(name)]
+        if labels and all(bool((t == IGNORED).all()) for t in labels):
+            raise InputError(
+                f"All labels of the batch are {IGNORED}: the loss is NaN, as the plain model's",
+                rule=f"A mean is over the labels that count, and {IGNORED} marks those that do not",
+                remedy="Look at the collator or the mask that writes the labels, and leave such a batch out",
+            )
+        if any(is_placeholder(t) for _, t in tensors_of({"output": output})):
             raise ConfigError(
                 "The loss is NaN: it reads something in the model's output that an earlier stage computed",
                 rule="The last stage has what its own layers and what stands behind them give",

@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.utils import prune
 
 import shardformer
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, InputError
 from shardformer.mesh.context import ParallelContext
 from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import MAIN, Batches, Sample
@@ -199,6 +199,16 @@ def test_what_is_given_a_part_beside_the_entry_of_a_block_may_not_be_hooked() ->
             model(**given)
 
     run_as_threads(do, tensor=2)
+
+
+def test_a_batch_without_a_label_that_counts_is_told_in_a_pipeline() -> None:
+    def do(context: ParallelContext) -> None:
+        pipeline = shardformer.Pipeline(sharded(context), micro_batches=2)
+        given = batch()
+        pipeline.step({**given, "labels": torch.full_like(given["labels"], -100)})
+
+    with pytest.raises(InputError, match="All labels of the batch are -100"):
+        run_as_threads(do, pipe=2)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which torch.compile reads of what enters
