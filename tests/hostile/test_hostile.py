@@ -8,7 +8,7 @@ from tests.hostile import arguments, divergence, mutations
 from tests.hostile.faults import Fault, ended
 from tests.hostile.net import EQUAL, FINDINGS, HANGS, RAW, WRONG, Case, Trace, drawn, outcome
 
-SOME = {"argument": (arguments.cases, 60), "divergence": (divergence.cases, 25), "mutation": (mutations.cases, 25)}
+SOME = {"argument": (arguments.cases, 40), "divergence": (divergence.cases, 25), "mutation": (mutations.cases, 15)}
 
 
 @pytest.mark.parametrize("kind", SOME)
