@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
+import struct
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,12 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from shardformer.errors import LaunchError
 
+INTERFACE = "GLOO_SOCKET_IFNAME"
+LOOPBACK = "lo"
+ELSEWHERE = "192.0.2.1"
+"""An address that nobody has (RFC 5737, for documentation)."""
+SIOCGIFADDR = 0x8915
+"""Linux's request for the address of an interface (``man 7 netdevice``)."""
 POLL_S = 0.01
 REST_S = 2.0  # threads that run on by then are the user's own
 
@@ -35,6 +44,7 @@ def join_process_group(device: torch.device, backend: str | None, timeout_s: flo
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    _choose_interface()
     backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     timeout, store = timedelta(seconds=timeout_s), _store_of_attempt(timedelta(seconds=timeout_s))
     if store is None:
@@ -43,6 +53,42 @@ def join_process_group(device: torch.device, backend: str | None, timeout_s: flo
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     atexit.register(leave_process_group)
+
+
+def _choose_interface() -> None:
+    """Names the interface that reaches the first host, where there are several hosts and the user named none.
+
+    gloo takes the one that this host's name resolves to, and says it to the others: on a host whose name stands for
+    127.0.0.1 in /etc/hosts nobody would reach it.
+    """
+    env = os.environ
+    alone = env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]) == env["WORLD_SIZE"]
+    if INTERFACE in env or alone:
+        return
+    name = interface_towards(env["MASTER_ADDR"])
+    if name == LOOPBACK:  # the first host's name for itself: the interface that leads out
+        name = interface_towards(ELSEWHERE)
+    if name not in (None, LOOPBACK):
+        env[INTERFACE] = name
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface of this machine by which ``host`` is reached; None where the system does not tell."""
+    try:
+        import fcntl  # not on every system
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing: the system chooses a route
+            mine = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                with suppress(OSError):
+                    # struct ifreq: the name, then a sockaddr, whose address follows its family and port
+                    answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                    if socket.inet_ntoa(answer[20:24]) == mine:
+                        return name
+    except (OSError, ImportError):
+        pass
+    return None
 
 
 def _store_of_attempt(timeout: timedelta) -> Any:

@@ -1,4 +1,4 @@
-"""The end of a process that used gloo. What its beginning accepts is in test_context.py."""
+"""The end of a process that used gloo, and the interface that it uses. What its beginning accepts: test_context.py."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
+from shardformer.mesh import process_group
+from shardformer.mesh.process_group import INTERFACE, interface_towards
 
 ENDINGS = """
     import atexit, os, sys
@@ -37,3 +40,32 @@ def test_a_process_ends_without_an_abort_in_a_thread_of_gloo(tmp_path: Path) -> 
     script = [sys.executable, "-c", textwrap.dedent(ENDINGS), *stores]
     done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["0"] * 20, done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the addresses of interfaces")
+def test_the_interface_towards_a_host_is_found() -> None:
+    assert interface_towards("127.0.0.1") == "lo"
+    assert interface_towards("no.such.host.invalid") is None
+
+
+@pytest.mark.parametrize(
+    ("env", "routes", "chosen"),
+    [
+        ({"LOCAL_WORLD_SIZE": "1"}, {"first": "eth3"}, "eth3"),
+        ({"LOCAL_WORLD_SIZE": "1"}, {"first": "lo", process_group.ELSEWHERE: "eth0"}, "eth0"),
+        ({"LOCAL_WORLD_SIZE": "1"}, {"first": "lo", process_group.ELSEWHERE: None}, None),
+        ({"LOCAL_WORLD_SIZE": "1", INTERFACE: "ib0"}, {"first": "eth3"}, "ib0"),
+        ({"LOCAL_WORLD_SIZE": "2"}, {"first": "eth3"}, None),
+    ],
+)
+def test_several_hosts_use_the_interface_that_reaches_the_first(
+    env: dict[str, str], routes: dict[str, str | None], chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of a host may stand for 127.0.0.1, at which no other reaches it."""
+    monkeypatch.delenv(INTERFACE, raising=False)
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "first", **env}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(process_group, "interface_towards", routes.get)
+    process_group._choose_interface()
+    assert os.environ.get(INTERFACE) == chosen
+    monkeypatch.delenv(INTERFACE, raising=False)
