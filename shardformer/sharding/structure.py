@@ -61,7 +61,7 @@ class Structure:
                 *map(id, module._parameters.values()),
                 *(len(getattr(module, table)) for table in HOOKS),
                 id(type(module)),
-                id(vars(module).get("forward")),
+                _own_forward(module),
             )
             for module in self._modules
         )
@@ -101,7 +101,7 @@ class Structure:
         for path, module in model.named_modules():
             if path not in self._parts and not isinstance(module, ParallelModule):
                 continue
-            now = (id(type(module)), id(vars(module).get("forward")))
+            now = (id(type(module)), _own_forward(module))
             if before.get(id(module), now) != now:
                 raise ConfigError(
                     f"{path} ({type(module).__name__}) has another forward since it was sharded",
@@ -173,6 +173,14 @@ def _at(model: nn.Module, path: str) -> nn.Module | None:
         return model.get_submodule(path)
     except AttributeError:
         return None
+
+
+def _own_forward(module: nn.Module) -> int:
+    """A number of the forward that somebody put in the module's place; 0 for that of its class, and for a stage's."""
+    forward = vars(module).get("forward")
+    is_ours = type(forward).__module__.partition(".")[0] == "shardformer"
+    is_of_class = getattr(forward, "__func__", None) is type(module).forward
+    return 0 if forward is None or is_ours or is_of_class else id(forward)
 
 
 def _hooks_of(module: nn.Module, tables: Sequence[str]) -> Iterator[Callable[..., Any]]:
