@@ -13,10 +13,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from shardformer.testing.pool import Pools, WorkerPool
 
 torch.set_num_threads(1)
+settings.register_profile("no deadline", deadline=None)  # what an example takes depends on what else runs
+settings.load_profile("no deadline")
 
 # docs/features.md is made of what the tests say.
 pytest_plugins = ["tests.feature_table"]

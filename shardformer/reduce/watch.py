@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardformer.comm.collectives import checksum, digest, gather_objects
 from shardformer.comm.values import has_values
@@ -48,8 +49,8 @@ PART_BYTES = 2**18
 """Of weights, at the least, that one message is about."""
 ROUNDINGS, MOST = 100, 0.01
 """How far weights may differ that ranks with one batch hold alike: so many roundings of a number, at most this part."""
-KINDS = 8
-"""Rows of random signs."""
+SIGNS = 2**14
+"""Random signs that are drawn: of more numbers each stretch has the same, under a sign of its own."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class Watch:
 
     def __post_init__(self) -> None:
         _see_optimizers()
+        _signs(self.state.context.device)  # before anybody measures the memory of a step
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
         return Watch(deepcopy(self.state, memo), self.training)  # a copied model has no optimizer
@@ -183,10 +185,9 @@ class Watch:
 
     def _sketch(self, axis: Axis) -> tuple[float, float]:
         """Of such a part the sum under random signs, and the norm."""
-        sums = []
-        for number, x in enumerate(self._stretches(axis)):
-            wide = x.double()
-            sums.append(torch.stack([wide @ _signs(number, len(x), x.device), wide @ wide]))
+        stretches = self._stretches(axis)
+        with _disable_current_modes():  # what is measured or recorded of a step is that of the model
+            sums = [_projected(x, number) for number, x in enumerate(stretches)]
         found = self._summed(f"sketch {axis.name}", sums) or (0.0, 0.0)
         return found[0], found[1] ** 0.5
 
@@ -300,17 +301,26 @@ def _number_of(bits: int) -> float:
     return number
 
 
-_SIGNS: dict[tuple[int, torch.device], Tensor] = {}
+def _projected(x: Tensor, number: int) -> Tensor:
+    """Of a row of numbers the sum under random signs, others for each ``number``, and the sum of squares."""
+    wide, signs = x.double(), _signs(x.device)
+    rows = [wide[at : at + len(signs)] for at in range(0, len(wide), len(signs))]
+    sums = torch.stack([row @ signs[: len(row)] for row in rows])
+    return torch.stack([sums @ _signs(x.device).roll(number)[: len(sums)], wide @ wide])
 
 
-def _signs(number: int, count: int, device: torch.device) -> Tensor:
-    """So many signs, alike in every process: others for each parameter of a part."""
-    known = _SIGNS.get((number % KINDS, device))
-    if known is None or len(known) < count:
-        generator = torch.Generator().manual_seed(number % KINDS)
-        drawn = torch.randint(0, 2, (max(count, 2**10),), generator=generator, dtype=torch.int8)
-        known = _SIGNS[number % KINDS, device] = (drawn.double() * 2 - 1).to(device)
-    return known[:count]
+_SIGNS: dict[torch.device, Tensor] = {}
+
+
+def _signs(device: torch.device) -> Tensor:
+    """Signs that are alike in every process."""
+    known = _SIGNS.get(device)
+    if known is None:
+        drawn = torch.randint(0, 2, (SIGNS,), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+        known = (drawn.double() * 2 - 1).to(device)
+        if has_values(known):  # not those of a trace
+            _SIGNS[device] = known
+    return known
 
 
 def _numbers_of(group: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ from shardformer.testing.zoo import MAIN, Batches, Sample
 
 STEPS = 3
 RATE = 0.1
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 NEAR = 2e-4
 FAMILIES = ("llama", "gpt2", "bert", "t5")
 
