@@ -66,7 +66,8 @@ def pairs_in_a_row(count: int) -> list[int]:
 
 def _tour(family: str, layouts: list[Layout] | None = None) -> tuple[float, list[Moved]]:
     if layouts is None:
-        layouts = LAYOUTS if family in MAIN else LAYOUTS[:3]  # a family that is found is found anew for each layout
+        # every pair for two of them; a family that is found is found anew for each layout
+        layouts = LAYOUTS if family in ("llama", "gpt2") else LAYOUTS[:4] if family in MAIN else LAYOUTS[:3]
     way = pairs_in_a_row(len(layouts))
     stays, engine = made(family, layouts[0]), made(family, layouts[0])
     expected, found = [next_loss(stays) for _ in way], [next_loss(engine)]
@@ -81,7 +82,8 @@ def _tour(family: str, layouts: list[Layout] | None = None) -> tuple[float, list
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "bert", "stablelm"])
 def test_each_layout_becomes_each_other_one(pool4: WorkerPool, family: str) -> None:
-    found = pool4.run(_tour, family)
+    with pool4.with_timeout(150):  # an engine is built for each of 31 layouts
+        found = pool4.run(_tour, family)
     assert max(difference for difference, _ in found) < 1e-6
     for moves in zip(*(moves for _, moves in found), strict=True):
         assert sum(m.sent for m in moves) == sum(m.received for m in moves) > 0
