@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError
+from shardformer.mesh.context import ParallelContext
 from shardformer.testing.pool import WorkerPool
 from shardformer.testing.zoo import Batches, Sample, sample_loss
 from shardformer.verify import verify
@@ -74,7 +75,7 @@ def test_what_cannot_be_compared_is_refused_alike_on_all_ranks(
 
 
 def test_a_config_that_names_a_group_is_refused(pool2: WorkerPool) -> None:
-    config = ShardConfig(context=object())  # type: ignore[arg-type]  # any group will do
+    config = ShardConfig(context=ParallelContext.of({}))
     with pytest.raises(ConfigError, match="lays its own grid"):
         verify(Sample("gpt2"), Batches("GPT2LMHeadModel"), config=config, pool=pool2)
 
