@@ -126,11 +126,6 @@ class ShardConfig:
         kinds: dict[str, tuple[Any, type, str]] = {
             "context": (self.context, ParallelContext, "the grid that launch_from_torch returned"),
             "stream": (self.stream, StreamLayout, "a StreamLayout, which says how activations between the blocks lie"),
-            "tensor_parallel_process_group": (
-                self.tensor_parallel_process_group,
-                dist.ProcessGroup,
-                "a group of torch.distributed",
-            ),
         }
         for name, (value, kind, what) in kinds.items():
             expect(

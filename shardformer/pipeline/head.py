@@ -80,7 +80,8 @@ class Head:
     def _check_first(self, loss: Tensor, output: Any) -> None:
         """The first loss of all is a number, unless the model gives none; not NaN that stands for another stage's."""
         ended_well, self._stage_forward.ended_well = self._stage_forward.ended_well, None
-        if not ended_well or not is_placeholder(loss):
+        outputs = [t for _, t in tensors_of({"output": output})]
+        if not ended_well or not is_placeholder(loss) or not any(map(is_placeholder, outputs)):
             return
         given = [(name[-1], t) for part in self._parts for name, t in tensors_of(part) if not t.is_floating_point()]
         labels = [t for name, t in given if "label" in str(name)]
@@ -90,13 +91,12 @@ class Head:
                 rule=f"A mean is over the labels that count, and {IGNORED} marks those that do not",
                 remedy="Look at the collator or the mask that writes the labels, and leave such a batch out",
             )
-        if any(is_placeholder(t) for _, t in tensors_of({"output": output})):
-            raise ConfigError(
-                "The loss is NaN: it reads something in the model's output that an earlier stage computed",
-                rule="The last stage has what its own layers and what stands behind them give",
-                remedy="Give Pipeline(..., loss_fn=) that reads the last states or the logits only; where the model's "
-                "head reads states between its layers, leave pipe out",
-            )
+        raise ConfigError(
+            "The loss is NaN: it reads something in the model's output that an earlier stage computed",
+            rule="The last stage has what its own layers and what stands behind them give",
+            remedy="Give Pipeline(..., loss_fn=) that reads the last states or the logits only; where the model's "
+            "head reads states between its layers, leave pipe out",
+        )
 
     def close(self) -> None:
         """After the last forward, or an error."""

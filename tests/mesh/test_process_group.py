@@ -62,10 +62,7 @@ def test_several_hosts_use_the_interface_that_reaches_the_first(
     env: dict[str, str], routes: dict[str, str | None], chosen: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The name of a host may stand for 127.0.0.1, at which no other reaches it."""
-    monkeypatch.delenv(INTERFACE, raising=False)
-    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "first", **env}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(process_group.os, "environ", {"WORLD_SIZE": "2", "MASTER_ADDR": "first", **env})
     monkeypatch.setattr(process_group, "interface_towards", routes.get)
     process_group._choose_interface()
-    assert os.environ.get(INTERFACE) == chosen
-    monkeypatch.delenv(INTERFACE, raising=False)
+    assert process_group.os.environ.get(INTERFACE) == chosen
