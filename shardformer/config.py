@@ -123,18 +123,10 @@ class ShardConfig:
                 rule="It is a PipelineStageManager, which says how layers are cut into stages, and the schedule",
                 remedy="Write PipelineStageManager(context, schedule='1f1b'), or leave it out",
             )
-        kinds: dict[str, tuple[Any, type, str]] = {
-            "context": (self.context, ParallelContext, "the grid that launch_from_torch returned"),
-            "stream": (self.stream, StreamLayout, "a StreamLayout, which says how activations between the blocks lie"),
-        }
-        for name, (value, kind, what) in kinds.items():
-            expect(
-                name,
-                value,
-                value is None or isinstance(value, kind),
-                f"It is {what}",
-                f"Give that, or leave {name} out",
-            )
+        is_grid = isinstance(self.context, ParallelContext | None)
+        expect("context", self.context, is_grid, "It is the grid that launch_from_torch returned", "Leave context out")
+        is_layout = isinstance(self.stream, StreamLayout | None)
+        expect("stream", self.stream, is_layout, "It says how activations between the blocks lie", "Leave stream out")
         switches = {n: getattr(self, n) for n in self.__dataclass_fields__ if n.startswith("enable_")}
         switches |= {"watch": self.watch, "check_inputs": self.extra_kwargs.get("check_inputs", True)}
         wrong = next((n for n, value in switches.items() if not isinstance(value, bool)), None)

@@ -70,12 +70,11 @@ def expect(name: str, value: object, is_right: bool, rule: str, remedy: str) -> 
         raise ConfigError(f"{name}={value!r:.80}", rule=rule, remedy=remedy)
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+def nearest(name: object, known: Iterable[str], count: int = 3) -> str:
     """The known names nearest to ``name``, as a sentence: ``Did you mean 'a'?``, or a short listing."""
-    names = sorted(set(known))
-    name = str(name)  # a value of another kind may have come
-    same = [n for n in names if n.lower() == name.lower()]
-    close = same or get_close_matches(name, names, n=count, cutoff=0.4)
+    names, said = sorted(set(known)), str(name)
+    same = [n for n in names if n.lower() == said.lower()]
+    close = same or get_close_matches(said, names, n=count, cutoff=0.4)
     if close:
         return "Did you mean " + " or ".join(repr(c) for c in close) + "?"
     shown = ", ".join(repr(n) for n in names[:8])

@@ -96,6 +96,5 @@ def _check_kinds(model: Any, context: Any, data_options: Any, **functions: Any) 
 def _asked(parallel: Any, scheduler_every: str) -> Parallel:
     if scheduler_every not in EVERY:
         rule = f"The scheduler steps every {' or '.join(EVERY)}"
-        remedy = nearest(str(scheduler_every), EVERY)
-        raise ConfigError(f"scheduler_every={scheduler_every!r:.80}", rule=rule, remedy=remedy)
+        raise ConfigError(f"scheduler_every={scheduler_every!r}", rule=rule, remedy=nearest(scheduler_every, EVERY))
     return Parallel.of(parallel(num_processes()) if callable(parallel) else parallel)

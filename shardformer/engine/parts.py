@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardformer.activations.attach import store_activations
+from shardformer.comm.agree import agree
 from shardformer.engine.batch import loss_of_target
 from shardformer.engine.optimizers import Held, MakeOptimizer
 from shardformer.engine.parallel import Parallel
@@ -22,7 +23,6 @@ from shardformer.mesh.context import ParallelContext, with_tensor
 from shardformer.mesh.launch import launch_from_torch
 from shardformer.optim.zero import zero
 from shardformer.sharder import shard_model
-from shardformer.sharding.agree import agree
 
 LAUNCHED = ("RANK", "SLURM_PROCID")
 """What the environment of a process has that a launcher started."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shardformer.comm.collectives import gather_objects
+from shardformer.comm.agree import agree
 from shardformer.errors import ConfigError, expect
 from shardformer.layout.state import ShardedState
 from shardformer.optim.settings import Settings
@@ -26,26 +26,18 @@ def as_list(optimizer: Any) -> list[Optimizer]:
 
 
 def check_given(settings: Settings, optimizers: Sequence[Optimizer], table: ShardedState) -> None:
-    """Raises ConfigError for what ``zero`` cannot do with what it was given. Communicates what was asked for."""
-    check_optimizers(optimizers, table)
-    check_memory(table)
-    check_alike(settings, optimizers, table)
+    """Raises ConfigError, on every rank, where one cannot do what it was asked for, or was asked for something else.
 
+    Communicates as ``agree``.
+    """
 
-def check_alike(settings: Settings, optimizers: Sequence[Optimizer], table: ShardedState) -> None:
-    """Raises ConfigError, on every rank, when ranks ask for something else. Communicates a few lines over each axis."""
-    lines = [f"{name}={value!r}" for name, value in vars(settings).items()]
-    lines += [type(optimizer).__name__ for optimizer in optimizers]
-    for axis in table.context.axes.values():
-        for other, theirs in enumerate(gather_objects(lines, axis)):
-            mine = next((line for line in lines if line not in theirs), "")
-            if theirs != lines:
-                raise ConfigError(
-                    f"Ranks of the {axis.name} axis ask zero for different things: this one {mine!r}, and rank "
-                    f"{axis.ranks[other]} {next((line for line in theirs if line not in lines), '')!r}",
-                    rule="All ranks keep and send the same in the same way",
-                    remedy="Give zero the same on every rank",
-                )
+    def check() -> list[str]:
+        check_optimizers(optimizers, table)
+        check_memory(table)
+        lines = [f"{name}={value!r}" for name, value in vars(settings).items()]
+        return lines + [type(optimizer).__name__ for optimizer in optimizers]
+
+    agree(table.context, check, lambda lines: lines, doing="train with these optimizers")
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], table: ShardedState) -> None:

@@ -208,12 +208,10 @@ class Offload:
         if share != FREE and not is_share:
             rule, remedy = "It is a share, from 0 to 1, or 'free'", "Write on_device=0.5"
             raise ConfigError(f"on_device={share!r}", rule=rule, remedy=remedy)
-        at_least = {"buffers": 2, "threads": 1}
-        for name, least in at_least.items():
-            given = getattr(self, name)
-            is_right = (given is None and name == "threads") or (type(given) is int and given >= least)
-            rule = "One bucket is read while another one is updated" if name == "buffers" else "It is a count"
-            expect(f"Offload({name})", given, is_right, rule, f"Write {name}=3")
+        is_right = type(self.buffers) is int and self.buffers >= 2
+        expect("buffers", self.buffers, is_right, "One bucket is read while another one is updated", "Write buffers=3")
+        is_right = self.threads is None or (type(self.threads) is int and self.threads >= 1)
+        expect("threads", self.threads, is_right, "It is a number of threads, one or more", "Leave threads out")
         given = self.bandwidth
         is_right = given is None or (isinstance(given, int | float) and not isinstance(given, bool) and given > 0)
         expect("Offload(bandwidth)", given, is_right, "It is a number of bytes a second", "Leave bandwidth out")

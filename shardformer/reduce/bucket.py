@@ -6,7 +6,7 @@ HandOver    each rank gets its shard of the sum, for its optimizer     one reduc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -284,8 +284,9 @@ class HandOver:
         bucket.flat = bucket.new_flat(ranks * (each + len(tail)))
         rows = bucket.flat.view(ranks, each + len(tail))
         rows[:, each:] = torch.tensor(tail, dtype=rows.dtype, device=rows.device)
-        for rank in range(ranks):
-            _clear_gaps(rows[rank, :each], [_within(p, rank * each, each) for p in places])
+        for gap in _gaps(places, ranks * each):
+            for rank in range(gap.start // each, -(-gap.stop // each)):
+                rows[rank, max(gap.start - rank * each, 0) : min(gap.stop - rank * each, each)] = 0
         for gradient, place in zip(bucket.gradients, places, strict=True):
             _pack_rows(gradient, place, rows[:, :each])
             gradient.param.grad = None
@@ -307,7 +308,8 @@ class HandAll(HandOver):
     def start(self, bucket: Bucket) -> None:
         total, tail = self._length(bucket), bucket.tail()
         bucket.flat = flat = bucket.new_flat(total + len(tail))
-        _clear_gaps(flat[:total], bucket.places()[1])
+        for gap in _gaps(bucket.places()[1], total):
+            flat[gap] = 0
         flat[total:] = torch.tensor(tail, dtype=flat.dtype, device=flat.device)
         for gradient, place in zip(bucket.gradients, bucket.places()[1], strict=True):
             gradient.pack(flat[place], gradient.divisor)
@@ -328,18 +330,15 @@ def _with_gap(numel: int) -> int:
     return -(-numel // ALIGNED) * ALIGNED
 
 
-def _within(place: slice, begin: int, length: int) -> slice:
-    """What of a place lies in a stretch, counted from where this begins."""
-    return slice(min(max(place.start - begin, 0), length), min(max(place.stop - begin, 0), length))
-
-
-def _clear_gaps(flat: Tensor, places: Sequence[slice]) -> None:
-    """What no gradient fills is 0."""
+def _gaps(places: Sequence[slice], total: int) -> Iterator[slice]:
+    """What no gradient fills of so many numbers."""
     end = 0
     for place in sorted(places, key=lambda place: place.start):
-        flat[end : place.start] = 0
+        if place.start > end:
+            yield slice(end, place.start)
         end = max(end, place.stop)
-    flat[end:] = 0
+    if total > end:
+        yield slice(end, total)
 
 
 def _pack_rows(gradient: Gradient, place: slice, rows: Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardformer.comm.agree import agree
 from shardformer.config import ShardConfig
 from shardformer.errors import PolicyError
 from shardformer.layers.random_stream import align_random
@@ -29,7 +30,7 @@ from shardformer.policies.describe import SubModuleReplacementDescription
 from shardformer.policies.paths import owner_of, value_at
 from shardformer.policies.policy import Policy
 from shardformer.reduce.watch import Watch
-from shardformer.sharding.agree import agree, agree_on_group, agree_on_token, agree_on_weights, model_lines
+from shardformer.sharding.agree import agree_on_group, agree_on_token, agree_on_weights, model_lines
 from shardformer.sharding.checks import (
     check_layouts,
     check_plain,

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardformer.comm.agree import agree, gather_all
 from shardformer.comm.collectives import broadcast, gather_objects
 from shardformer.comm.gather import gather_full
 from shardformer.errors import ConfigError, InputError
 from shardformer.layers.tensor.embedding import Embedding1D, VocabParallelEmbedding1D
 from shardformer.layout.state import ShardedState, state_of
-from shardformer.sharding.agree import agree, gather_all, wait_for_all
+from shardformer.sharding.agree import wait_for_all
 from shardformer.sharding.replace import check_folder, replace_folder
 from shardformer.sharding.stages import Stages
 
