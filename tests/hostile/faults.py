@@ -5,23 +5,33 @@ python tests/hostile/faults.py --every 4
 
 from __future__ import annotations
 
-import argparse
 import os
-import random
 import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
+
+from tests.hostile.net import EQUAL, HANGS, NOTICED, RAW, WRONG, Case, Outcome
 
 HOW = ("KILL", "TERM", "STOP", "exit 0", "raise", "interrupt", "swallow")
 WHEN = ("launch", "shard", "forward", "backward", "step", "save")
 LAYOUTS = ("tensor", "pipe", "data")
+OUTCOMES = {
+    "ended and named": NOTICED,
+    "went on": EQUAL,
+    "nobody noticed": WRONG,
+    "ended with 0": WRONG,
+    "nobody is named": RAW,
+    "hang": HANGS,
+}
+"""What ``ended`` says -> what it is to the net."""
 ODD = 1
 TIMEOUT_S = 10
 LIMIT_S = 60
@@ -96,15 +106,8 @@ print("DONE", flush=True)
 def ended(fault: Fault) -> tuple[str, float]:
     """What came of it: "ended and named", "went on", or what is wrong; and after how many seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "shardformer",
-            "run",
-            "--nproc_per_node",
-            "2",
-            str(script(Path(folder), fault)),
-        ]
+        launcher = [sys.executable, "-m", "shardformer", "run", "--nproc_per_node", "2"]
+        command = [*launcher, str(script(Path(folder), fault))]
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
         start = time.monotonic()
         child = subprocess.Popen(
@@ -126,29 +129,14 @@ def ended(fault: Fault) -> tuple[str, float]:
     return "ended and named", seconds
 
 
-def faults() -> list[Fault]:
-    return [Fault(*each) for each in product(HOW, WHEN, LAYOUTS)]
+def cases() -> Iterator[Case]:
+    """As cases of the net: what each of them does is in a process of its own."""
+    for how, when, axis in product(HOW, WHEN, LAYOUTS):
+        found = partial(outcome_of, Fault(how, when, axis))
+        yield Case("fault", f"{how} in {when}", {axis: 2}, lambda context: None, how=found)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--every", type=int, default=1, help="of so many faults one")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--match", default="")
-    asked = parser.parse_args()
-    tried = faults()
-    random.Random(asked.seed).shuffle(tried)
-    tried = [fault for fault in tried if asked.match in str(fault)][:: asked.every]
-    counts: Counter[str] = Counter()
-    slowest = 0.0
-    for fault in tried:
-        what, seconds = ended(fault)
-        counts[what.partition(":")[0]] += 1
-        slowest = max(slowest, seconds)
-        print(f"{seconds:5.1f} s  {fault}: {what}", flush=True)
-    print(f"{len(tried)} faults: {dict(counts)}; the slowest ended after {slowest:.0f} s")
-    return int(set(counts) - {"ended and named", "went on"} != set())
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def outcome_of(fault: Fault, case: Case) -> Outcome:
+    what, seconds = ended(fault)
+    kind, _, said = what.partition(":\n")
+    return Outcome(case, OUTCOMES[kind], said, seconds)
