@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.grid import AXES, Grid
+from shardformer.mesh.lost import Peers
 from shardformer.mesh.processes import Processes, ProcessGroupTransport
 from shardformer.mesh.sizes import GridSizes, RingOfGroups, Sizes, agreed_grid
 from shardformer.mesh.traffic import Traffic
@@ -179,8 +180,12 @@ class ParallelContext:
         line = next((line for line in lines if self.rank in line), (self.rank,))
         if transport is None:
             transport = NOBODY if self.world is None else self.world.connect(lines)
+        place = line.index(self.rank)
+        if isinstance(transport, ProcessGroupTransport):
+            hosts = [self.grid.hosts[self.grid.ranks.index(rank)] for rank in line] if self.grid.hosts else ()
+            transport.peers = Peers(line, place, name, hosts, self.traffic)
         crosses = self.grid.crosses_hosts(line)
-        axis = Axis(name, len(line), line.index(self.rank), transport, line, self.traffic, crosses)
+        axis = Axis(name, len(line), place, transport, line, self.traffic, crosses)
         return self._by_lines.setdefault(lines, axis)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelContext:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
+from shardformer.mesh.lost import Peers, ReachedWork
 from shardformer.mesh.transport import NOBODY, Lines, Transport, Work
 
 
@@ -45,12 +46,17 @@ def launcher_store() -> Any:
 
 
 class ProcessGroupTransport:
-    """Carries over one process group."""
+    """Carries over one process group.
+
+    Attributes:
+        peers: who is on the other side, for the error that names one who is gone.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self._ranks = dist.get_process_group_ranks(group)
         self._rank = self._ranks.index(dist.get_rank())
+        self.peers = Peers(self._ranks, self._rank)
         # get_backend gives "cpu:gloo,cuda:nccl" for a group of two backends; the configuration names each device's
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._backends = {device: backend for device, backend in pairs}
@@ -70,15 +76,15 @@ class ProcessGroupTransport:
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
-        return _started(dist.all_reduce(x, op=reduce_op, group=self.group, async_op=True))
+        return self._started(dist.all_reduce(x, op=reduce_op, group=self.group, async_op=True), "an all-reduce")
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return _started(gather(out, x, group=self.group, async_op=True))
+        return self._started(gather(out, x, group=self.group, async_op=True), "an all-gather")
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return _started(scatter(out, x, group=self.group, async_op=True))
+        return self._started(scatter(out, x, group=self.group, async_op=True), "a reduce-scatter")
 
     def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
         """Between two ranks one all-to-all, which gloo gives less to do than a send and a receive (measured: half the
@@ -96,25 +102,29 @@ class ProcessGroupTransport:
         given = like.new_empty(0) if out is None else out.view(-1)
         taken = like.new_empty(0) if into is None else into.view(-1)
         take_by_rank, give_by_rank = ([take, 0], [give, 0]) if self._rank == 1 else ([0, take], [0, give])
-        return [dist.all_to_all_single(taken, given, take_by_rank, give_by_rank, group=self.group, async_op=True)]
+        work = dist.all_to_all_single(taken, given, take_by_rank, give_by_rank, group=self.group, async_op=True)
+        return [self._started(work, "an exchange", 1 - self._rank)]
 
     def send(self, x: Tensor, to: int, tag: int) -> Work:
-        return _started(dist.isend(x, self._ranks[to], group=self.group, tag=tag))
+        return self._started(dist.isend(x, self._ranks[to], group=self.group, tag=tag), "a send", to)
 
     def receive(self, x: Tensor, source: int, tag: int) -> Work:
-        return _started(dist.irecv(x, self._ranks[source], group=self.group, tag=tag))
+        return self._started(dist.irecv(x, self._ranks[source], group=self.group, tag=tag), "a receive", source)
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        dist.broadcast(x, src=self._ranks[source], group=self.group)
+        with self.peers.reached("a broadcast"):
+            dist.broadcast(x, src=self._ranks[source], group=self.group)
 
     def broadcast_object(self, value: Any, source: int) -> Any:
         box = [value]
-        dist.broadcast_object_list(box, src=self._ranks[source], group=self.group)
+        with self.peers.reached("a broadcast"):
+            dist.broadcast_object_list(box, src=self._ranks[source], group=self.group)
         return box[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
         out: list[Any] = [None] * len(self._ranks)
-        dist.all_gather_object(out, value, group=self.group)
+        with self.peers.reached("a gather of objects"):
+            dist.all_gather_object(out, value, group=self.group)
         return out
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -125,7 +135,7 @@ class ProcessGroupTransport:
             others = [rank for rank in range(len(parts)) if rank != self._rank]
             works = self.exchange(dict.fromkeys(others, mine), {rank: parts[rank] for rank in others})
         else:
-            works = [_started(dist.all_gather(parts, mine, group=self.group, async_op=True))]
+            works = [self._started(dist.all_gather(parts, mine, group=self.group, async_op=True), "an all-gather")]
         for work in works:
             work.wait()
         gathered: list[list[int]] = torch.cat(parts).tolist()
@@ -142,8 +152,5 @@ class ProcessGroupTransport:
             return [rank for rank, key in enumerate(keys) if not store.check([key])]
         return []
 
-
-def _started(work: Any) -> Work:
-    assert work is not None, "this process is in the group, as an axis has none of others"
-    started: Work = work
-    return started
+    def _started(self, work: Any, what: str, peer: int | None = None) -> Work:
+        return ReachedWork(work, self.peers, what, peer)

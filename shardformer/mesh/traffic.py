@@ -71,12 +71,14 @@ class Traffic:
         calls: what was started, in order. A tensor that is sent stands there once, with its sender.
         events: starts and waits, in order, those of what is received among them.
         where: what runs just now; ``within`` sets it.
+        steps: that optimizers made, as far as somebody counts them: an error says in which one it came up.
     """
 
     enabled: bool = False
     calls: list[Collective] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     where: Where = NOWHERE
+    steps: int = 0
 
     def start(self, call: Collective) -> Callable[[], None]:
         """Notes that ``call`` starts. Returns what notes that it is waited for."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from shardformer.errors import LaunchError
 from shardformer.layout.stream import StreamLayout
+from shardformer.mesh.lost import LostPeerError
 from shardformer.pipeline.actions import Action, Kind
 from shardformer.pipeline.backward import WeightBackward, backward_of_inputs
 from shardformer.pipeline.chain import Chain, UnitRange
@@ -21,9 +21,6 @@ from shardformer.pipeline.exchange import StageExchange
 from shardformer.pipeline.head import Head
 from shardformer.pipeline.schedule import Schedule
 from shardformer.pipeline.stage_forward import Payload, StageForward, StagePass
-
-LOST = ("Connection closed", "Connection reset", "Timed out", "Application timeout", "Broken pipe", "Socket", "remote")
-"""How gloo and NCCL say that a peer is gone."""
 
 
 @dataclass
@@ -207,7 +204,7 @@ class Runtime:
         try:
             yield
         except Exception as error:
-            if isinstance(error, RuntimeError) and any(word in str(error) for word in LOST):
+            if isinstance(error, LostPeerError) and self._exchange.waiting_for is not None:
                 raise _gone(self._exchange.waiting_for, where, error) from error
             error.add_note(f"In {where}.")
             raise
@@ -223,11 +220,9 @@ def _in_words(action: Action) -> str:
     return f"action {action} ({kind} of micro-batch {action.micro_batch} in virtual stage {action.stage})"
 
 
-def _gone(stage: int | None, where: str, error: Exception) -> LaunchError:
-    who = "Another stage" if stage is None else f"Stage {stage}"
-    said = re.sub(r"^(\[[^\]]*\]\s*)+", "", str(error).strip().partition(". This is")[0])
-    return LaunchError(
-        f"{who} is gone, which {where} needs ({said[:120]})",
+def _gone(stage: int, where: str, error: LostPeerError) -> LostPeerError:
+    return LostPeerError(
+        f"Stage {stage} is gone, which {where} needs. {error.what}",
         rule="All stages of a pipeline run a step together, and end together",
         remedy="See what the stage that ended first says",
     )

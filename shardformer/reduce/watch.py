@@ -117,6 +117,7 @@ class Watch:
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has changed the model's parameters."""
         self.steps += 1
+        self.state.context.traffic.steps = self.steps
         self.options = type(optimizer).__name__, tuple(map(_numbers_of, optimizer.param_groups))
 
     def speaks(self, training: bool) -> bool:
