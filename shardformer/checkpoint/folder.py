@@ -85,9 +85,9 @@ def begin(root: Path, hidden: Path) -> None:
     hidden.mkdir()
 
 
-def check_seen(hidden: Path, patience_s: float = SEEN_WITHIN_S) -> None:
+def check_seen(hidden: Path) -> None:
     """Raises ConfigError where this process does not see the hidden folder that the first one made."""
-    end, wait_s = time.monotonic() + patience_s, 0.002
+    end, wait_s = time.monotonic() + SEEN_WITHIN_S, 0.002
     while not hidden.is_dir():
         if time.monotonic() > end:
             raise ConfigError(

@@ -198,7 +198,7 @@ def test_a_folder_that_other_hosts_do_not_see(tmp_path: Path, monkeypatch: pytes
         return real(self) and not (self.name.startswith(".saving") and threading.current_thread().name != "rank-0")
 
     monkeypatch.setattr(Path, "is_dir", is_dir)
-    monkeypatch.setattr(folder_module.check_seen, "__defaults__", (0.2,))
+    monkeypatch.setattr(folder_module, "SEEN_WITHIN_S", 0.2)
 
     def do(context: ParallelContext) -> None:
         model = Net()

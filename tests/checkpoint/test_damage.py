@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardformer.checkpoint import files, snapshot
+from shardformer.checkpoint import files, folder, snapshot
 from shardformer.checkpoint.files import INDEX, DamagedError
 from shardformer.checkpoint.folder import LATEST, Keep
 from shardformer.checkpoint.load import Loaded, load_checkpoint
@@ -84,6 +84,12 @@ def check(path: Path, step: int) -> Loaded:
     assert found.step == step
     assert all(bool((tensor == step).all()) for tensor in state.values())
     return found
+
+
+@pytest.fixture(autouse=True)
+def not_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of one host see at once what the first one made, or it will never be there."""
+    monkeypatch.setattr(folder, "SEEN_WITHIN_S", 0.5)
 
 
 @pytest.fixture(scope="module")

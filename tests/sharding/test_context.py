@@ -282,7 +282,6 @@ def hybrid(family: str, head: str) -> tuple[nn.Module, list[dict[str, Any]]]:
     ("family", "head", "layout", "again"),
     [
         ("qwen3_next", "Qwen3NextForCausalLM", {"sequence": 2}, False),
-        ("jamba", "JambaForCausalLM", {"sequence": (2, 2), "tensor": 2}, False),
         ("jamba", "JambaForCausalLM", {"sequence": 2, "tensor": 2, "enable_sequence_parallelism": True}, False),
         ("minimax", "MiniMaxForCausalLM", {"sequence": 3, "way": "gather"}, True),
     ],

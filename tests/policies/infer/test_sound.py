@@ -155,3 +155,23 @@ def test_what_a_pipeline_needs_is_left_out_where_ranks_would_differ_with_it(
 def test_a_policy_is_found_although_no_gradients_are_wanted() -> None:
     model = transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=60, num_hidden_layers=2))
     assert infer(model).against_pipeline is None
+
+
+def test_what_cancels_out_in_fp32_inside_is_rounding_and_what_is_left_out_is_not() -> None:
+    class Inside(nn.Module):
+        """A scale whose gradient is a sum of much larger numbers, computed in fp32."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+            self.weight = nn.Parameter(torch.randn(64, 64, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.weight).float().mul(self.scale.float()).sin().sum(1)
+
+    torch.manual_seed(0)
+    x = torch.randn(32, 64, dtype=torch.float64)
+    reference = Reference.of(Inside(), lambda model: model(x))
+    largest = max(float(g.abs().max()) for g in reference.gradients.values() if g is not None)
+    assert 0 < reference.rounding["scale"] < 1e-5 * largest
+    assert reference.is_near("scale", reference.rounding["scale"]) and not reference.is_near("scale", 1e-3 * largest)
