@@ -18,8 +18,9 @@ from shardformer.policies.infer.infer import infer, infer_stacks
 from shardformer.policies.infer.prove_context import prove_context
 from shardformer.policies.infer.prove_grid import prove_grid
 from shardformer.policies.infer.trust import check_trusted
+from shardformer.policies.infer.ways_out import no_policy
 from shardformer.policies.policy import Policy
-from shardformer.policies.registry import FAMILIES, family_of, is_users, registered_policy
+from shardformer.policies.registry import is_users, registered_policy
 from shardformer.sharding.apply import Sharding
 from shardformer.sharding.costs import measured_costs
 
@@ -160,22 +161,6 @@ def measure_costs(
         return measured_costs(model, chain, lambda: model(**batch), rounds, device)
 
 
-EXAMPLE = """
-    import shardformer
-    from shardformer import MLP, Attention, Projections, RolePolicy, Stack
-
-    class MyPolicy(RolePolicy):
-        stack = Stack("layers", [                # the ModuleList of layers; what follows stands in each of them
-            Attention("attn", Projections(q="q", k="k", v="v", out="o"), counts={"num_heads": "heads"}),
-            MLP("mlp", up="fc1", down="fc2"),
-        ])
-        embeddings = "embed"                     # over the vocabulary
-        num_heads = 4                            # or the name of the config's field that says it
-
-    model = shardformer.shard_model(model, policy=MyPolicy)
-"""
-
-
 def resolve_policy(
     model: nn.Module, policy: Policy | type[Policy] | None, *, tensor: int | None = None
 ) -> tuple[Policy, str]:
@@ -184,7 +169,7 @@ def resolve_policy(
     Args:
         tensor: over how many ranks matrices will be cut, where that is known. Over one every model has a policy.
 
-    Raises PolicyError for a model of an unknown family, with an example of a policy.
+    Raises PolicyError for a model of an unknown family, with what to write.
     """
     if policy is not None:
         if not (issubclass(policy, Policy) if isinstance(policy, type) else isinstance(policy, Policy)):
@@ -212,16 +197,8 @@ def resolve_policy(
     except PolicyError as error:
         if tensor == 1:
             return infer_stacks(model), "the order of its layers"
-        not_inferred = error.what.partition(" could be inferred: ")[2] or error.what
-    family = family_of(model)
-    tried = f"it is of the model type {family!r}" if family else "it has no config with a model type"
-    raise PolicyError(
-        f"No policy for {type(model).__name__}: {tried}, no policy was given, "
-        f"and none was found by inference: {not_inferred}",
-        rule=f"The registered families are {', '.join(FAMILIES)}",
-        remedy=(f"{nearest(family, FAMILIES)} " if family else "")
-        + f"Say what the model is made of (docs/policies.md):\n{EXAMPLE}",
-    )
+        problem = error
+    raise no_policy(model, problem, tensor)
 
 
 def _policy_of_part(model: nn.Module) -> Policy:

@@ -22,7 +22,7 @@ def infer(
 ) -> None:
     """Find a policy for MODEL, prove it on a small twin, and print it as a table of roles."""
     from shardformer.policies.infer.infer import infer as infer_policy
-    from shardformer.policies.infer.write import source_of
+    from shardformer.policies.infer.write import python_of
     from shardformer.verify.model_source import find_model
 
     check_folder(model)
@@ -32,4 +32,4 @@ def infer(
     else:  # the weights are of no account
         source.config.architectures = [source.head]
         policy = infer_policy(source.config)
-    print("".join(f"# {note}\n" for note in policy.notes) + "\n" + source_of(policy, name), end="")
+    print(python_of(policy, name), end="")

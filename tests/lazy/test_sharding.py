@@ -29,6 +29,7 @@ from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import SMALL, Batches, Sample, sample_loss
 from shardformer.testing.zoo.shrink import shrunk
 from tests.lazy.living import Living
+from tests.pairwise import in_turn
 from tests.policies.toy import ToyLM, ToyPolicy
 
 OPTIONS = {"enable_sequence_parallelism": True, "enable_fused_normalization": True}
@@ -57,10 +58,10 @@ def assert_parts_of(model: nn.Module, plain: nn.Module, rank: int) -> None:
     assert any(spec.is_sharded for spec in specs.values())
 
 
-PAIRS = [  # each family over 2 and over 4 ranks, once plainly and once with all options
+WAYS = ((2, {}), (4, OPTIONS), (2, OPTIONS), (4, {}))
+PAIRS = [  # each family once, over 2 or over 4 ranks, plainly or with all options
     pytest.param(family, size, options, id=f"{family}-{size}-{'options' if options else 'plain'}")
-    for at, family in enumerate(sorted(SMALL))
-    for size, options in zip((2, 4), ({}, OPTIONS) if at % 2 else (OPTIONS, {}), strict=True)
+    for family, size, options in in_turn(sorted(SMALL), *WAYS)
 ]
 
 

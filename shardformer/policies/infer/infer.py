@@ -22,6 +22,7 @@ from shardformer.policies.infer.flow import given_by_layers, observe
 from shardformer.policies.infer.prove import Reference, mismatch
 from shardformer.policies.infer.sequence import along_sequence
 from shardformer.policies.infer.twin import twin_of
+from shardformer.policies.infer.write import python_of
 from shardformer.policies.paths import matching
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import Stack
@@ -37,14 +38,27 @@ MOST = 40
 OUTSIDE = "it stands outside of the layers"
 
 
+class NothingCutError(PolicyError):
+    """No block of a model could be described.
+
+    Attributes:
+        reasons: why not, of each linear that was looked at.
+    """
+
+    reasons: str = ""
+
+
 class InferredPolicy(RolePolicy):
-    """A table that was inferred and proven.
+    """A table that was inferred and proven. Printed, it is Python that can be saved and edited.
 
     Class attributes:
         layers: path of each stack -> what the layers of the twin are made of. Others were not proven.
     """
 
     layers: Mapping[str, frozenset[Made]] = MappingProxyType({})
+
+    def __str__(self) -> str:
+        return python_of(self)
 
     def replicated(self) -> None:
         """What no rule names stays whole: it could not be described."""
@@ -128,11 +142,15 @@ def infer_on(model: nn.Module, run: Forward) -> type[InferredPolicy]:
         if problem is None or not blocks:
             break
     if problem is not None:
-        raise PolicyError(
+        kind = PolicyError if blocks else NothingCutError
+        error = kind(
             f"No policy for {type(model).__name__} could be inferred: {problem}",
             rule="An inferred policy cuts the blocks of a stack of layers, proven on a small twin",
             remedy="Write the roles down (docs/policies.md)",
         )
+        if isinstance(error, NothingCutError):
+            error.reasons = problem
+        raise error
     policy.stack = _with_returns(policy, given_by_layers(model, run, policy.layers))
     proven = policy.stack
     stacks, policy.against_pipeline = along_depth(proof.reference, policy)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardformer.errors import PolicyError
 from shardformer.layers.dropout import silence_dropout
 from shardformer.policies.infer.prove import Reference, loss_of
-from shardformer.testing.zoo.inputs import Forward, batches_for, labelled, runner
+from shardformer.testing.zoo.inputs import Forward, UnknownInputsError, batches_for, labelled, runner
 from shardformer.testing.zoo.layers import kinds_of_layers, more_layers
 from shardformer.testing.zoo.shrink import SMALL_NUMEL, Shrinker
 
@@ -55,6 +55,8 @@ def twin_of(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> Twin
             if twin is not model and (lacks := kinds_of_layers(model) - kinds_of_layers(twin)):
                 raise ValueError(f"it lacks {len(lacks)} of the kinds of layers")
             return Twin(twin, *_runs(twin, batch))
+        except UnknownInputsError:
+            raise  # no other twin would be told
         except PolicyError as error:
             problems.append(error.what)
         except Exception as error:  # relations between the fields that no measurement tells

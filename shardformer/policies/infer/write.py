@@ -9,6 +9,11 @@ from typing import Any
 from shardformer.policies.role_policy import RolePolicy, Stack
 
 
+def python_of(policy: RolePolicy, name: str = "MyPolicy") -> str:
+    """The same, below what is noted of the policy."""
+    return "".join(f"# {note}\n" for note in policy.notes) + "\n" + source_of(policy, name)
+
+
 def source_of(policy: RolePolicy, name: str = "MyPolicy") -> str:
     """A module that defines ``policy`` as the class ``name``."""
     stacks = [policy.stack] if isinstance(policy.stack, Stack) else list(policy.stack)

@@ -20,15 +20,19 @@ SOUND = 3200
 """Samples of sound, of which feature extractors make a few frames."""
 
 
+class UnknownInputsError(PolicyError):
+    """What a model's forward takes is known to its author alone."""
+
+
 def batches_for(model: nn.Module) -> list[dict[str, Tensor]]:
     """Batches that the model's forward could take: with all that it names, and with only one kind of input.
 
-    Raises PolicyError for a model whose inputs are not known.
+    Raises UnknownInputsError for a model whose inputs are not known.
     """
     names = inspect.signature(model.forward).parameters
     made = dict(_inputs(model, set(names)))
     if not made:
-        raise PolicyError(
+        raise UnknownInputsError(
             f"What to feed {type(model).__name__} is not known: its forward takes {', '.join(names)}",
             rule="A policy is found in one forward, of tokens, images or sound",
             remedy="Give an example of a batch: infer(model, batch={...})",

@@ -1,0 +1,105 @@
+"""Where no policy is found, what is said fits the reason, and what it says to write works."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import shardformer
+from shardformer.errors import PolicyError
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+
+
+class Fed(nn.Module):
+    """An MLP between an embedding and a head, whose input has a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 12)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(12, 24), nn.GELU(approximate="tanh"), nn.Linear(24, 12)) for _ in range(2)
+        )
+        self.head = nn.Linear(12, 32)
+
+    def forward(self, words_of_text: Tensor, scale: float = 1.0) -> Tensor:
+        x = self.embed(words_of_text)
+        for layer in self.layers:
+            x = x + scale * layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+class Convolved(nn.Module):
+    """No linear gives to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        x = pixel_values
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def shard(model: nn.Module) -> Any:
+    return run_as_threads(lambda context: shardformer.shard_model(model, context=context), tensor=2)
+
+
+def test_a_model_with_an_input_of_its_own_is_told_how_to_give_one_and_that_works() -> None:
+    torch.manual_seed(0)
+    model = Fed()
+    with pytest.raises(PolicyError) as error:
+        shard(model)
+    line = re.search(r"policy = (.*)", str(error.value))
+    assert line is not None and line[1] == 'shardformer.infer(model, batch={"words_of_text": ...})'
+    batch = {"words_of_text": torch.randint(0, 32, (2, 5))}
+    policy = shardformer.infer(model, batch=batch)
+    expected = model(**batch)
+
+    def train(context: ParallelContext) -> Tensor:
+        found: Tensor = shardformer.shard_model(fed_like(model), type(policy), context=context)(**batch)
+        return found.detach()
+
+    for found in run_as_threads(train, tensor=2, in_turn=True):
+        assert torch.allclose(torch.as_tensor(found), expected, atol=1e-6)
+
+
+def fed_like(model: nn.Module) -> nn.Module:
+    copied = Fed()
+    copied.load_state_dict(model.state_dict())
+    return copied
+
+
+def test_what_is_printed_of_a_policy_is_python_that_says_the_same() -> None:
+    said = str(shardformer.infer(Fed(), batch={"words_of_text": torch.randint(0, 32, (2, 5))}))
+    names: dict[str, Any] = {}
+    exec(said, names)
+    assert said.startswith("# The policy was inferred") and issubclass(names["MyPolicy"], shardformer.RolePolicy)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "convolutions"])
+def test_where_nothing_can_be_cut_by_tensor_what_can_be_done_is_said(kind: str) -> None:
+    config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)
+    with pytest.raises(PolicyError) as error:
+        shard(transformers.MambaForCausalLM(config) if kind == "mamba" else Convolved())
+    said = str(error.value)
+    assert "nothing of its layers can be cut by tensor parallelism" in said and "tensor=2" in said
+    assert "launch_from_torch(data=2)" in said and "stage=3" in said and "pipe" in said.lower()
+    assert "Attention(" not in said
+
+
+def test_others_are_shown_a_policy_to_write() -> None:
+    class Odd(nn.Module):
+        def forward(self, pixel_values: Tensor) -> Tensor:
+            return pixel_values.missing  # type: ignore[attr-defined, no-any-return]
+
+    with pytest.raises(PolicyError, match=r"(?s)none was found by inference.*class MyPolicy\(RolePolicy\)"):
+        shard(Odd())
