@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from shardformer.cli._ending import STUCK
 from shardformer.cli._message import in_lines
 from shardformer.errors import TRACEBACK_VARIABLE, wants_traceback
 
@@ -54,13 +55,21 @@ def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[in
 
 
 def _order(failure: ProcessFailure) -> tuple[int, float]:
-    # A rank that was killed leaves no note, and what the others then raise is its consequence; so is a lost peer.
-    kind = 0 if -failure.exitcode in _FATAL else 2 if _lost_peer(failure) else 1
+    # A rank that was killed leaves no note, and what the others then raise is its consequence; so is a lost peer. One
+    # that the launcher had to kill was the reason of nothing but of others' waiting for it.
+    if failure.pid in STUCK:
+        kind = 2
+    else:
+        kind = 0 if -failure.exitcode in _FATAL else 3 if _lost_peer(failure) or _waited(failure) else 1
     return kind, float(_note(failure).get("time_s", failure.timestamp))
 
 
 def _lost_peer(failure: ProcessFailure) -> bool:
     return any(words in _text(failure) for words in _LOST_PEER)
+
+
+def _waited(failure: ProcessFailure) -> bool:
+    return (_note(failure).get("parts") or [""])[0] == "LostPeerError" or "Timed out waiting" in _text(failure)
 
 
 def _who(ranks: list[int], note: Mapping[str, Any]) -> str:
@@ -94,9 +103,12 @@ def _short(failure: ProcessFailure) -> str:
 def _cause(failure: ProcessFailure) -> str:
     if failure.exitcode < 0:
         how = f"killed by {failure.signal_name()}"
+        if failure.pid in STUCK:
+            return f"{how}: {STUCK[failure.pid]}"
         if -failure.exitcode == signal.SIGKILL:
             return f"{how} (often: the machine ran out of memory)"
     else:
         how = f"exit code {failure.exitcode}"
-    text = _text(failure)
+    parts = _note(failure).get("parts")
+    text = f"{parts[0]}: {parts[1]}" if parts else _text(failure)
     return f"{how}: {text[:LONGEST]}{'...' if len(text) > LONGEST else ''}" if text else how

@@ -9,6 +9,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from shardformer.cli._ending import STUCK, end_soon
 from shardformer.cli._failures import describe_failures
 from shardformer.errors import LaunchError, nearest
 
@@ -322,6 +324,16 @@ def _set_threads(options: argparse.Namespace) -> None:
 # --------------------------------------------------------------------------------------------------------------- launch
 
 
+def _meeting(options: argparse.Namespace, endpoint: str) -> AbstractContextManager[None]:
+    """Says who has not come, where launchers of several machines meet at the first one's address."""
+    from shardformer.mesh.meeting import Meeting
+
+    host, _, port = endpoint.rpartition(":")
+    if options.rdzv_backend != "static" or _is_alone(options) or options.nnodes == "1" or not port.isdigit():
+        return nullcontext()
+    return Meeting(host, int(port), options.node_rank, int(options.nnodes.rpartition(":")[2]), "node").watched()
+
+
 def _launch(options: argparse.Namespace) -> int:
     """Run the processes to their end; 0 when all ended well, else 1 after a last line that names the cause."""
     from torch.distributed import DistNetworkError
@@ -338,8 +350,10 @@ def _launch(options: argparse.Namespace) -> int:
         options.module = False
     try:
         # `record` hands the error on where a launcher has started us; without one it would log that there is none.
+        end_soon(options)
         start = record(torchrun.run) if "TORCHELASTIC_ERROR_FILE" in os.environ else torchrun.run
-        start(options)
+        with _meeting(options, torchrun.get_rdzv_endpoint(options)):
+            start(options)
     except ChildFailedError as error:
         sys.stdout.flush()
         # where this is not the only launcher, others know how the rest of the ranks ended
@@ -348,7 +362,8 @@ def _launch(options: argparse.Namespace) -> int:
         print(describe_failures(error.failures, ranks), file=sys.stderr, flush=True)
         return 1
     except SignalException as error:
-        print(f"shardformer run: ended by {error.sigval.name}", file=sys.stderr, flush=True)
+        left = "".join(f"\nshardformer run: of process {pid}: {what}" for pid, what in STUCK.items())
+        print(f"shardformer run: ended by {error.sigval.name}{left}", file=sys.stderr, flush=True)
         return 128 + error.sigval
     except (RendezvousError, DistNetworkError) as error:
         raise LaunchError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import runpy
+import warnings
+from collections import Counter
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -64,7 +66,25 @@ def launch_from_torch(
         _seed(settings.get("seed") if seed is None else seed)
         return {name: total_of(n, name) if isinstance(n, tuple | list) else n for name, n in asked.items()}
 
-    return with_tensor(with_sequence(ParallelContext.from_world(sizes), asked["sequence"]), asked["tensor"])
+    context = with_tensor(with_sequence(ParallelContext.from_world(sizes), asked["sequence"]), asked["tensor"])
+    _warn_of_hosts(context)
+    return context
+
+
+def _warn_of_hosts(context: ParallelContext) -> None:
+    """Says on the first rank what it costs where the tensor axis goes from host to host."""
+    grid, line = context.grid, context.tensor.ranks
+    if context.rank != 0 or not context.tensor.crosses_hosts:
+        return
+    on_host = Counter(grid.hosts[grid.ranks.index(rank)] for rank in line)
+    inside = math.gcd(*on_host.values())
+    warnings.warn(
+        f"The tensor axis of {len(line)} ranks spans {len(on_host)} hosts: every layer waits for the network several "
+        "times in each forward and backward, which is often slower than one host alone. Where a host's share of the "
+        f"model fits, keep the axis inside of a host, tensor={inside}, and put data or pipe between the hosts, which "
+        f"then have {len(line) // inside} times as many ranks.",
+        stacklevel=3,
+    )
 
 
 def _join(backend: str | None, timeout_s: float | None) -> None:

@@ -66,7 +66,7 @@ class Peers:
         others = [peer] if peer is not None else [place for place in range(len(self.ranks)) if place != self.rank]
         who = " or ".join(self._named(place) for place in others[:4]) + (" or another" if len(others) > 4 else "")
         axis = f" on the {self.axis} axis" if self.axis else ""
-        when = f", after {self.traffic.steps} steps of the optimizer" if self.traffic.steps else ""
+        when = f", after step {self.traffic.steps} of the optimizer" if self.traffic.steps else ""
         said = re.sub(r"^(\[[^\]]*\]\s*)+", "", str(error).strip().partition(". This is")[0])
         return LostPeerError(
             f"{self._named(self.rank).capitalize()} does not reach {who}{axis} in {what}{when} ({said[:120]})",

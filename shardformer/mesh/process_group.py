@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from shardformer.errors import LaunchError
+from shardformer.mesh.meeting import Meeting
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "lo"
@@ -47,12 +48,19 @@ def join_process_group(device: torch.device, backend: str | None, timeout_s: flo
     _choose_interface()
     backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     timeout, store = timedelta(seconds=timeout_s), _store_of_attempt(timedelta(seconds=timeout_s))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if store is None:
-        dist.init_process_group(backend, timeout=timeout)
+        meeting = Meeting(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, size, "rank")
+        with nullcontext() if _have_met() or size == 1 else meeting.watched():
+            dist.init_process_group(backend, timeout=timeout)
     else:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     atexit.register(leave_process_group)
+
+
+def _have_met() -> bool:
+    """Whether the launchers met before they started the processes, and have a store for them."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _choose_interface() -> None:
@@ -98,7 +106,7 @@ def _store_of_attempt(timeout: timedelta) -> Any:
     gone, which gloo would try to reach. None where this is the first attempt, or the launcher brings no store.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if attempt == "0" or not _have_met():
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(host, port, int(os.environ["WORLD_SIZE"]), is_master=False, timeout=timeout)

@@ -242,7 +242,7 @@ def test_a_rank_that_ended_early_is_named_and_not_the_one_that_missed_it(tmp_pat
 def failure(exitcode: int, message: str = "", time_s: float = 0.0, **note: object) -> Any:
     found = {"message": message, "extraInfo": {"time_s": time_s, **note}} if message else "<NONE>"
     return SimpleNamespace(
-        exitcode=exitcode, timestamp=int(time_s), error_file_data={"message": found}, signal_name=lambda: "SIGX"
+        pid=0, exitcode=exitcode, timestamp=int(time_s), error_file_data={"message": found}, signal_name=lambda: "SIGX"
     )
 
 
@@ -437,3 +437,26 @@ def test_a_script_that_does_not_exist_is_refused(arguments: list[str]) -> None:
     with pytest.raises(LaunchError) as caught:
         cli_run._check_script(parse(arguments))
     assert_four_parts(caught.value, arguments[-1])
+
+
+@pytest.mark.parametrize("how", ["stopped", "deaf"])
+def test_the_launcher_ends_soon_and_names_a_process_that_would_not(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "if os.environ['RANK'] == '1' and sys.argv[1] == 'deaf':\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "os.write(1, b'ready\\n')\n"
+        "if os.environ['RANK'] == '1' and sys.argv[1] == 'stopped':\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "time.sleep(100)\n"
+    )
+    process = start("--nproc_per_node", "2", "--shutdown-timeout", "4", script, how)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    begin = time.monotonic()
+    process.terminate()
+    code, _, err = finish(process)
+    assert code == 128 + signal.SIGTERM and time.monotonic() - begin < 10
+    assert "ended by SIGTERM" in err
+    assert ("it was stopped (SIGSTOP" if how == "stopped" else "it did not end on SIGTERM") in err

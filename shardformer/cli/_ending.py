@@ -1,0 +1,56 @@
+"""How ``shardformer run`` ends the processes that are left: soon, and with a note of those that would not end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+from pathlib import Path
+
+ENDS_S = 8
+"""That processes have to end in. A script that needs longer for its own SIGTERM says so: --shutdown-timeout 60."""
+LOOKS_S = 4.0
+"""Later than processes without a handler of their own are gone (``_worker.py``)."""
+VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+
+STUCK: dict[int, str] = {}
+"""pid -> in words what it did, of processes that had not ended when the launcher looked."""
+
+
+def end_soon(options: argparse.Namespace) -> None:
+    """From now on torch's launcher waits for its processes as long as asked, by default ``ENDS_S``, not 30 s."""
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    asked = getattr(options, "shutdown_timeout", None) or os.environ.get(VARIABLE)
+    seconds = int(asked) if asked is not None else ENDS_S
+    plain = PContext.close
+
+    def close(self: PContext, death_sig: object = None, timeout: int = 0) -> None:
+        looks = threading.Timer(min(LOOKS_S, seconds / 2), _look, [list(self.pids().values())])
+        looks.daemon = True
+        looks.start()
+        try:
+            plain(self, death_sig, seconds)  # type: ignore[arg-type]  # a signal, or None
+        finally:
+            looks.cancel()
+
+    PContext.close = close  # type: ignore[method-assign]
+
+
+def _look(pids: list[int]) -> None:
+    for pid in pids:
+        state = _state_of(pid)
+        if state in ("T", "t"):
+            STUCK[pid] = "it was stopped (SIGSTOP, Ctrl-Z, a debugger), and the launcher killed it"
+        elif state not in ("", "Z"):
+            STUCK[pid] = (
+                "it did not end on SIGTERM (a handler of its own, or a call of C++), and the launcher killed it"
+            )
+
+
+def _state_of(pid: int) -> str:
+    """The letter of ``ps``; empty for a process that is gone, or where the system does not tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""

@@ -1,0 +1,74 @@
+"""Who has not come to where processes meet is said while they wait."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from shardformer.mesh import launch, meeting
+from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.grid import Grid
+from shardformer.mesh.meeting import Meeting
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "SAY_AFTER_S", 1.0)
+    monkeypatch.setattr(meeting, "MARK_AFTER_S", 0.1)
+    monkeypatch.setattr(meeting, "AGAIN_S", 0.1)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_the_first_one_names_those_that_have_not_come(capfd: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=5), wait_for_workers=False)
+
+    def come(place: int) -> None:
+        with Meeting("127.0.0.1", port, place, 4, "rank").watched():
+            time.sleep(1.8)
+
+    threads = [threading.Thread(target=come, args=[place]) for place in (0, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    said = capfd.readouterr().err
+    assert said.count("has heard nothing of ranks 1, 3 of 4") == 1 and f"127.0.0.1:{port}" in said
+    del store
+
+
+@pytest.mark.parametrize(("place", "host"), [(1, "127.0.0.1"), (0, "127.0.0.1"), (1, "no.such.host.invalid")])
+def test_who_is_not_reached_is_said_with_the_reason(place: int, host: str, capfd: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    with Meeting(host, port, place, 2, "node").watched():
+        time.sleep(2.5)
+    said = capfd.readouterr().err
+    assert f"node {place} (" in said and f"has not reached {host}:{port}" in said
+    assert (
+        "Connection refused" if host == "127.0.0.1" else "not known" if "not known" in said else "resolution"
+    ) in said
+
+
+def test_where_all_have_come_nothing_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    begin = time.monotonic()
+    with Meeting("127.0.0.1", free_port(), 1, 2, "rank").watched():
+        pass
+    assert time.monotonic() - begin < 0.5 and not capfd.readouterr().err
+
+
+def test_a_tensor_axis_over_hosts_is_told_what_it_costs() -> None:
+    grid = Grid({"data": 1, "pipe": 1, "sequence": 1, "tensor": 4}, (0, 1, 2, 3), hosts=("a", "a", "b", "b"))
+    context = ParallelContext(grid, 0, {}, launch.local_device(), None)._with_axes(tuple(grid.sizes))
+    with pytest.warns(UserWarning, match=r"spans 2 hosts.*tensor=2.*2 times as many"):
+        launch._warn_of_hosts(context)
