@@ -148,7 +148,9 @@ def _tokenize(source: ModelSource, raw: bytes) -> tuple[torch.Tensor, int, str]:
     assert isinstance(source.model_fn, Pretrained)
     where = source.model_fn.where
     if not source.model_fn.random and _has_tokenizer(where):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(where, local_files_only=source.model_fn.local)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            where, local_files_only=source.model_fn.local, trust_remote_code=False
+        )
         tokenizer.model_max_length = int(1e12)  # the whole text in a row, of which a batch takes stretches
         ids = tokenizer(raw.decode(errors="replace"), add_special_tokens=False)["input_ids"]
         mask = tokenizer.mask_token_id

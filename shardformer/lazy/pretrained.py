@@ -6,6 +6,7 @@ what the files lack. It is given all tensors of the files, without values.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, expect
 from shardformer.lazy.materialize import NOTES
 from shardformer.lazy.recipe import place_of, values_of
 from shardformer.lazy.recorder import Loading
@@ -26,6 +27,7 @@ HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
 SHOWN = 8
+CONSENT = "trust_remote_code=True runs the Python that lies beside the weights"
 
 _one_at_a_time = Lock()  # transformers changes things of the whole process while it loads
 
@@ -41,7 +43,8 @@ def from_pretrained(
             Hugging Face hub.
         config: in place of the folder's.
         dtype: of the weights; None takes that of the config, as transformers does.
-        options: of the hub, such as ``revision`` or ``local_files_only``; any other is a field of the config.
+        options: of the hub, such as ``revision`` or ``local_files_only``; ``trust_remote_code=True`` runs Python that
+            lies beside the weights, for an Auto class; any other is a field of the config.
 
     Weights that the files lack, such as those of a new head, get the numbers that transformers' ``from_pretrained``
     gives them after the same ``torch.manual_seed``; ``describe`` names them. Raises ConfigError when there are no such
@@ -51,7 +54,11 @@ def from_pretrained(
     >>> model = shard_model(model)                                       # doctest: +SKIP
     """
     hub = {name: options.pop(name) for name in HUB if name in options}
-    config, kind = _config_and_class(kind, str(where), config, hub, options)
+    trust = options.pop("trust_remote_code", False)
+    expect(
+        "trust_remote_code", trust, isinstance(trust, bool), "It is True or False", "Leave it out to run no such code"
+    )
+    config, kind = _config_and_class(kind, str(where), config, trust, hub, options)
     state = {key: t for path in _files(str(where), hub) for key, t in tensors_of(path).items()}
     generation = _generation(str(where), hub)
     with _one_at_a_time, _in_this_thread(), Loading():
@@ -65,7 +72,7 @@ def from_pretrained(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-        except (RuntimeError, ValueError, TypeError) as error:
+        except Exception as error:  # sizes that do not fit each other come up in any form
             raise ConfigError(
                 f"transformers cannot put the weights of {str(where)!r} into {kind.__name__}: {error}",
                 rule="What transformers' from_pretrained loads from safetensors files can be loaded in parts",
@@ -79,19 +86,25 @@ def from_pretrained(
 
 
 def _config_and_class(
-    kind: Any, where: str, config: Any, hub: Mapping[str, Any], options: Mapping[str, Any]
+    kind: Any, where: str, config: Any, trust: bool, hub: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     import transformers
 
     if config is None:
-        known = getattr(kind, "config_class", None) or transformers.AutoConfig
+        known = getattr(kind, "config_class", None)
+        # of an Auto class: without an answer to this transformers would ask on the standard input of each rank
+        auto = {} if known else {"trust_remote_code": trust, "code_revision": hub.get("revision")}
         try:
-            config, unknown = known.from_pretrained(where, return_unused_kwargs=True, **hub, **options)
-        except (OSError, ValueError) as error:
+            config, unknown = (known or transformers.AutoConfig).from_pretrained(
+                where, return_unused_kwargs=True, **auto, **hub, **options
+            )
+        except Exception as error:  # a file may hold anything, and its fields any value
             raise ConfigError(
                 f"{where!r} holds no config that transformers knows: {_first_line(error)}",
                 rule="Weights are loaded from a folder that save_pretrained wrote, or by a name on the hub",
-                remedy="Correct the path or name, or give config=",
+                remedy=f"Correct the path or name, or give config=. {CONSENT}"
+                if auto
+                else "Correct the path or name, or give config=",
             ) from error
     else:
         unknown = dict(options)
@@ -110,7 +123,14 @@ def _config_and_class(
     if issubclass(kind, nn.Module):
         return config, kind
     with torch.random.fork_rng(devices=[]), torch.device("meta"):  # one of the Auto classes
-        return config, type(kind.from_config(config))
+        try:
+            return config, type(kind.from_config(config, trust_remote_code=trust))
+        except Exception as error:
+            raise ConfigError(
+                f"transformers builds no {kind.__name__} of the config of {where!r}: {_first_line(error)}",
+                rule="The config of a folder is one from which its model can be built",
+                remedy=f"Correct config.json, or give the class of the model. {CONSENT}",
+            ) from error
 
 
 def _files(where: str, hub: Mapping[str, Any]) -> list[str]:
@@ -124,10 +144,25 @@ def _files(where: str, hub: Mapping[str, Any]) -> list[str]:
             return [single]
         index = cached_file(where, INDEX, **quiet, **hub)
         if index is not None:
+            _check_index(where, index)
             return list(get_checkpoint_shard_files(where, index, **hub)[0])
     except (OSError, ValueError, KeyError) as error:
         raise _no_files(where, _first_line(error)) from error
     raise _no_files(where, f"it has neither {SINGLE} nor {INDEX}")
+
+
+def _check_index(where: str, path: str) -> None:
+    """Raises ConfigError for an index that names other files than those of its folder."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            index = json.load(file)
+        names = list(index["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _no_files(where, f"{INDEX} is not an index ({type(error).__name__}: {_first_line(error)})") from error
+    for name in names:
+        inside = isinstance(name, str) and not os.path.isabs(name) and ".." not in re.split(r"[/\\]", name)
+        if not inside or not name.endswith(".safetensors"):
+            raise _no_files(where, f"{INDEX} names {name!r:.80}, and may name safetensors files of its folder alone")
 
 
 def _no_files(where: str, why: str) -> ConfigError:

@@ -49,11 +49,11 @@ def own_config(config: RunConfig) -> Any:
         if random and name in transformers.CONFIG_MAPPING:
             found = transformers.AutoConfig.for_model(name)
         else:
-            found = transformers.AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
+            found = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # a file may hold anything, and its fields any value
         types = list(transformers.CONFIG_MAPPING.keys())
         raise ConfigError(
-            f"model.name = {name!r}: {str(error).splitlines()[0]}",
+            f"model.name = {name!r}: {(str(error).strip() or type(error).__name__).splitlines()[0]}",
             rule="It is a folder that save_pretrained wrote, a config.json, a name on the hub, or with random = true a "
             "model type of transformers",
             remedy=nearest(name, types) if random or name in types else "Correct the name",

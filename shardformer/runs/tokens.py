@@ -70,7 +70,7 @@ def tokens_of(name: str | None, model: str, *, random: bool) -> Tokens:
             remedy="Save the tokenizer beside the model, or write data.tokenizer = 'bytes' or another folder",
         )
     try:
-        found = transformers.AutoTokenizer.from_pretrained(where)
+        found = transformers.AutoTokenizer.from_pretrained(where, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"The tokenizer {where!r} cannot be loaded: {str(error).splitlines()[0]}",

@@ -22,6 +22,7 @@ from shardformer.errors import ConfigError, nearest
 from shardformer.policies.policy import Policy
 from shardformer.testing.zoo import FAMILY_OF, HEADS, MAIN, NEEDS, SMALL, Batches, Sample, sample_loss, sees_alone
 from shardformer.testing.zoo.depth import depth_of
+from shardformer.testing.zoo.shrink import first_architecture, model_class
 from shardformer.verify.any_type import SmallBatches, SmallOf, main_classes
 from shardformer.verify.hub import hub, hub_answers
 from shardformer.verify.modules import FORMS, module_of
@@ -68,16 +69,22 @@ class Pretrained:
         transformers.logging.disable_progress_bar()
         kind = getattr(transformers, self.head)
         config = self.config()
-        if self.random:
-            fresh: nn.Module = kind(config)
-            return fresh
         try:
-            model: nn.Module = kind.from_pretrained(self.where, config=config, local_files_only=self.local)
+            if self.random:
+                model: nn.Module = kind(config)
+                return model
+            model = kind.from_pretrained(self.where, config=config, local_files_only=self.local)
         except OSError as error:
             raise ConfigError(
                 f"{self.where!r} gives no weights for {self.head}: {_first_line(error)}",
                 rule="A folder that save_pretrained wrote holds a config.json and a model.safetensors",
                 remedy="Give the path of the config.json itself for random weights, or save the weights beside it",
+            ) from error
+        except Exception as error:  # sizes that do not fit each other come up in any form
+            raise ConfigError(
+                f"transformers builds no {self.head} of {self.where!r}: {_first_line(error)}",
+                rule="The sizes in a config.json fit each other, and the weights beside it",
+                remedy="Correct config.json",
             ) from error
         return model
 
@@ -233,7 +240,7 @@ def read_config(where: str, local: bool = True) -> Any:
 
     try:
         return transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, local_files_only=local)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a file may hold anything, and its fields any value
         if Path(where).exists():
             raise ConfigError(
                 f"{where!r} holds no config that transformers knows: {_first_line(error)}",
@@ -264,8 +271,7 @@ def _of_type(model_type: str, head: str = "") -> ModelSource:
 
 def _from_pretrained(title: str, found: Pretrained) -> ModelSource:
     config = read_config(found.where, found.local)
-    architectures = config.architectures or [MAIN.get(config.model_type, "")]
-    head = str(architectures[0])
+    head = first_architecture(config) or MAIN.get(config.model_type, "")
     _check_class(head, title)
     return ModelSource(title, replace(found, head=head), head, config)
 
@@ -280,7 +286,7 @@ def _vocab_size(config: Any) -> int | None:
 def _check_class(head: str, title: str) -> None:
     import transformers
 
-    if not head or not hasattr(transformers, head):
+    if model_class(head) is None:
         raise ConfigError(
             f"{title} names the class {head!r}" if head else f"The config of {title} names no class",
             rule="A model's class stands in its config under architectures, and transformers has it",

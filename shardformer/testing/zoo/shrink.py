@@ -152,8 +152,8 @@ def model_of(config: Any) -> nn.Module:
             rule="It takes a model, or a config of transformers",
             remedy="Build the model first",
         )
-    name = next(iter(getattr(config, "architectures", None) or []), "")
-    make: Any = getattr(transformers, name, None) or transformers.AutoModel.from_config
+    name = first_architecture(config)
+    make: Any = model_class(name) or transformers.AutoModel.from_config
     try:
         with torch.device("meta"):
             model: nn.Module = make(copy.deepcopy(config))
@@ -164,6 +164,22 @@ def model_of(config: Any) -> nn.Module:
             remedy="Give the model itself",
         ) from error
     return model
+
+
+def first_architecture(config: Any) -> str:
+    """The name of the class that a config was saved from; empty where it does not say one."""
+    named = getattr(config, "architectures", None) or []
+    first = named if isinstance(named, str) else next(iter(named), "") if isinstance(named, list | tuple) else ""
+    return first if isinstance(first, str) else ""
+
+
+def model_class(name: str) -> type[nn.Module] | None:
+    """The model of transformers that has this name; None for what is no model, as files may name anything."""
+    import transformers
+
+    found = getattr(transformers, name, None) if name.isidentifier() else None
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    return found if is_model and found.config_class is not None else None  # type: ignore[union-attr]
 
 
 def derived_anew(small: Any, kept: Collection[str]) -> Any:

@@ -1,0 +1,163 @@
+"""Folders that others made: what they name, hold and ask for is loaded rightly, or refused with its reason."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import shardformer
+from shardformer.errors import ConfigError, ShardFormerError
+from shardformer.testing.zoo.shrink import model_class
+from shardformer.verify.model_source import find_model
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=32
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model", max_shard_size="8KB")
+    return tmp_path / "model"
+
+
+def change(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+class Asked:
+    """A standard input that nobody is to read."""
+
+    def readline(self, *args: Any) -> str:
+        raise AssertionError("a question was asked on the standard input")
+
+    read = fileno = readline
+
+
+def with_code(folder: Path) -> Path:
+    (folder / "own.py").write_text(CODE)
+    change(folder, model_type="own", auto_map={"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"})
+    return folder
+
+
+def test_code_of_a_folder_is_not_run_without_consent_and_nobody_is_asked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Asked())
+    monkeypatch.setattr("builtins.input", Asked().readline)
+    with_code(folder)
+    with pytest.raises(ConfigError, match="trust_remote_code=True"):
+        shardformer.from_pretrained(transformers.AutoModelForCausalLM, folder)
+    with pytest.raises(ConfigError, match="custom code"):
+        find_model(str(folder), dropout=False)
+    with pytest.raises(ConfigError, match="It is True or False"):
+        shardformer.from_pretrained(transformers.AutoModelForCausalLM, folder, trust_remote_code="yes")
+
+
+def test_code_of_a_folder_is_run_with_consent(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    plain = transformers.LlamaForCausalLM.from_pretrained(folder)
+    model = shardformer.from_pretrained(transformers.AutoModelForCausalLM, with_code(folder), trust_remote_code=True)
+    assert type(model).__name__ == "OwnModel"
+    assert dict(model.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+
+
+@pytest.mark.parametrize(
+    "name", ["../other.safetensors", "/etc/other.safetensors", "a/../../b.safetensors", 3, None, "pytorch_model.bin"]
+)
+def test_an_index_names_files_of_its_folder_alone(folder: Path, name: Any) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"][next(iter(index["weight_map"]))] = name
+    path.write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="may name safetensors files of its folder alone"):
+        shardformer.from_pretrained(transformers.LlamaForCausalLM, folder)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{}", '{"weight_map": []}', "{", ""])
+def test_what_is_no_index_is_refused(folder: Path, text: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"is not an index"):
+        shardformer.from_pretrained(transformers.LlamaForCausalLM, folder)
+
+
+def test_nothing_is_unpickled(folder: Path) -> None:
+    for path in folder.glob("model*"):
+        path.unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="read in parts from safetensors files"):
+        shardformer.from_pretrained(transformers.LlamaForCausalLM, folder)
+
+
+def test_a_class_that_files_name_is_a_model() -> None:
+    assert model_class("LlamaForCausalLM") is transformers.LlamaForCausalLM
+    others = ["AutoModel", "PreTrainedModel", "pipeline", "torch", "Trainer", "LlamaConfig", "os.path", "", "__class__"]
+    assert [name for name in others if model_class(name) is not None] == []
+
+
+@pytest.mark.parametrize("named", [["pipeline"], ["AutoModel"], [3], "LlamaForCausalLM", [], None, ["NoSuchModel"]])
+def test_architectures_name_models(folder: Path, named: Any) -> None:
+    change(folder, architectures=named)
+    try:
+        source = find_model(str(folder), dropout=False)
+    except ShardFormerError as error:
+        assert named not in ("LlamaForCausalLM", [], None) and error.rule and error.remedy
+    else:
+        assert source.head == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hidden_size": "48"},
+        {"hidden_size": -16},
+        {"hidden_size": 0},
+        {"hidden_size": None},
+        {"hidden_size": [16]},
+        {"num_attention_heads": 5, "head_dim": None},
+        {"num_attention_heads": 0, "head_dim": None},
+        {"num_hidden_layers": "two"},
+        {"vocab_size": 1.5},
+        {"rope_parameters": 3},
+        {"model_type": "no_such_type"},
+        {"model_type": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["AutoModelForCausalLM", "LlamaForCausalLM"])
+def test_fields_of_other_kinds_are_four_parts_or_right(folder: Path, fields: dict[str, Any], kind: str) -> None:
+    change(folder, **fields)
+    for use in (
+        lambda: shardformer.from_pretrained(getattr(transformers, kind), folder),
+        lambda: find_model(str(folder), dropout=False).model_fn(),
+    ):
+        try:
+            assert isinstance(use(), torch.nn.Module)
+        except ShardFormerError as error:
+            assert error.what and error.rule and error.remedy
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{", "null", '"a"'])
+def test_a_config_that_is_no_object_is_refused(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ShardFormerError):
+        shardformer.from_pretrained(transformers.AutoModelForCausalLM, folder)
+    with pytest.raises(ShardFormerError):
+        find_model(str(folder), dropout=False)
