@@ -167,9 +167,9 @@ CASES: dict[str, Case] = {
         unknown,
         {},
         PolicyError,
-        ("MambaModel", "'mamba'", "found by inference", "albert, beit, bert", "(RolePolicy)", "policy="),
+        ("tensor=2 for MambaModel", "nothing of its layers can be cut", "data=2", "stage=3"),
     ),
-    "no family at all": Case(ToyLM, {}, PolicyError, ("ToyLM", "no config with a model type", "class MyPolicy")),
+    "no family at all": Case(ToyLM, {}, PolicyError, ("No policy for ToyLM", "takes ids", 'batch={"ids": ...}')),
     "a rule without a match": Case(
         ToyLM,
         {"policy": Written("Layr", ("mlp.fc1", Linear1D_Col))},

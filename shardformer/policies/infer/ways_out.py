@@ -60,7 +60,8 @@ def _fed(model: nn.Module, error: UnknownInputsError) -> PolicyError:
         "can know",
         remedy="Give one small batch, on all ranks alike:\n\n"
         f"    policy = shardformer.infer(model, batch={{{batch}}})\n"
-        "    model = shardformer.shard_model(model, policy=policy)\n",
+        "    model = shardformer.shard_model(model, policy=policy)\n\n"
+        "or say what the model is made of (docs/policies.md)",
     )
 
 
