@@ -34,11 +34,11 @@ def no_policy(model: nn.Module, error: PolicyError, tensor: int | None) -> Polic
         error: that of the inference.
         tensor: over how many ranks matrices were to be cut, where that is known.
     """
-    if isinstance(error, UnknownInputsError):
+    family, name = family_of(model), type(model).__name__
+    if isinstance(error, UnknownInputsError) and family is None:
         return _fed(model, error)
     if isinstance(error, NothingCutError):
         return _uncut(model, error, tensor)
-    family, name = family_of(model), type(model).__name__
     tried = f"it is of the model type {family!r}" if family else "it has no config with a model type"
     not_inferred = error.what.partition(" could be inferred: ")[2] or error.what
     return PolicyError(
