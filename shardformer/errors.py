@@ -70,6 +70,11 @@ def expect(name: str, value: object, is_right: bool, rule: str, remedy: str) -> 
         raise ConfigError(f"{name}={value!r:.80}", rule=rule, remedy=remedy)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of another library says first, to be said in the middle of a sentence."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
 def nearest(name: object, known: Iterable[str], count: int = 3) -> str:
     """The known names nearest to ``name``, as a sentence: ``Did you mean 'a'?``, or a short listing."""
     names, said = sorted(set(known)), str(name)

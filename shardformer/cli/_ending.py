@@ -9,8 +9,8 @@ from pathlib import Path
 
 ENDS_S = 8
 """That processes have to end in. A script that needs longer for its own SIGTERM says so: --shutdown-timeout 60."""
-LOOKS_S = 4.0
-"""Later than processes without a handler of their own are gone (``_worker.py``)."""
+LOOKS_BEFORE_S = 0.5
+"""It kills them: what ends by itself until then, such as a script that saves, is no news."""
 VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 STUCK: dict[int, str] = {}
@@ -26,7 +26,7 @@ def end_soon(options: argparse.Namespace) -> None:
     plain = PContext.close
 
     def close(self: PContext, death_sig: object = None, timeout: int = 0) -> None:
-        looks = threading.Timer(min(LOOKS_S, seconds / 2), _look, [list(self.pids().values())])
+        looks = threading.Timer(max(seconds - LOOKS_BEFORE_S, seconds / 2), _look, [list(self.pids().values())])
         looks.daemon = True
         looks.start()
         try:

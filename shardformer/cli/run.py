@@ -20,7 +20,7 @@ import typer
 
 from shardformer.cli._ending import STUCK, end_soon
 from shardformer.cli._failures import describe_failures
-from shardformer.errors import LaunchError, nearest
+from shardformer.errors import LaunchError, first_line, nearest
 
 # Everything goes to the launcher's own parser, and everything after the script to the script.
 CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -349,8 +349,8 @@ def _launch(options: argparse.Namespace) -> int:
         options.training_script = str(Path(__file__).with_name("_worker.py"))
         options.module = False
     try:
-        # `record` hands the error on where a launcher has started us; without one it would log that there is none.
         end_soon(options)
+        # `record` hands the error on where a launcher has started us; without one it would log that there is none.
         start = record(torchrun.run) if "TORCHELASTIC_ERROR_FILE" in os.environ else torchrun.run
         with _meeting(options, torchrun.get_rdzv_endpoint(options)):
             start(options)
@@ -367,7 +367,7 @@ def _launch(options: argparse.Namespace) -> int:
         return 128 + error.sigval
     except (RendezvousError, DistNetworkError) as error:
         raise LaunchError(
-            f"The machines did not meet at {torchrun.get_rdzv_endpoint(options)}: {str(error).splitlines()[0]}",
+            f"The machines did not meet at {torchrun.get_rdzv_endpoint(options)}: {first_line(error)}",
             rule="Every machine runs the same command, and all reach the first one at one free port",
             remedy="Check --master_addr, the firewall of the first machine and --master_port (another if it is taken)",
         ) from error

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shardformer.errors import ConfigError, expect
+from shardformer.errors import ConfigError, expect, first_line
 from shardformer.lazy.materialize import NOTES
 from shardformer.lazy.recipe import place_of, values_of
 from shardformer.lazy.recorder import Loading
@@ -100,7 +100,7 @@ def _config_and_class(
             )
         except Exception as error:  # a file may hold anything, and its fields any value
             raise ConfigError(
-                f"{where!r} holds no config that transformers knows: {_first_line(error)}",
+                f"{where!r} holds no config that transformers knows: {first_line(error)}",
                 rule="Weights are loaded from a folder that save_pretrained wrote, or by a name on the hub",
                 remedy=f"Correct the path or name, or give config=. {CONSENT}"
                 if auto
@@ -127,7 +127,7 @@ def _config_and_class(
             return config, type(kind.from_config(config, trust_remote_code=trust))
         except Exception as error:
             raise ConfigError(
-                f"transformers builds no {kind.__name__} of the config of {where!r}: {_first_line(error)}",
+                f"transformers builds no {kind.__name__} of the config of {where!r}: {first_line(error)}",
                 rule="The config of a folder is one from which its model can be built",
                 remedy=f"Correct config.json, or give the class of the model. {CONSENT}",
             ) from error
@@ -147,7 +147,7 @@ def _files(where: str, hub: Mapping[str, Any]) -> list[str]:
             _check_index(where, index)
             return list(get_checkpoint_shard_files(where, index, **hub)[0])
     except (OSError, ValueError, KeyError) as error:
-        raise _no_files(where, _first_line(error)) from error
+        raise _no_files(where, first_line(error)) from error
     raise _no_files(where, f"it has neither {SINGLE} nor {INDEX}")
 
 
@@ -158,7 +158,7 @@ def _check_index(where: str, path: str) -> None:
             index = json.load(file)
         names = list(index["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _no_files(where, f"{INDEX} is not an index ({type(error).__name__}: {_first_line(error)})") from error
+        raise _no_files(where, f"{INDEX} is not an index ({type(error).__name__}: {first_line(error)})") from error
     for name in names:
         inside = isinstance(name, str) and not os.path.isabs(name) and ".." not in re.split(r"[/\\]", name)
         if not inside or not name.endswith(".safetensors"):
@@ -247,7 +247,3 @@ def _notes(info: Mapping[str, Iterable[str]]) -> list[str]:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardformer.errors import ConfigError, nearest
+from shardformer.errors import ConfigError, first_line, nearest
 from shardformer.lazy.pretrained import from_pretrained
 from shardformer.lazy.recorder import LazyInit
 from shardformer.runs.config import RunConfig
@@ -53,7 +53,7 @@ def own_config(config: RunConfig) -> Any:
     except Exception as error:  # a file may hold anything, and its fields any value
         types = list(transformers.CONFIG_MAPPING.keys())
         raise ConfigError(
-            f"model.name = {name!r}: {(str(error).strip() or type(error).__name__).splitlines()[0]}",
+            f"model.name = {name!r}: {first_line(error)}",
             rule="It is a folder that save_pretrained wrote, a config.json, a name on the hub, or with random = true a "
             "model type of transformers",
             remedy=nearest(name, types) if random or name in types else "Correct the name",
@@ -112,7 +112,7 @@ def model_of(
             return _built(kind, saved, dtype)
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"transformers cannot build {kind.__name__} of {config.model.name!r}: {str(error).splitlines()[0]}",
+            f"transformers cannot build {kind.__name__} of {config.model.name!r}: {first_line(error)}",
             rule="model.task and model.head fit the model, and model.config its sizes",
             remedy="Correct them",
         ) from error

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardformer.errors import ConfigError, InputError, nearest
+from shardformer.errors import ConfigError, InputError, first_line, nearest
 from shardformer.runs.config import DataTable
 
 SUFFIXES = {".txt": "text", ".md": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
@@ -119,7 +119,7 @@ def _read_datasets(names: Sequence[str], split: str) -> Rows:
             found = datasets.load_dataset(path, configuration or None, split=split)
     except (OSError, ValueError, KeyError) as error:  # what the library raises for what it does not find
         raise ConfigError(
-            f"The data set {name!r} cannot be read: {str(error).splitlines()[0] if str(error) else error!r}",
+            f"The data set {name!r} cannot be read: {first_line(error)}",
             rule="It is a name on the hub, as imdb or glue:mrpc, or a folder that save_to_disk wrote; data.split says "
             "which part of it",
             remedy="Correct data.train or data.split",

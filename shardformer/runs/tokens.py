@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, first_line
 
 BYTES = "bytes"
 NOTHING, MASK, NUM_BYTES = 256, 257, 258
@@ -73,7 +73,7 @@ def tokens_of(name: str | None, model: str, *, random: bool) -> Tokens:
         found = transformers.AutoTokenizer.from_pretrained(where, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"The tokenizer {where!r} cannot be loaded: {str(error).splitlines()[0]}",
+            f"The tokenizer {where!r} cannot be loaded: {first_line(error)}",
             rule="It is a folder that save_pretrained of a tokenizer wrote, a name on the hub, or 'bytes'",
             remedy="Correct data.tokenizer",
         ) from error

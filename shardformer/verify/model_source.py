@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardformer.errors import ConfigError, nearest
+from shardformer.errors import ConfigError, first_line, nearest
 from shardformer.policies.policy import Policy
 from shardformer.testing.zoo import FAMILY_OF, HEADS, MAIN, NEEDS, SMALL, Batches, Sample, sample_loss, sees_alone
 from shardformer.testing.zoo.depth import depth_of
@@ -70,19 +70,20 @@ class Pretrained:
         kind = getattr(transformers, self.head)
         config = self.config()
         try:
-            if self.random:
-                model: nn.Module = kind(config)
-                return model
-            model = kind.from_pretrained(self.where, config=config, local_files_only=self.local)
+            model: nn.Module = (
+                kind(config)
+                if self.random
+                else kind.from_pretrained(self.where, config=config, local_files_only=self.local)
+            )
         except OSError as error:
             raise ConfigError(
-                f"{self.where!r} gives no weights for {self.head}: {_first_line(error)}",
+                f"{self.where!r} gives no weights for {self.head}: {first_line(error)}",
                 rule="A folder that save_pretrained wrote holds a config.json and a model.safetensors",
                 remedy="Give the path of the config.json itself for random weights, or save the weights beside it",
             ) from error
         except Exception as error:  # sizes that do not fit each other come up in any form
             raise ConfigError(
-                f"transformers builds no {self.head} of {self.where!r}: {_first_line(error)}",
+                f"transformers builds no {self.head} of {self.where!r}: {first_line(error)}",
                 rule="The sizes in a config.json fit each other, and the weights beside it",
                 remedy="Correct config.json",
             ) from error
@@ -243,11 +244,11 @@ def read_config(where: str, local: bool = True) -> Any:
     except Exception as error:  # a file may hold anything, and its fields any value
         if Path(where).exists():
             raise ConfigError(
-                f"{where!r} holds no config that transformers knows: {_first_line(error)}",
+                f"{where!r} holds no config that transformers knows: {first_line(error)}",
                 rule="A config.json names a model_type of transformers, and a model's folder holds a config.json",
                 remedy="Give what save_pretrained wrote, or module:function for a model of your own",
             ) from error
-        said = _first_line(error)
+        said = first_line(error)
         raise ConfigError(
             f"There is no model {where!r}: no family has that name, nor has a folder or file in {str(Path.cwd())!r}, "
             + (f"it was not fetched before, and {hub()} cannot be reached" if local else f"and {hub()} says: {said}"),
@@ -297,10 +298,6 @@ def _check_class(head: str, title: str) -> None:
 def _did_you_mean(name: str, known: Any = SMALL) -> str:
     hint = nearest(name, known)
     return f"{hint} " if hint.startswith("Did") else ""
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 # ------------------------------------------------------------------------------------------------------------ functions

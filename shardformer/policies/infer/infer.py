@@ -39,13 +39,7 @@ OUTSIDE = "it stands outside of the layers"
 
 
 class NothingCutError(PolicyError):
-    """No block of a model could be described.
-
-    Attributes:
-        reasons: why not, of each linear that was looked at.
-    """
-
-    reasons: str = ""
+    """No block of a model could be described."""
 
 
 class InferredPolicy(RolePolicy):
@@ -142,15 +136,11 @@ def infer_on(model: nn.Module, run: Forward) -> type[InferredPolicy]:
         if problem is None or not blocks:
             break
     if problem is not None:
-        kind = PolicyError if blocks else NothingCutError
-        error = kind(
+        raise (PolicyError if blocks else NothingCutError)(
             f"No policy for {type(model).__name__} could be inferred: {problem}",
             rule="An inferred policy cuts the blocks of a stack of layers, proven on a small twin",
             remedy="Write the roles down (docs/policies.md)",
         )
-        if isinstance(error, NothingCutError):
-            error.reasons = problem
-        raise error
     policy.stack = _with_returns(policy, given_by_layers(model, run, policy.layers))
     proven = policy.stack
     stacks, policy.against_pipeline = along_depth(proof.reference, policy)

@@ -35,12 +35,12 @@ def no_policy(model: nn.Module, error: PolicyError, tensor: int | None) -> Polic
         tensor: over how many ranks matrices were to be cut, where that is known.
     """
     family, name = family_of(model), type(model).__name__
-    if isinstance(error, UnknownInputsError) and family is None:
-        return _fed(model, error)
-    if isinstance(error, NothingCutError):
-        return _uncut(model, error, tensor)
-    tried = f"it is of the model type {family!r}" if family else "it has no config with a model type"
     not_inferred = error.what.partition(" could be inferred: ")[2] or error.what
+    if isinstance(error, UnknownInputsError) and family is None:
+        return _fed(model, not_inferred)
+    if isinstance(error, NothingCutError):
+        return _uncut(model, not_inferred, tensor)
+    tried = f"it is of the model type {family!r}" if family else "it has no config with a model type"
     return PolicyError(
         f"No policy for {name}: {tried}, no policy was given, and none was found by inference: {not_inferred}",
         rule=f"The registered families are {', '.join(FAMILIES)}",
@@ -49,11 +49,11 @@ def no_policy(model: nn.Module, error: PolicyError, tensor: int | None) -> Polic
     )
 
 
-def _fed(model: nn.Module, error: UnknownInputsError) -> PolicyError:
+def _fed(model: nn.Module, problem: str) -> PolicyError:
     needed = [p for p in inspect.signature(model.forward).parameters.values() if p.default is p.empty]
     named = [p.name for p in needed if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     batch = ", ".join(f'"{name}": ...' for name in named)
-    why = error.what[:1].lower() + error.what[1:]
+    why = problem[:1].lower() + problem[1:]
     return PolicyError(
         f"No policy for {type(model).__name__}: it is found in one forward, and {why}",
         rule="Tokens, images and sound are made up by the names of the forward's arguments; what others take, nobody "
@@ -65,7 +65,7 @@ def _fed(model: nn.Module, error: UnknownInputsError) -> PolicyError:
     )
 
 
-def _uncut(model: nn.Module, error: NothingCutError, tensor: int | None) -> PolicyError:
+def _uncut(model: nn.Module, reasons: str, tensor: int | None) -> PolicyError:
     name = type(model).__name__
     asked = f"tensor={tensor} for {name}" if tensor else name
     stacks = infer_stacks(model)
@@ -76,7 +76,7 @@ def _uncut(model: nn.Module, error: NothingCutError, tensor: int | None) -> Poli
     else:
         pipe = "Or stages: launch_from_torch(pipe=2)"
     return PolicyError(
-        f"{asked}: nothing of its layers can be cut by tensor parallelism ({error.reasons})",
+        f"{asked}: nothing of its layers can be cut by tensor parallelism ({reasons})",
         rule="Cut is a block of linears of which one gives what the other takes: an attention by its heads, an MLP by "
         "its features. What mixes features in between, as a scan or a convolution does, needs all of them",
         remedy="Leave the tensor axis out. Share the batch out with launch_from_torch(data=2), and the memory with "
