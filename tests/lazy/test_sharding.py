@@ -158,7 +158,7 @@ def test_a_model_that_nothing_is_known_of_asks_for_a_policy_as_it_does_with_valu
                 lambda context, models=models: shard_model(models[context.tensor.rank], context=context), tensor=2
             )
         said.append(str(caught.value))
-    assert said[0] == said[1] and "takes ids" in said[0]
+    assert "found by inference" in said[0] and "takes ids" in said[1]
     assert all(p.is_meta for p in lazy[0].parameters())
 
 
