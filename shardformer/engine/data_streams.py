@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from shardformer.engine.data_random import Alike, drawing_from
 from shardformer.errors import InputError
 from shardformer.layout.split import even_bounds
-from shardformer.pipeline.microbatches import batch_size_of, split_batch
+from shardformer.pipeline.microbatches import batch_size_of, like, split_batch
 
 Collate = Callable[[list[Any]], Any]
 
@@ -115,14 +115,16 @@ class _Reading:
         """A rank's parts of what is a stream of whole batches, behind ``start`` samples."""
         while found := self.take_one():
             (batch,) = found
-            count = batch_size_of({"batch": batch})
+            named = batch if isinstance(batch, Mapping) else {"batch": batch}
+            count = batch_size_of(named)
             self.count += count
             left = min(self.count - start, count)
             if left <= 0:
                 continue
             check_enough(left, share)
             sizes = [count - left, *(b - a for a, b in pairwise(even_bounds(left, share.size)))]
-            yield left, split_batch({"batch": batch}, sizes)[1 + share.rank]["batch"]
+            part = split_batch(named, sizes)[1 + share.rank]
+            yield left, like(batch, part) if named is batch else part["batch"]
 
     def take_one(self) -> list[Any]:
         """The next batch of a stream of batches, in a list; nothing at the end."""

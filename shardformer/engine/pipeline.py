@@ -19,6 +19,7 @@ from shardformer.layers.random_stream import forked_random
 from shardformer.layout.state import ShardedState, state_of
 from shardformer.mesh.axis import Axis
 from shardformer.pipeline.exchange import StageExchange
+from shardformer.pipeline.flat import ids_of
 from shardformer.pipeline.head import Batch, Head, LossFn, NoOutput
 from shardformer.pipeline.loss import LossWeight, LossWeights
 from shardformer.pipeline.microbatches import batch_size_of, check_sizes, sizes_of, split_batch
@@ -276,7 +277,7 @@ class Pipeline:
             each = sizes_of(size, count, self._micro_batch_size)
             if self._micro_batch_size is not None and len(batches) == 1:
                 each = self._fitting(size, each)
-            parts += split_batch(batch, each, main)
+            parts += split_batch(batch, each, main, ids_of(getattr(self._model, "config", None)))
             sizes += each
         return parts, sizes
 

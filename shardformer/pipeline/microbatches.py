@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, InputError
+from shardformer.pipeline.flat import TOKENS, Ends, Ids, ends_of, flat_names
 from shardformer.pipeline.targets import tensors_of
 
 
@@ -71,10 +73,11 @@ def check_sizes(micro_batches: int | None, micro_batch_size: int | None) -> None
 def batch_size_of(batch: Mapping[str, Any], main: str | None = None) -> int:
     """The first dim of ``batch[main]`` where that is a tensor that has one, else of the first tensor that has one.
 
+    What has a row for each patch of all images, beside their grid, does not count where anything else is there.
     Raises ConfigError for a batch without such a tensor.
     """
-    named = batch[main] if main is not None and main in batch else None
-    for _, tensor in tensors_of([named, batch]):
+    named = _main_of(batch, main) if main in batch or flat_names(batch) else None
+    for _, tensor in tensors_of([named, _by_sample(batch), *_grids_of(batch)]):
         if tensor.dim() > 0:
             return tensor.shape[0]
     raise ConfigError(
@@ -84,13 +87,40 @@ def batch_size_of(batch: Mapping[str, Any], main: str | None = None) -> int:
     )
 
 
-def split_batch(batch: Mapping[str, Any], sizes: Sequence[int], main: str | None = None) -> list[dict[str, Any]]:
+def _main_of(batch: Mapping[Any, Any], main: str | None) -> Any:
+    flat = flat_names(batch)
+    known = (name for name in (main, TOKENS, "inputs_embeds") if name in batch and name not in flat)
+    return next((batch[name] for name in known), None)
+
+
+def _by_sample(value: Any) -> Any:
+    """Without what has rows of other things than samples."""
+    if not isinstance(value, Mapping):
+        return value
+    flat = flat_names(value)
+    return {name: _by_sample(inner) for name, inner in value.items() if name not in flat}
+
+
+def _grids_of(batch: Mapping[Any, Any]) -> list[Any]:
+    """What has a row for each image."""
+    return [batch[name] for name in batch if name in flat_names(batch) and "grid" in name]
+
+
+def split_batch(
+    batch: Mapping[str, Any], sizes: Sequence[int], main: str | None = None, ids: Ids = MappingProxyType({})
+) -> list[dict[str, Any]]:
     """The micro-batches, of ``sizes`` samples each.
 
-    A tensor whose first dim is the batch's size is cut, also inside lists, tuples and mappings; all else is handed to
-    every micro-batch as it is.
+    A tensor whose first dim is the batch's size is cut, also inside lists, tuples and mappings. Patches of images of
+    different sizes are cut where the images of a sample end (``flat``), and a stack of what is like the main input,
+    such as positions in three dims, along its second dim. A tensor with one row, or without a dim, and what is no
+    tensor, are handed to every micro-batch as they are.
 
-    Raises ConfigError when ``sizes`` do not sum to the batch's size.
+    Args:
+        main: the input that has a row for each sample.
+        ids: fields of the model's config -> the tokens that stand for images.
+
+    Raises ConfigError when ``sizes`` do not sum to the batch's size, and InputError for a tensor with other rows.
     """
     total = batch_size_of(batch, main)
     if sum(sizes) != total:
@@ -99,10 +129,73 @@ def split_batch(batch: Mapping[str, Any], sizes: Sequence[int], main: str | None
             rule="Every sample is in exactly one micro-batch",
             remedy="Take the sizes from sizes_of, with the size of this batch",
         )
-    return [
-        {name: _stretch(value, start, end, total) for name, value in batch.items()}
-        for start, end in pairwise([0, *accumulate(sizes)])
-    ]
+    if len(sizes) == 1:
+        return [dict(batch)]
+    cut = _Cut([0, *accumulate(sizes)], _main_of(batch, main), ids)
+    parts = cut.of_mapping(batch)
+    return [{name: column[i] for name, column in parts.items()} for i in range(len(sizes))]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """Where a batch is cut, in samples, and the input that it is known by."""
+
+    ends: Ends
+    main: Any
+    ids: Ids
+
+    def of_mapping(self, batch: Mapping[Any, Any], path: str = "") -> dict[Any, list[Any]]:
+        """Each value's parts."""
+        rows = ends_of(batch, self.ends[-1], self.ids)
+        return {
+            name: self._rows(value, [rows[name][end] for end in self.ends])
+            if name in rows
+            else self._parts(value, f"{path}{name}")
+            for name, value in batch.items()
+        }
+
+    def _parts(self, value: Any, path: str) -> list[Any]:
+        if isinstance(value, Tensor):
+            return self._of_tensor(value, path)
+        if isinstance(value, Mapping) and any(True for _ in tensors_of(value)):
+            inner = self.of_mapping(value, f"{path}.")
+            return [like(value, {name: column[i] for name, column in inner.items()}) for i in self._each]
+        if isinstance(value, list | tuple) and any(True for _ in tensors_of(value)):
+            columns = [self._parts(inner, f"{path}[{i}]") for i, inner in enumerate(value)]
+            return [like(value, [column[i] for column in columns]) for i in self._each]
+        return [value for _ in self._each]
+
+    @property
+    def _each(self) -> range:
+        return range(len(self.ends) - 1)
+
+    def _of_tensor(self, x: Tensor, path: str) -> list[Tensor]:
+        samples = self.ends[-1]
+        is_like = isinstance(self.main, Tensor) and self.main.dim() > 1 and x.shape[1:] == self.main.shape[:2]
+        is_stack = is_like and x.dim() == 3 and not x.is_floating_point()
+        if is_stack and x.shape[0] == samples > 1:
+            raise _no_samples(path, x, samples, "both of its first two dims could be them")
+        if x.dim() > 0 and x.shape[0] == samples:
+            return self._rows(x, self.ends)
+        if is_stack:
+            return [x[:, start:end] for start, end in pairwise(self.ends)]
+        if x.dim() == 0 or x.shape[0] == 1:
+            return [x for _ in self._each]
+        raise _no_samples(path, x, samples, "it is known by no grid whose they could be")
+
+    @staticmethod
+    def _rows(value: Any, ends: Ends) -> list[Any]:
+        return [value[start:end] for start, end in pairwise(ends)]
+
+
+def _no_samples(path: str, x: Tensor, samples: int, why: str) -> InputError:
+    return InputError(
+        f"{path}, a tensor of {tuple(x.shape)}, has {x.shape[0]} rows in a batch of {samples} samples; {why}",
+        rule="A batch is cut into micro-batches, and over data ranks, along the first dim of its tensors, which is the "
+        "samples; of patches of images it is cut by a grid with a row for each image (image_grid_thw)",
+        remedy="Give it a row for each sample, or one row (x[None]) where all samples share it; or cut nothing: one "
+        "micro-batch, and batches that each data rank makes of its own samples",
+    )
 
 
 def merge_outputs(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -124,11 +217,11 @@ def merge_outputs(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     if isinstance(first, Mapping):
         if any(part.keys() != first.keys() for part in parts):
             return None
-        return _like(first, {name: merge_outputs([part[name] for part in parts], sizes) for name in first})
+        return like(first, {name: merge_outputs([part[name] for part in parts], sizes) for name in first})
     if isinstance(first, list | tuple):
         if any(len(part) != len(first) for part in parts):
             return None
-        return _like(first, [merge_outputs(column, sizes) for column in zip(*parts)])
+        return like(first, [merge_outputs(column, sizes) for column in zip(*parts)])
     return first if all(_is_equal(part, first) for part in parts) else None
 
 
@@ -148,18 +241,7 @@ def _merge_tensors(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor | No
     return first if all(torch.equal(part, first) for part in parts) else None
 
 
-def _stretch(value: Any, start: int, end: int, total: int) -> Any:
-    """The samples from ``start`` up to ``end``."""
-    if isinstance(value, Tensor):
-        return value[start:end] if value.dim() > 0 and value.shape[0] == total else value
-    if isinstance(value, Mapping) and any(True for _ in tensors_of(value)):
-        return _like(value, {name: _stretch(inner, start, end, total) for name, inner in value.items()})
-    if isinstance(value, list | tuple) and any(True for _ in tensors_of(value)):
-        return _like(value, [_stretch(inner, start, end, total) for inner in value])
-    return value
-
-
-def _like(one: Any, content: Any) -> Any:
+def like(one: Any, content: Any) -> Any:
     """A container of the kind of ``one``: a named tuple stays one, and what cannot be built of its content is plain."""
     if isinstance(one, tuple) and hasattr(one, "_fields"):
         return type(one)(*content)

@@ -27,8 +27,9 @@ from shardformer.optim.grad_norm import clip_grad_norm_
 from shardformer.optim.optimizer import ZeroOptimizer
 from shardformer.optim.zero import zero
 from shardformer.pipeline.loss import LossWeight
-from shardformer.pipeline.microbatches import sizes_of
+from shardformer.pipeline.microbatches import batch_size_of, sizes_of, split_batch
 from shardformer.pipeline.stage_manager import PipelineStageManager
+from shardformer.pipeline.targets import tensors_of
 from shardformer.policies.policy import Policy
 from shardformer.reduce.pause import no_sync
 from shardformer.sharder import shard_model
@@ -364,7 +365,7 @@ def check_batch(job: Job) -> None:
         return
     part = _part(job, batch, 0, job.data)
     if job.pipeline is not None:
-        sizes_of(_batch_size(part), job.pipeline.num_parts, None)
+        split_batch(part, sizes_of(batch_size_of(part), job.pipeline.num_parts, None))
 
 
 def _part(job: Job, batch: Mapping[str, Any], rank: int, parts: int) -> dict[str, Any]:
@@ -375,25 +376,16 @@ def _part(job: Job, batch: Mapping[str, Any], rank: int, parts: int) -> dict[str
             rule="Every data rank gets the same number of samples",
             remedy=f"Let batch_fn give a multiple of {parts}",
         )
-    each = size // parts
-    out = {}
-    for name, value in batch.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            value = value.to(job.computes_in)
-        out[name] = value[rank * each : (rank + 1) * each] if _is_batched(value, size) else value
-    return out
+    part = split_batch(batch, [size // parts] * parts)[rank]
+    floats = {name: x for name, x in part.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    return {**part, **{name: x.to(job.computes_in) for name, x in floats.items()}}
 
 
 def _batch_size(batch: Mapping[str, Any]) -> int:
-    sizes = [v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim() > 0]
-    if not sizes:
+    if not any(x.dim() for _, x in tensors_of(batch)):
         raise ConfigError(
             f"The batch holds {', '.join(batch) or 'nothing'} and no tensor",
             rule="A batch is a dict of tensors whose first dim is the batch",
             remedy="Let batch_fn return what the model's forward takes",
         )
-    return int(sizes[0])
-
-
-def _is_batched(value: Any, size: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == size
+    return batch_size_of(batch)

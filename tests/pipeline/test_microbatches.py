@@ -75,7 +75,7 @@ class Pair(NamedTuple):
 
 
 def test_only_what_has_a_sample_a_row_is_cut() -> None:
-    ids, table, words = torch.arange(10).view(5, 2), torch.zeros(3, 2), ["a", "b", "c", "d", "e"]
+    ids, table, words = torch.arange(10).view(5, 2), torch.zeros(1, 2), ["a", "b", "c", "d", "e"]
     batch = {"input_ids": ids, "table": table, "words": words, "flag": True, "scale": torch.tensor(1.0), "none": None,
              "deep": {"list": [ids, 1], "pair": Pair(ids, table), "tuple": (ids,)}}  # fmt: skip
     first, second = split_batch(batch, [3, 2], "input_ids")
