@@ -113,6 +113,13 @@ class Index:
             raise damaged(f"{folder} is no checkpoint: it has no {INDEX}") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise damaged(f"{folder / INDEX} cannot be read: {error}") from error
+        try:
+            return cls._of(found, folder)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise damaged(f"{folder / INDEX} is no index of a checkpoint: {type(error).__name__}: {error}") from error
+
+    @classmethod
+    def _of(cls, found: dict[str, Any], folder: Path) -> Index:
         if (version := found.pop("format")) != FORMAT:
             raise InputError(
                 f"{folder} has the format {version}",
@@ -123,7 +130,20 @@ class Index:
             name: Entry(dtype, tuple(shape), [box_of(box) for box in boxes])
             for name, (dtype, shape, boxes) in found.pop("tensors").items()
         }
+        for name, entry in tensors.items():
+            _check_entry(name, entry)
         return cls(tensors=tensors, **found)
+
+
+def _check_entry(name: str, entry: Entry) -> None:
+    """Raises ValueError where what an index says of a tensor cannot be: it names files by numbers, and nothing else."""
+    if entry.dtype not in map(name_of, DTYPES):
+        raise ValueError(f"{name} is of {entry.dtype!r:.80}")
+    for box in entry.boxes:
+        numbers = (*entry.shape, *box.start, *box.size, box.file)
+        inside = all(a + n <= size for a, n, size in zip(box.start, box.size, entry.shape, strict=True))
+        if not all(type(n) is int and n >= 0 for n in numbers) or not inside:
+            raise ValueError(f"{name} has the part {tuple(box)!r:.200}")
 
 
 def saved_at(folder: Path) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import pickle
@@ -172,6 +173,35 @@ def test_a_file_that_is_not_what_it_was(what: str, copy: Path) -> None:
         loaded(newest)
     assert bool(check(copy, 1).skipped) == (what != "no index")
     assert not ran.exists()
+
+
+def _forge(found: dict[str, Any], what: str) -> None:
+    name, (dtype, shape, boxes) = next(iter(found["tensors"].items()))
+    start, size, _, total = boxes[0]
+    if what == "dtype":
+        found["tensors"][name] = ["load", shape, boxes]
+    elif what == "outside":
+        found["tensors"][name] = [dtype, shape, [[[9**9 for _ in start], size, 0, total]]]
+    elif what in found:
+        del found[what]
+    else:
+        found["tensors"][name] = [dtype, shape, [[start, size, json.loads(what), total]]]
+
+
+@pytest.mark.parametrize(
+    "what", ['"../x"', '"/x"', "-1", "0.5", "null", "[0]", "true", "dtype", "outside", "format", "tensors", "step"]
+)
+def test_an_index_whose_checksum_is_right_names_numbered_files_only(what: str, copy: Path) -> None:
+    path = copy / "step-00000002" / INDEX
+    content = path.read_bytes().split(b"\n", 2)[1]
+    found = json.loads(content)
+    _forge(found, what)
+    text = json.dumps(found)
+    head = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "saved_at": found["saved_at"]}
+    path.write_text(f'{json.dumps(head)[:-1]}, "content":\n{text}\n}}\n')
+    with pytest.raises(DamagedError, match="is no index of a checkpoint"):
+        loaded(path.parent)
+    check(copy, 1)
 
 
 class _Runs:
