@@ -45,7 +45,7 @@ def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[in
         left = next((failures[rank] for rank in alike if failures[rank].exitcode > 0), first)
         lines.append(f"shardformer run: {_who(alike, _note(first))}: {_short(left)}{more}")
     ended = sorted(set(ranks) - set(failures))
-    if _lost_peer(first) and (ended or not ours):
+    if (ended and _waited(first)) or (_lost_peer(first) and (ended or not ours)):
         who = _listed(ended) if ended else "a process of its group"
         missed = f"before rank {order[0]} was done, which then failed for lack of it (exit code {first.exitcode})"
         lines.append(f"shardformer run: {who} had ended {missed}. All ranks take the same steps: see why one left")

@@ -17,6 +17,10 @@ MARK_AFTER_S = 1.0
 """Most have met by then."""
 AGAIN_S = 0.5
 CONNECT_S = 3.0
+SAME_ADDRESS = (
+    "All are started with the same address and port, and reach them: see whether they run, and the firewall of this "
+    "machine"
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,8 @@ class Meeting:
 
     Args:
         what: what each of them is called: a node, where launchers meet, or a rank.
+        attempt: of a launcher that starts its processes once more; their marks are apart from those before.
+        advice: what to look for where some have not come.
     """
 
     host: str
@@ -32,6 +38,8 @@ class Meeting:
     place: int
     size: int
     what: str
+    attempt: str = "0"
+    advice: str = SAME_ADDRESS
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -46,22 +54,35 @@ class Meeting:
             over.set()
             thread.join(2 * CONNECT_S)
 
+    def missing(self) -> str:
+        """In words those that have not come, such as "rank 1 of 2"; empty where all have, or where this is not known.
+
+        Of use once this one has waited for some seconds.
+        """
+        with suppress(RuntimeError):
+            store = self._store()
+            places = [place for place in range(self.size) if not store.check([self._key(place)])]
+            if places and self.place not in places:
+                shown = ", ".join(map(str, places[:8])) + (", ..." if len(places) > 8 else "")
+                return f"{self.what}{'s' if len(places) > 1 else ''} {shown} of {self.size}"
+        return ""
+
     def _say_who_is_missing(self, over: threading.Event) -> None:
-        if over.wait(SAY_AFTER_S):
+        if over.wait(MARK_AFTER_S):
+            return
+        if self._problem() is None:  # with launchers that have met; else the store comes with the last process
+            self._mark()
+        if over.wait(SAY_AFTER_S - MARK_AFTER_S):
             return
         if (problem := self._problem()) is not None:
             self._say_it_is_not_reached(problem)
             return
-        with suppress(RuntimeError):
-            store = self._store()
-            missing = [place for place in range(1, self.size) if not store.check([self._key(place)])]
-            if missing and not over.is_set():
-                shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-                _say(
-                    f"{self._own()} has waited for {SAY_AFTER_S:g} s at {self.host}:{self.port}, and has heard nothing "
-                    f"of {self.what}{'s' if len(missing) > 1 else ''} {shown} of {self.size}. All are started with the "
-                    "same address and port, and reach them: see whether they run, and the firewall of this machine"
-                )
+        self._mark()
+        if (missing := self.missing()) and not over.is_set():
+            _say(
+                f"{self._own()} has waited for {SAY_AFTER_S:g} s at {self.host}:{self.port}, and has heard nothing "
+                f"of {missing}. {self.advice}"
+            )
 
     def _say_what_is_not_reached(self, over: threading.Event) -> None:
         if over.wait(MARK_AFTER_S):
@@ -74,6 +95,9 @@ class Meeting:
             if over.wait(AGAIN_S):
                 return
             left_s -= AGAIN_S + (CONNECT_S if isinstance(problem, TimeoutError) else 0)
+        self._mark()
+
+    def _mark(self) -> None:
         with suppress(RuntimeError):
             self._store().set(self._key(self.place), platform.node())
 
@@ -100,7 +124,7 @@ class Meeting:
         )
 
     def _key(self, place: int) -> str:
-        return f"shardformer/here/{self.what}/{place}"
+        return f"shardformer/here/{self.what}/{self.attempt}/{place}"
 
     def _own(self) -> str:
         return f"{self.what} {self.place} ({platform.node()})"

@@ -7,7 +7,8 @@ import os
 import socket
 import struct
 import time
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistError
 
-from shardformer.errors import LaunchError
-from shardformer.mesh.meeting import Meeting
+from shardformer.errors import LaunchError, first_line
+from shardformer.mesh.lost import LostPeerError
+from shardformer.mesh.meeting import SAME_ADDRESS, Meeting
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "lo"
@@ -26,6 +29,7 @@ ELSEWHERE = "192.0.2.1"
 SIOCGIFADDR = 0x8915
 """Linux's request for the address of an interface (``man 7 netdevice``)."""
 POLL_S = 0.01
+STARTED = "The launcher has started all: see what each does before launch_from_torch, and whether one has ended"
 REST_S = 2.0  # threads that run on by then are the user's own
 
 
@@ -49,13 +53,32 @@ def join_process_group(device: torch.device, backend: str | None, timeout_s: flo
     backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     timeout, store = timedelta(seconds=timeout_s), _store_of_attempt(timedelta(seconds=timeout_s))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if store is None:
-        meeting = Meeting(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, size, "rank")
-        with nullcontext() if _have_met() or size == 1 else meeting.watched():
+    with nullcontext() if size == 1 else _joined_by_all(rank, size, timeout_s):
+        if store is None:
             dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+        else:
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     atexit.register(leave_process_group)
+
+
+@contextmanager
+def _joined_by_all(rank: int, size: int, timeout_s: float) -> Iterator[None]:
+    """Around what waits for all processes: LostPeerError names those that have not come."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    advice = STARTED if _have_met() else SAME_ADDRESS
+    meeting = Meeting(host, port, rank, size, "rank", attempt, advice)
+    try:
+        with meeting.watched():
+            yield
+    except DistError as error:
+        missing = meeting.missing()
+        raise LostPeerError(
+            f"Rank {rank} has not met {missing or f'all {size} ranks'} at {host}:{port} ({first_line(error):.160})",
+            rule=f"All processes of a launch call launch_from_torch, none of them later than timeout_s={timeout_s:g} "
+            "seconds after the first, and they reach each other",
+            remedy=f"{advice}. Where one needs longer before it, give a larger timeout_s",
+        ) from error
 
 
 def _have_met() -> bool:

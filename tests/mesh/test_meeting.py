@@ -10,9 +10,10 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from shardformer.mesh import launch, meeting
+from shardformer.mesh import launch, meeting, process_group
 from shardformer.mesh.context import ParallelContext
 from shardformer.mesh.grid import Grid
+from shardformer.mesh.lost import LostPeerError
 from shardformer.mesh.meeting import Meeting
 
 
@@ -46,6 +47,18 @@ def test_the_first_one_names_those_that_have_not_come(capfd: pytest.CaptureFixtu
     said = capfd.readouterr().err
     assert said.count("has heard nothing of ranks 1, 3 of 4") == 1 and f"127.0.0.1:{port}" in said
     del store
+
+
+def test_who_has_not_joined_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=5), wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with (
+        pytest.raises(LostPeerError, match=r"(?s)Rank 0 has not met rank 1 of 2 .*keys: /?nobody.*timeout_s=0\.5"),
+        process_group._joined_by_all(0, 2, 0.5),
+    ):
+        store.wait(["nobody"], timedelta(seconds=0.5))
 
 
 @pytest.mark.parametrize(("place", "host"), [(1, "127.0.0.1"), (0, "127.0.0.1"), (1, "no.such.host.invalid")])
