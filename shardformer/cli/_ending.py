@@ -1,10 +1,13 @@
-"""How ``shardformer run`` ends the processes that are left: soon, and with a note of those that would not end."""
+"""How ``shardformer run`` ends the processes that are left: soon, and with a note of what each of them was at."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import threading
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 ENDS_S = 8
@@ -15,6 +18,8 @@ VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 STUCK: dict[int, str] = {}
 """pid -> in words what it did, of processes that had not ended when the launcher looked."""
+PLACES: dict[int, str] = {}
+"""rank -> the line of the user's own code that it was at, of processes that did not fail before they were ended."""
 
 
 def end_soon(options: argparse.Namespace) -> None:
@@ -33,8 +38,37 @@ def end_soon(options: argparse.Namespace) -> None:
             plain(self, death_sig, seconds)  # type: ignore[arg-type]  # a signal, or None
         finally:
             looks.cancel()
+            _read_places(self.error_files.values())
 
     PContext.close = close  # type: ignore[method-assign]
+
+
+def _read_places(notes: Iterable[str]) -> None:
+    PLACES.clear()  # of an earlier attempt
+    for path in notes:
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            extra = json.loads(Path(path).read_text(encoding="utf-8"))["message"]["extraInfo"]
+            PLACES[extra["rank"]] = extra["at"]
+
+
+def places() -> list[str]:
+    """Each place with the ranks that were there, those of most ranks last."""
+    ranks: dict[str, list[int]] = {}
+    for rank, place in sorted(PLACES.items()):
+        ranks.setdefault(place, []).append(rank)
+    # a rank that does something else than all others is what one looks for
+    return [
+        f"{listed(of)} {'was' if len(of) == 1 else 'were'} at\n{place}"
+        for place, of in sorted(ranks.items(), key=lambda item: len(item[1]))
+        if place
+    ]
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """ "rank 3", or "ranks 0, 2 and 5 more"."""
+    shown = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 def _look(pids: list[int]) -> None:

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardformer.cli._ending import STUCK
+from shardformer.cli._ending import PLACES, STUCK, listed, places
 from shardformer.cli._message import in_lines
 from shardformer.errors import TRACEBACK_VARIABLE, wants_traceback
 
@@ -22,6 +22,7 @@ _BY_LAUNCHER = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """How a rank ends that the launcher ended: at once, or after the grace of ``_worker.py``."""
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer")
 LONGEST = 600
+FEW = 3
 
 
 def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[int] = ()) -> str:
@@ -32,7 +33,7 @@ def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[in
         ranks: all ranks that were started, where the launcher knows them: those not in ``failures`` ended well.
     """
     # Those that the launcher ended itself, once another had failed, are no news.
-    own_fault = {r: f for r, f in failures.items() if f.exitcode not in _BY_LAUNCHER or _note(f)} or dict(failures)
+    own_fault = {r: f for r, f in failures.items() if f.exitcode not in _BY_LAUNCHER or _text(f)} or dict(failures)
     order = sorted(own_fault, key=lambda rank: _order(own_fault[rank]))
     first = failures[order[0]]
     ours = _note(first).get("parts")
@@ -46,9 +47,13 @@ def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[in
         lines.append(f"shardformer run: {_who(alike, _note(first))}: {_short(left)}{more}")
     ended = sorted(set(ranks) - set(failures))
     if (ended and _waited(first)) or (_lost_peer(first) and (ended or not ours)):
-        who = _listed(ended) if ended else "a process of its group"
+        who = listed(ended) if ended else "a process of its group"
         missed = f"before rank {order[0]} was done, which then failed for lack of it (exit code {first.exitcode})"
         lines.append(f"shardformer run: {who} had ended {missed}. All ranks take the same steps: see why one left")
+    elif _waited(first) and PLACES:
+        who = listed(sorted(PLACES))
+        lines.append(f"shardformer run: {who} had not failed when the launcher ended the run: the others waited for it")
+        lines += [f"shardformer run: {place}" for place in places()[:FEW]]
     elif not ours:
         lines.append(f"shardformer run: rank {order[0]} failed first, {_cause(first)}")
     return "\n".join(lines)
@@ -76,13 +81,7 @@ def _who(ranks: list[int], note: Mapping[str, Any]) -> str:
     world_size = note.get("world_size", 0)
     if len(ranks) == world_size:
         return f"all {world_size} ranks" if world_size > 1 else "the only rank"
-    return f"{_listed(sorted(ranks))} of {world_size}" if world_size else _listed(sorted(ranks))
-
-
-def _listed(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+    return f"{listed(sorted(ranks))} of {world_size}" if world_size else listed(sorted(ranks))
 
 
 def _note(failure: ProcessFailure) -> Mapping[str, Any]:

@@ -3,11 +3,12 @@
 It adds two things. An exception that ends the script is also written to the error file of torch's launcher, with its
 time to the microsecond, so that the launcher can say which rank failed first and why. And SIGTERM, which the launcher
 sends when a rank has died, ends the script a little later: by then a rank that waited for the dead one has seen it, and
-said what it waited for. Started by its path.
+said what it waited for; one that did something else leaves a note of what it was at. Started by its path.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
@@ -36,12 +37,31 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: types
         sys.__excepthook__(kind, error.with_traceback(trace), trace)
     if path and not issubclass(kind, KeyboardInterrupt):
         text = "".join(traceback.format_exception(kind, error, trace))
-        # The form that torch's ProcessFailure reads; what follows `timestamp` is ours.
+        # what follows `timestamp` is ours
         extra = {"py_callstack": text, "timestamp": str(int(now)), "time_s": now}
         if ours:
-            extra |= {"parts": ours, "frame": _own_frame(trace), "world_size": int(os.environ.get("WORLD_SIZE", "0"))}
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": f"{kind.__name__}: {error}", "extraInfo": extra}}, file)
+            extra |= {
+                "parts": ours,
+                "frame": _own_frame(traceback.extract_tb(trace)),
+                "world_size": int(os.environ.get("WORLD_SIZE", "0")),
+            }
+        _leave(path, f"{kind.__name__}: {error}", extra)
+
+
+def record_place() -> None:
+    """Leaves a note to the launcher of what the main thread is at, unless there is one of an error."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if path and frame and not os.path.exists(path):
+        now = time.time()
+        at = {"at": _own_frame(traceback.extract_stack(frame)), "rank": int(os.environ.get("RANK", "0"))}
+        _leave(path, "", {"py_callstack": "", "timestamp": str(int(now)), "time_s": now} | at)
+
+
+def _leave(path: str, message: str, extra: dict[str, object]) -> None:
+    """In the form that torch's ProcessFailure reads."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 
 
 def _parts(error: BaseException) -> list[str] | None:
@@ -52,12 +72,12 @@ def _parts(error: BaseException) -> list[str] | None:
     return [type(error).__name__, error.what, error.rule, error.remedy]
 
 
-def _own_frame(trace: types.TracebackType | None) -> str:
+def _own_frame(stack: traceback.StackSummary) -> str:
     """The innermost frame of the user's own code, as a traceback shows it; empty where there is none."""
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     others = tuple(f"{folder}{os.sep}" for folder in (*libraries, package))
-    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith((*others, "<"))]
+    frames = [frame for frame in stack if not frame.filename.startswith((*others, "<"))]
     return "".join(traceback.format_list(frames[-1:])).rstrip()
 
 
@@ -76,6 +96,8 @@ def put_off_sigterm() -> None:
         while os.read(reader, 1)[0] != signal.SIGTERM or signal.getsignal(signal.SIGTERM) is not note:
             pass
         time.sleep(GRACE_S)
+        with contextlib.suppress(Exception):  # whatever it is, the process ends now
+            record_place()
         os._exit(128 + signal.SIGTERM)
 
     def hold() -> None:

@@ -18,8 +18,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from shardformer.cli._ending import STUCK, end_soon
-from shardformer.cli._failures import describe_failures
+from shardformer.cli._ending import STUCK, end_soon, places
+from shardformer.cli._failures import FEW, describe_failures
 from shardformer.errors import LaunchError, first_line, nearest
 
 # Everything goes to the launcher's own parser, and everything after the script to the script.
@@ -123,9 +123,9 @@ def find_this_host(hosts: Sequence[Host]) -> int:
     names = [host.name.lower() for host in hosts]
     by_name = [i for i, name in enumerate(names) if name in full]
     by_short_name = [i for i, name in enumerate(names) if name.partition(".")[0] in short and not _is_address(name)]
-    for places in (by_name, by_short_name):
-        if len(places) == 1:
-            return places[0]
+    for found in (by_name, by_short_name):
+        if len(found) == 1:
+            return found[0]
     by_address = [i for i, name in enumerate(names) if _is_local(name)]
     if len(by_address) == 1:
         return by_address[0]
@@ -363,6 +363,7 @@ def _launch(options: argparse.Namespace) -> int:
         return 1
     except SignalException as error:
         left = "".join(f"\nshardformer run: of process {pid}: {what}" for pid, what in STUCK.items())
+        left += "".join(f"\nshardformer run: {place}" for place in places()[:FEW])
         print(f"shardformer run: ended by {error.sigval.name}{left}", file=sys.stderr, flush=True)
         return 128 + error.sigval
     except (RendezvousError, DistNetworkError) as error:

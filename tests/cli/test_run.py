@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from shardformer.cli import run as cli_run
+from shardformer.cli._ending import PLACES
 from shardformer.cli._failures import describe_failures
 from shardformer.cli.run import Host, find_this_host, parse, read_hostfile, select_hosts
 from shardformer.errors import LaunchError, ShardFormerError
@@ -286,6 +287,16 @@ def test_the_last_line_says_who(failures: dict[int, Any], ranks: range, words: s
     assert words in describe_failures(failures, ranks).splitlines()[-1]
 
 
+def test_a_rank_that_did_something_else_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = ["LostPeerError", "Rank 0 does not reach rank 1", "Ranks make the same calls", "See rank 1"]
+    failures = {0: failure(1, lost[1], 5, parts=lost, world_size=2), 1: failure(143)}
+    monkeypatch.setitem(PLACES, 1, '  File "train.py", line 7, in <module>\n    time.sleep(100)')
+    said = describe_failures(failures, range(2)).splitlines()
+    assert said[-4].startswith("shardformer run: rank 1 had not failed") and said[-1].strip() == "time.sleep(100)"
+    fault = {0: failure(1, "ValueError: x", 5), 1: failure(143)}
+    assert "rank 0 failed first" in describe_failures(fault, range(2)).splitlines()[-1]
+
+
 # ---------------------------------------------------------------------------------------------------------------- hosts
 
 
@@ -460,3 +471,4 @@ def test_the_launcher_ends_soon_and_names_a_process_that_would_not(how: str, tmp
     assert code == 128 + signal.SIGTERM and time.monotonic() - begin < 10
     assert "ended by SIGTERM" in err
     assert ("it was stopped (SIGSTOP" if how == "stopped" else "it did not end on SIGTERM") in err
+    assert f'rank 0 was at\n  File "{script}", line 7, in <module>\n    time.sleep(100)' in err
