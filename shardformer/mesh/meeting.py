@@ -6,6 +6,7 @@ import platform
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -87,14 +88,13 @@ class Meeting:
     def _say_what_is_not_reached(self, over: threading.Event) -> None:
         if over.wait(MARK_AFTER_S):
             return
-        left_s = SAY_AFTER_S - MARK_AFTER_S
-        while (problem := self._problem()) is not None:
-            if left_s <= 0:
+        said_at = time.monotonic() + SAY_AFTER_S - MARK_AFTER_S
+        while (problem := self._problem()) is not None:  # that nobody answers is known after seconds
+            if time.monotonic() >= said_at:
                 self._say_it_is_not_reached(problem)
                 return
             if over.wait(AGAIN_S):
                 return
-            left_s -= AGAIN_S + (CONNECT_S if isinstance(problem, TimeoutError) else 0)
         self._mark()
 
     def _mark(self) -> None:

@@ -116,7 +116,8 @@ def ended(fault: Fault) -> tuple[str, float]:
         try:
             said, _ = child.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
+            for pid in [child.pid, *_below(child.pid)]:  # those that it started have sessions of their own
+                os.kill(pid, signal.SIGKILL)
             said = child.communicate()[0]
             return f"hang:\n{said[-1500:]}", time.monotonic() - start
         seconds = time.monotonic() - start
@@ -127,6 +128,12 @@ def ended(fault: Fault) -> tuple[str, float]:
     if not re.search(rf"ranks?:? ({ODD}|\d+ and {ODD})\b", said.lower()):
         return f"nobody is named:\n{said[-2500:]}", seconds
     return "ended and named", seconds
+
+
+def _below(pid: int) -> list[int]:
+    """The processes that one has started, and they in turn."""
+    of = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [below for child in map(int, of) for below in (child, *_below(child))]
 
 
 def cases() -> Iterator[Case]:
