@@ -1,7 +1,8 @@
 """What a sharded model is made of, looked at before each forward: modules, parameters and hooks that came since.
 
-A module that takes another's place, a parameter that is tied anew, a hook that sees a part of what the plain model
-would show it: each would be silently wrong, since what was cut, and whose gradients are agreed on, is what stood there.
+A module that takes another's place, a parameter that is tied anew or given the whole weight, a hook that sees a part of
+what the plain model would show it: each would be silently wrong, since what was cut, and whose gradients are agreed on,
+is what stood there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import nn
 
 from shardformer.errors import ConfigError
 from shardformer.layers.tensor.parallel_module import HOOKS, ParallelModule
-from shardformer.layout.state import ShardedState
+from shardformer.layout.state import ShardedState, cut_in, state_of
 from shardformer.policies.describe import BlockDescription
 from shardformer.sharding.plan import Plan
 
@@ -24,7 +25,7 @@ OF_LIBRARIES = ("shardformer", "torch", "transformers", "timm", "accelerate")
 """Whose hooks do not look at the values, or are refused by themselves where they do."""
 INTO = ("_forward_pre_hooks", "_backward_hooks")
 """The tables of hooks that are shown what goes into a module, and its gradient."""
-Marks = tuple[tuple[int, ...], ...]
+Marks = tuple[tuple[Any, ...], ...]
 
 
 class Structure:
@@ -49,6 +50,7 @@ class Structure:
         if self._seen() == self._marks:
             return
         self._check_params(model)
+        _check_shapes(model)
         self._check_hooks(model)
         self._check_forwards(model)
         self._modules = list(model.modules())
@@ -59,6 +61,7 @@ class Structure:
             (
                 *map(id, module._modules.values()),
                 *map(id, module._parameters.values()),
+                *(p.shape for p in module._parameters.values() if p is not None),
                 *(len(getattr(module, table)) for table in HOOKS),
                 id(type(module)),
                 _own_forward(module),
@@ -161,6 +164,20 @@ def _in_block(model: nn.Module, block: BlockDescription) -> Iterator[SeesPart]:
     for path, _ in model.get_submodule(block.entry).named_modules(prefix=block.entry):
         if path != block.entry:
             yield SeesPart(path, why)
+
+
+def _check_shapes(model: nn.Module) -> None:
+    """``param.data = whole`` is what no optimizer and no ``copy_`` would do: torch takes any shape there."""
+    coords = state_of(model).coords
+    for name, param, spec in cut_in(model):
+        part = spec.local_shape(coords)
+        if tuple(param.shape) != part:
+            raise ConfigError(
+                f"{name} of this {type(model).__name__} is {list(param.shape)} since it was sharded",
+                rule=f"This rank holds the part {list(part)} of {list(spec.shape)}",
+                remedy="Give weights to the plain model before it is sharded, or all of them by load_state_dict, which "
+                "takes the plain model's",
+            )
 
 
 def _in_modules(params: dict[str, int]) -> Counter[tuple[str, int]]:

@@ -74,6 +74,13 @@ def pruned(model: Any) -> None:
     prune.l1_unstructured(model.model.layers[0].mlp.down_proj, "weight", amount=0.5)
 
 
+def whole(model: Any) -> None:
+    for part, weight in zip(
+        model.model.layers[0].mlp.parameters(), plain().model.layers[0].mlp.parameters(), strict=True
+    ):
+        part.data = weight.data
+
+
 CHANGES: list[tuple[Callable[[Any], None], str]] = [
     (other_head, "lm_head.weight of this LlamaForCausalLM came after it was sharded"),
     (other_linear, "model.layers.0.mlp.up_proj.weight of this"),
@@ -84,6 +91,7 @@ CHANGES: list[tuple[Callable[[Any], None], str]] = [
     (patched, "mlp.up_proj .Linear1D_Col. has another forward since it was sharded"),
     (other_class, "lm_head .Mine. has another forward since it was sharded"),
     (pruned, "down_proj.weight_orig of this LlamaForCausalLM is another parameter since"),
+    (whole, r"gate_proj.weight of this LlamaForCausalLM is \[70, 48\] since it was sharded"),
     (more, "adapter.weight of this LlamaForCausalLM came after it was sharded"),
 ]
 
