@@ -240,7 +240,9 @@ class Pipeline:
     def _agree_on_step(self, batches: Sequence[Batch]) -> bool:
         """Whether any rank draws random numbers while it trains; the ranks of one batch have compared themselves."""
         training, watch = self._model.training, self._state.watch
-        if not (training if watch is None else watch.speaks(training)):
+        if watch is not None:
+            watch.training = training
+        elif not training:
             return False
         given = [x for batch in batches for _, x in tensors_of(batch)]
         return agree_on_step(self._state, given, self._draws()) and training

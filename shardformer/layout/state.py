@@ -99,11 +99,10 @@ class Watches(Protocol):
     """What notices that ranks have come apart: see ``shardformer.reduce.watch``."""
 
     steps: int
+    training: bool
+    """Whether the forward that begins trains."""
 
     def options_of_stage(self) -> int: ...
-    def speaks(self, training: bool) -> bool:
-        """Whether the ranks that are given one batch tell each other of themselves before a forward."""
-
     def batch(self, inputs: Collection[Any]) -> int: ...
     def numbers(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]: ...
     def compare(self, every: Sequence[Sequence[int]], axis: Axis, inputs: Collection[Any] = ()) -> None: ...

@@ -120,20 +120,13 @@ class Watch:
         self.state.context.traffic.steps = self.steps
         self.options = type(optimizer).__name__, tuple(map(_numbers_of, optimizer.param_groups))
 
-    def speaks(self, training: bool) -> bool:
-        """Before a forward: whether the ranks that are given one batch tell each other of themselves.
-
-        In training, and once when that ends: a rank that trains on would wait for one that does not.
-        """
-        before, self.training = self.training, training
-        return training or before
-
     # --- ranks that are given one batch
 
     def numbers(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]:
         """Of each fact a number, in ``ORDER``, for ranks of an axis that are given one batch; of weights two."""
         options = _short(hash(self.options[1:]))
-        return [int(self.training), self.batch(inputs), self.steps, options, *map(_bits_of, self._sketch(axis))]
+        sketch = self._sketch(axis) if self.training else (0.0, 0.0)  # what is evaluated changes no weights
+        return [int(self.training), self.batch(inputs), self.steps, options, *map(_bits_of, sketch)]
 
     def options_of_stage(self) -> int:
         """A number of the optimizer's options, where one group has all parameters; 0 for any other optimizer.

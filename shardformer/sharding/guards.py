@@ -59,20 +59,26 @@ class Guard:
         if not self._compared:
             self._compared = True
             compare_inputs([*args, *kwargs.values()], self._state.alike)
-        if self._aligns(model):
+        if self._aligns(model, kwargs):
             agree_on_step(self._state, [*args, *kwargs.values()])
 
     def _behind(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return resolved(output)
 
-    def _aligns(self, model: nn.Module) -> bool:
-        """In a pipeline each micro-batch has its seed, and a recomputation has the random state of its forward."""
+    def _aligns(self, model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+        """In a pipeline each micro-batch has its seed, and a recomputation has the random state of its forward.
+
+        A token that follows others in generation is not worth a message: what came first was compared.
+        """
         in_pipeline = self._state.stages is not None and self._state.stages.is_running
         if in_pipeline or torch._C._current_graph_task_id() >= 0:
             return False
+        if not model.training and _has_keys(kwargs.get("past_key_values")):
+            return False
         watch = self._state.watch
-        speaks = model.training if watch is None else watch.speaks(model.training)
-        return speaks and self._is_cut
+        if watch is not None:
+            watch.training = model.training
+        return self._is_cut and (model.training or watch is not None)
 
     def _refuse_alone(self, model: nn.Module) -> None:
         """A stage is no model by itself: only a pipeline hands it what the stage before made."""
@@ -113,6 +119,12 @@ class Guard:
                     rule=why,
                     remedy=f"Leave {name} off, or run the plain model for it",
                 )
+
+
+def _has_keys(cache: Any) -> bool:
+    """Whether a cache of transformers holds keys and values of tokens before."""
+    count = getattr(cache, "get_seq_length", None)
+    return cache is not None and (count is None or bool(count()))
 
 
 def agree_on_step(state: ShardedState, inputs: Collection[Any], drew: bool = False) -> bool:

@@ -18,6 +18,7 @@ from shardformer.layout.state import state_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.reduce import watch as watches
 from shardformer.reduce.watch import BITS, Watch
+from shardformer.testing.pool import WorkerPool
 from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import MAIN, Batches, Sample
 
@@ -166,6 +167,36 @@ def test_evaluation_on_all_ranks_and_back_is_no_difference() -> None:
                     run.model(input_ids=run.batch(step)["input_ids"])
 
     run_as_threads(do, tensor=2, data=2)
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"sequence": 2}, {"tensor": 2, "pipe": 2}], ids=str)
+def test_batches_that_differ_in_evaluation_are_noticed(sizes: dict[str, int]) -> None:
+    def do(context: ParallelContext) -> None:
+        run = Run(context)
+        run.model.eval()
+        evaluate = run.pipeline.evaluate if run.pipeline is not None else lambda batch: run.model(**batch)
+        with torch.no_grad():
+            evaluate(run.batch(0))
+            evaluate(run.batch(1))
+            with pytest.raises(InputError, match="different batches"):
+                evaluate(run.batch(2 + (context.tensor.rank or context.sequence.rank)))
+
+    run_as_threads(do, **sizes)
+
+
+def sampled() -> list[int]:
+    """A text on each rank, whose random numbers are its own."""
+    context = ParallelContext.from_world({"tensor": 2})
+    torch.manual_seed(0)
+    model: Any = shardformer.shard_model(Sample("llama")(), context=context).eval()
+    torch.manual_seed(context.rank)
+    text: list[int] = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=True)[0].tolist()
+    return text
+
+
+def test_ranks_sample_one_text_whatever_their_seeds(pool2: WorkerPool) -> None:
+    first, second = pool2.run(sampled)
+    assert first == second
 
 
 def test_it_can_be_left_out() -> None:
