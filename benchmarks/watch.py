@@ -2,8 +2,8 @@
 
     python benchmarks/watch.py --seconds 60
 
-A LLaMA over two tensor ranks, two data ranks and two stages. The watch is switched on and off from step to step, so
-that both have the same memory; a difference of a percent takes some hundred steps to see.
+A LLaMA over two tensor ranks, two data ranks and two stages; and a forward of it in evaluation. The watch is switched on
+and off from step to step, so that both have the same memory; a difference of a percent takes some hundred steps to see.
 """
 
 from __future__ import annotations
@@ -12,17 +12,25 @@ import sys
 from typing import Any
 
 import common
+import torch
 from common import Llama, Step
 
 import shardformer
 from shardformer.layout.state import state_of
 from shardformer.mesh.context import ParallelContext
 
-LAYOUTS: dict[str, dict[str, int]] = {"tensor 2": {"tensor": 2}, "data 2": {"data": 2}, "pipe 2": {"pipe": 2}}
+EVALUATED = ", evaluated"
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tensor 2": {"tensor": 2},
+    "data 2": {"data": 2},
+    "pipe 2": {"pipe": 2},
+    f"tensor 2{EVALUATED}": {"tensor": 2},
+}
 
 
-def measure(size: Llama, batch: int, sizes: dict[str, int], repetitions: int, seconds: float) -> Any:
+def measure(size: Llama, batch: int, name: str, repetitions: int, seconds: float) -> Any:
     """Runs in every process."""
+    sizes = LAYOUTS[name]
     context = ParallelContext.from_world(sizes)
     model, batches = shardformer.shard_model(size.build(), context=context).train(), size.batches(batch)
     optimizer, state = common.adamw(model), state_of(model)
@@ -36,6 +44,9 @@ def measure(size: Llama, batch: int, sizes: dict[str, int], repetitions: int, se
             for bucket in watched:
                 bucket.watch = watch if on else None
             batch = batches[index % len(batches)]
+            if name.endswith(EVALUATED):
+                with torch.no_grad():
+                    return float(model.eval()(**batch).loss)
             if pipeline is not None:
                 loss = pipeline.step(batch)
             else:
@@ -65,9 +76,9 @@ def main(argv: list[str] | None = None) -> int:
     size = common.llama(args.hidden, args.sequence, args.layers, args.vocabulary)
     results, rows = {}, []
     with common.two_processes(args.threads) as pool:
-        for name, sizes in LAYOUTS.items():
+        for name in LAYOUTS:
             common.progress(f"measuring {name}")
-            timings = pool.run(measure, size, args.batch, sizes, args.repetitions, args.seconds)[0]
+            timings = pool.run(measure, size, args.batch, name, args.repetitions, args.seconds)[0]
             results[name] = common.timings_as_dict(timings)
             plain, watched = timings["without"], timings["with"]
             pairs = sorted(b / a for a, b in zip(plain.seconds, watched.seconds, strict=True))
