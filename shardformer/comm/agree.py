@@ -18,12 +18,14 @@ def agree(
     make: Callable[[], T],
     lines_of: Callable[[T], list[str]] = lambda _: [],
     doing: str = "shard this model",
+    explain: Callable[[], None] = lambda: None,
 ) -> T:
     """What ``make`` gives on this rank, once it is known that no rank failed to make it and that all made the same.
 
     Args:
         lines_of: what was made, as lines that are equal on ranks that agree.
         doing: what a rank cannot do where it fails, in words.
+        explain: called on all ranks where they differ. It may communicate, and raises what says more than two lines.
 
     Every rank raises when one of them cannot make it, or when they differ. Communicates one gather of a hash an axis.
     """
@@ -47,6 +49,7 @@ def agree(
                 remedy="See what that rank says",
             )
     if len({digest for _, (digest, _) in answers}) > 1:
+        explain()
         _raise_difference(gather_all(lines, context))
     return cast(T, made)  # without a problem it was made
 

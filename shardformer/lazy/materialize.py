@@ -15,6 +15,7 @@ from shardformer.errors import ConfigError, expect
 from shardformer.layout.state import check_module
 from shardformer.lazy.recipe import Place, compute, make_place, place_of, view_of
 from shardformer.lazy.recorder import VERSION, InitRecorder
+from shardformer.lazy.source import files_of
 
 NOTES = "_shardformer_loading"
 
@@ -89,7 +90,11 @@ def _device_of(device: torch.device | str | None) -> torch.device | None:
 
 
 def fill(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """Puts values in the place of tensors without, one after the other: a recipe's tensors are freed with it."""
+    """Puts values in the place of tensors without, one after the other: a recipe's tensors are freed with it.
+
+    Raises ConfigError where a file changed while its weights were read.
+    """
+    files = files_of(model)
     storages: dict[Place, UntypedStorage] = {}
     done: dict[int, Tensor] = {}
     cpu = torch.device("cpu")
@@ -119,11 +124,16 @@ def fill(model: nn.Module, device: torch.device | str | None = None) -> nn.Modul
                 continue
             if any(place_of(x) is not None for x in tree_leaves(value)):
                 vars(module)[name] = tree_map_only(Tensor, lambda x: filled(x, cpu), value)
+    for file in files:
+        file.check()
     return model
 
 
 def check_recipes(model: nn.Module) -> None:
-    """Raises ConfigError for a model whose values cannot be made: on the meta device without a recipe, or changed."""
+    """Raises ConfigError for a model whose values cannot be made: on the meta device without a recipe, or changed.
+
+    Or where the files that it reads are not those that were loaded.
+    """
     empty = [name for name, t in named_tensors(model) if t.is_meta and place_of(t) is None]
     if empty:
         raise ConfigError(
@@ -140,3 +150,5 @@ def check_recipes(model: nn.Module) -> None:
             rule="A tensor without values keeps what is done to it inside of LazyInit only",
             remedy="Change weights inside of the `with`, or after shard_model or materialize",
         )
+    for file in files_of(model):
+        file.check(reads=True)

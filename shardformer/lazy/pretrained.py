@@ -33,7 +33,13 @@ _one_at_a_time = Lock()  # transformers changes things of the whole process whil
 
 
 def from_pretrained(
-    kind: type[Any], where: str | os.PathLike[str], *, config: Any = None, dtype: Any = None, **options: Any
+    kind: type[Any],
+    where: str | os.PathLike[str],
+    *,
+    config: Any = None,
+    dtype: Any = None,
+    all_bytes: bool = False,
+    **options: Any,
 ) -> nn.Module:
     """A model with saved weights, none of which is read yet: ``shard_model`` lets each rank read its part.
 
@@ -43,6 +49,8 @@ def from_pretrained(
             Hugging Face hub.
         config: in place of the folder's.
         dtype: of the weights; None takes that of the config, as transformers does.
+        all_bytes: whether ranks compare checksums of all bytes of the files, which each of them then reads, and not of
+            their headers and of sampled bytes alone.
         options: of the hub, such as ``revision`` or ``local_files_only``; ``trust_remote_code=True`` runs Python that
             lies beside the weights, for an Auto class; any other is a field of the config.
 
@@ -55,11 +63,14 @@ def from_pretrained(
     """
     hub = {name: options.pop(name) for name in HUB if name in options}
     trust = options.pop("trust_remote_code", False)
-    expect(
-        "trust_remote_code", trust, isinstance(trust, bool), "It is True or False", "Leave it out to run no such code"
-    )
+    for name, value, remedy in (
+        ("trust_remote_code", trust, "Leave it out to run no such code"),
+        ("all_bytes", all_bytes, "Leave it out to compare samples"),
+    ):
+        expect(name, value, isinstance(value, bool), "It is True or False", remedy)
     config, kind = _config_and_class(kind, str(where), config, trust, hub, options)
-    state = {key: t for path in _files(str(where), hub) for key, t in tensors_of(path).items()}
+    files = [tensors_of(path, all_bytes=all_bytes) for path in _files(str(where), hub)]
+    state = {key: tensor for file in files for key, tensor in file.items()}
     generation = _generation(str(where), hub)
     with _one_at_a_time, _in_this_thread(), Loading():
         try:
