@@ -73,27 +73,29 @@ def from_pretrained(
     state = {key: tensor for file in files for key, tensor in file.items()}
     generation = _generation(str(where), hub)
     with _one_at_a_time, _in_this_thread(), Loading():
-        try:
-            model, info = kind.from_pretrained(
-                None,
-                config=config,
-                state_dict=dict(state),
-                dtype=dtype,
-                generation_config=generation,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-        except Exception as error:  # sizes that do not fit each other come up in any form
-            raise ConfigError(
-                f"transformers cannot put the weights of {str(where)!r} into {kind.__name__}: {error}",
-                rule="What transformers' from_pretrained loads from safetensors files can be loaded in parts",
-                remedy="See whether from_pretrained of transformers loads it, and in which class",
-            ) from error
+        model, info = _loaded(
+            kind, str(where), config=config, state_dict=dict(state), dtype=dtype, generation_config=generation
+        )
         _check(model, str(where), info)
         _tie_equal(model)
     model.name_or_path = model.config.name_or_path = str(where)
     vars(model)[NOTES] = [f"The weights are those of {str(where)!r}.", *_notes(info)]
     return cast(nn.Module, model)
+
+
+def _loaded(kind: Any, where: str, **given: Any) -> tuple[Any, Any]:
+    """The model, its weights not there yet, and what transformers says of them."""
+    try:
+        return cast(
+            tuple[Any, Any],
+            kind.from_pretrained(None, ignore_mismatched_sizes=True, output_loading_info=True, **given),
+        )
+    except Exception as error:  # sizes that do not fit each other come up in any form
+        raise ConfigError(
+            f"transformers cannot put the weights of {where!r} into {kind.__name__}: {error}",
+            rule="What transformers' from_pretrained loads from safetensors files can be loaded in parts",
+            remedy="See whether from_pretrained of transformers loads it, and in which class",
+        ) from error
 
 
 def _config_and_class(
