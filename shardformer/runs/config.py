@@ -41,6 +41,11 @@ class ModelTable(Table):
     )
     random: bool = Field(default=False, description="Whether the weights are random, and not those that were saved.")
     config: dict[str, Any] = Field(default={}, description="Fields of the model's config that are to be others.")
+    trust_remote_code: bool = Field(
+        default=False,
+        description="Whether Python that lies beside the model, or on the hub beside it, may run: for models and their "
+        "own tokenizers that transformers does not have.",
+    )
 
 
 class DataTable(Table):
@@ -190,3 +195,9 @@ class RunConfig(Table):
     def path(self) -> Path:
         """Of the run's folder."""
         return Path(self.folder)
+
+
+def consent_or(remedy: str, error: Exception) -> str:
+    """What to do about an error of transformers, which asks for ``trust_remote_code`` where code was not to run."""
+    asks = "trust_remote_code" in str(error)
+    return "Read that code; where it may run, write model.trust_remote_code = true" if asks else remedy

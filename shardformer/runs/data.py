@@ -44,7 +44,8 @@ def data_of(config: RunConfig, image_size: int | None = None) -> RunData:
     """
     if config.model.task == "image_classification":
         return _image_data(config, image_size or IMAGE_SIZE)
-    tokens = tokens_of(config.data.tokenizer, config.model.name, random=config.model.random)
+    model = config.model
+    tokens = tokens_of(config.data.tokenizer, model.name, random=model.random, trust=model.trust_remote_code)
     check_mask(config.model.task, tokens)
     if config.model.task == "classification":
         return _classified(config, tokens)

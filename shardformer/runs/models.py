@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from shardformer.errors import ConfigError, first_line, nearest
 from shardformer.lazy.pretrained import from_pretrained
 from shardformer.lazy.recorder import LazyInit
-from shardformer.runs.config import RunConfig
+from shardformer.runs.config import RunConfig, consent_or
 from shardformer.runs.data import RunData
 
 HEAD_OF = {
@@ -44,19 +44,19 @@ def own_config(config: RunConfig) -> Any:
     """
     import transformers
 
-    name, random = config.model.name, config.model.random
+    name, random, trust = config.model.name, config.model.random, config.model.trust_remote_code
     try:
         if random and name in transformers.CONFIG_MAPPING:
             found = transformers.AutoConfig.for_model(name)
         else:
-            found = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+            found = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust)
     except Exception as error:  # a file may hold anything, and its fields any value
         types = list(transformers.CONFIG_MAPPING.keys())
         raise ConfigError(
             f"model.name = {name!r}: {first_line(error)}",
             rule="It is a folder that save_pretrained wrote, a config.json, a name on the hub, or with random = true a "
             "model type of transformers",
-            remedy=nearest(name, types) if random or name in types else "Correct the name",
+            remedy=consent_or(nearest(name, types) if random or name in types else "Correct the name", error),
         ) from error
     if not random and Path(name).is_file():
         raise ConfigError(
@@ -101,20 +101,20 @@ def model_of(
     if data.classes is not None and getattr(saved, "pad_token_id", None) is None and data.tokens is not None:
         saved.pad_token_id = data.tokens.pad
     _check_fits(config, data, saved)
-    kind = head_of(config)
+    kind, trust = head_of(config), config.model.trust_remote_code
     torch.manual_seed(config.seed)
     try:
         if not lazy:
-            return _built(kind, saved, dtype)
+            return _built(kind, saved, dtype, trust)
         if not config.model.random:
-            return from_pretrained(kind, config.model.name, config=saved, dtype=dtype)
+            return from_pretrained(kind, config.model.name, config=saved, dtype=dtype, trust_remote_code=trust)
         with LazyInit():
-            return _built(kind, saved, dtype)
+            return _built(kind, saved, dtype, trust)
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"transformers cannot build {kind.__name__} of {config.model.name!r}: {first_line(error)}",
             rule="model.task and model.head fit the model, and model.config its sizes",
-            remedy="Correct them",
+            remedy=consent_or("Correct them", error),
         ) from error
 
 
@@ -131,15 +131,15 @@ def _from_data(config: RunConfig, data: RunData) -> dict[str, Any]:
     return fields
 
 
-def _built(kind: Any, saved: Any, dtype: torch.dtype) -> nn.Module:
+def _built(kind: Any, saved: Any, dtype: torch.dtype, trust: bool) -> nn.Module:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        has_from_config = hasattr(kind, "from_config")
-        model: nn.Module = kind.from_config(saved, dtype=dtype) if has_from_config else kind(saved)
+        if hasattr(kind, "from_config"):  # without an answer it may ask for consent on the standard input
+            return cast(nn.Module, kind.from_config(saved, dtype=dtype, trust_remote_code=trust))
+        return cast(nn.Module, kind(saved))
     finally:
         torch.set_default_dtype(before)
-    return model
 
 
 def _check_fits(config: RunConfig, data: RunData, saved: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardformer.errors import ConfigError, first_line
+from shardformer.runs.config import consent_or
 
 BYTES = "bytes"
 NOTHING, MASK, NUM_BYTES = 256, 257, 258
@@ -52,8 +53,10 @@ class Tokens:
         return self.tokenizer is None
 
 
-def tokens_of(name: str | None, model: str, *, random: bool) -> Tokens:
+def tokens_of(name: str | None, model: str, *, random: bool, trust: bool = False) -> Tokens:
     """The tokenizer of this name; None: the model's own, and bytes where its weights are random.
+
+    ``trust``: whether Python that lies beside the model may run, for its own tokenizer.
 
     Raises ConfigError where there is none.
     """
@@ -70,12 +73,12 @@ def tokens_of(name: str | None, model: str, *, random: bool) -> Tokens:
             remedy="Save the tokenizer beside the model, or write data.tokenizer = 'bytes' or another folder",
         )
     try:
-        found = transformers.AutoTokenizer.from_pretrained(where, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+        found = transformers.AutoTokenizer.from_pretrained(where, trust_remote_code=trust and where == model)
+    except Exception as error:  # a file may hold anything, and so may its code
         raise ConfigError(
             f"The tokenizer {where!r} cannot be loaded: {first_line(error)}",
             rule="It is a folder that save_pretrained of a tokenizer wrote, a name on the hub, or 'bytes'",
-            remedy="Correct data.tokenizer",
+            remedy=consent_or("Correct data.tokenizer", error) if where == model else "Correct data.tokenizer",
         ) from error
     pad = next((t for t in (found.pad_token_id, found.eos_token_id, found.unk_token_id) if t is not None), 0)
     end = found.eos_token_id if found.eos_token_id is not None else found.sep_token_id

@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 import shardformer
 from shardformer.errors import ConfigError, ShardFormerError
+from shardformer.runs.config import RunConfig
+from shardformer.runs.data import RunData
+from shardformer.runs.models import model_of, own_config
+from shardformer.runs.read import config_of
+from shardformer.runs.tokens import tokens_of
 from shardformer.testing.zoo.shrink import model_class
 from shardformer.verify.model_source import find_model
 
@@ -40,6 +47,14 @@ def folder(tmp_path: Path) -> Path:
 def change(folder: Path, **fields: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+TOKENIZER = """
+from transformers import PreTrainedTokenizerFast
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
 
 
 class Asked:
@@ -77,6 +92,56 @@ def test_code_of_a_folder_is_run_with_consent(folder: Path, tmp_path: Path, monk
     model = shardformer.from_pretrained(transformers.AutoModelForCausalLM, with_code(folder), trust_remote_code=True)
     assert type(model).__name__ == "OwnModel"
     assert dict(model.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+
+
+def with_tokenizer(folder: Path) -> Path:
+    words = Tokenizer(WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(folder)
+    (folder / "own_words.py").write_text(TOKENIZER)
+    path = folder / "tokenizer_config.json"
+    said = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own_words.OwnTokenizer"]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+    return folder
+
+
+def run_of(folder: Path, **model: Any) -> RunConfig:
+    return config_of({"model": {"name": str(folder), **model}, "data": {"train": "a.txt"}}, "run.toml")
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_a_run_says_whether_code_beside_its_model_may_run(
+    folder: Path, tmp_path: Path, random: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "stdin", Asked())
+    monkeypatch.setattr("builtins.input", Asked().readline)
+    with_tokenizer(with_code(folder))
+    data = RunData("", None)
+    for without in ({}, {"trust_remote_code": False}):
+        with pytest.raises(ConfigError, match=r"write model\.trust_remote_code = true"):
+            own_config(run_of(folder, random=random, **without))
+    config = run_of(folder, random=random, trust_remote_code=True)
+    for lazy in (True, False):
+        assert type(model_of(config, data, own_config(config), lazy=lazy)).__name__ == "OwnModel"
+    assert type(tokens_of(None, str(folder), random=False, trust=True).tokenizer).__name__ == "OwnTokenizer"
+    with pytest.raises(ConfigError, match=r"model\.trust_remote_code"):
+        tokens_of(None, str(folder), random=False)
+    with pytest.raises(
+        ConfigError, match=r"custom code.*Correct data\.tokenizer"
+    ):  # consent is for the model, not for another folder
+        tokens_of(str(folder), "another", random=False, trust=True)
+
+
+def test_a_head_that_only_code_of_the_folder_has_is_not_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Asked())
+    monkeypatch.setattr("builtins.input", Asked().readline)
+    (folder / "own.py").write_text(CODE)
+    change(folder, auto_map={"AutoModelForMaskedLM": "own.OwnModel"})
+    config = run_of(folder, random=True, task="masked")
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        model_of(config, RunData("", None), own_config(config))
 
 
 @pytest.mark.parametrize(
