@@ -6,6 +6,7 @@ import atexit
 import os
 import socket
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -21,6 +22,7 @@ from torch.distributed import DistError
 from shardformer.errors import LaunchError, first_line
 from shardformer.mesh.lost import LostPeerError
 from shardformer.mesh.meeting import SAME_ADDRESS, Meeting
+from shardformer.mesh.processes import launcher_store
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "lo"
@@ -30,6 +32,8 @@ SIOCGIFADDR = 0x8915
 """Linux's request for the address of an interface (``man 7 netdevice``)."""
 POLL_S = 0.01
 STARTED = "The launcher has started all: see what each does before launch_from_torch, and whether one has ended"
+ENDED = "shardformer/ended"
+"""Where a process writes in the launcher's store why it ended, behind which comes its rank."""
 REST_S = 2.0  # threads that run on by then are the user's own
 
 
@@ -144,11 +148,23 @@ def leave_process_group() -> None:
     """
     if not dist.is_initialized():
         return
+    _say_why_it_ends()
     dist.destroy_process_group()
     deadline = time.monotonic() + REST_S
     time.sleep(POLL_S)  # gives the interpreter to a thread that waits for it
     while _another_thread_runs() and time.monotonic() < deadline:
         time.sleep(POLL_S)
+
+
+def _say_why_it_ends() -> None:
+    """Writes down the error that ends this process, if one does, for those that wait for it to come to a call.
+
+    Not an error that another process is gone: it may be the one that has the store.
+    """
+    error, store = getattr(sys, "last_value", None), launcher_store()
+    if error is not None and store is not None and not isinstance(error, LaunchError):
+        with suppress(RuntimeError):  # where the process that has the store is gone, there is nobody to tell
+            store.set(f"{ENDED}/{dist.get_rank()}", f"{type(error).__name__}: {first_line(error)}")
 
 
 def _another_thread_runs() -> bool:

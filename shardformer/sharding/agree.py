@@ -6,8 +6,8 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import astuple, dataclass
-from datetime import timedelta
 from types import FunctionType
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -22,11 +22,13 @@ from shardformer.lazy.materialize import named_tensors
 from shardformer.lazy.recipe import place_of, random_steps, text_of
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.process_group import ENDED
 from shardformer.mesh.processes import launcher_store
 from shardformer.policies.paths import configs_in
 
 ANNOUNCEMENTS = "shardformer/word"
 COME_S = 30.0
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.002, 0.25
 BYSTANDER_S = 10.0
 """How long to wait for the word of processes outside of the group given: they may not shard anything at all."""
 
@@ -40,7 +42,7 @@ def agree_on_group(config: ShardConfig) -> ParallelContext:
     group it gave, and reads on in what each of the others wrote.
 
     Raises LaunchError, on every process that shards just now, when one of them is not in the group it gave, and when a
-    member of the group does not come; ConfigError when two members gave different groups.
+    member of the group does not come, or an error ended it before; ConfigError when two members gave different groups.
     """
     context, problem = None, None
     try:
@@ -85,7 +87,14 @@ def _read_announcements(store: Any, other: int, mine: _Announcement, deadline: f
     place = f"{ANNOUNCEMENTS}/{me}/of/{other}"
     while True:
         key = f"{ANNOUNCEMENTS}/{other}/{store.add(place, 0) + 1}"
-        if not _comes(store, key, None if is_member else deadline):
+        has_come, why = _comes(store, key, None if is_member else deadline, other)
+        if not has_come:
+            if is_member and why:
+                return LaunchError(
+                    f"Process {other} ended before it came to shard, by {why}",
+                    rule="Processes that shard at one time all go on, or none does",
+                    remedy="See what that process says",
+                )
             said = f"Process {other} did not come to shard over {mine.group}, as process {me} did"
             return _other_group(LaunchError, said) if is_member else None
         theirs = _Announcement(*json.loads(store.get(key)))
@@ -116,16 +125,23 @@ def _other_group(kind: type[ShardFormerError], said: str) -> ShardFormerError:
     )
 
 
-def _comes(store: Any, key: str, deadline: float | None) -> bool:
-    """Whether ``key`` is written: before the deadline, or before the store's own timeout."""
-    try:
-        if deadline is None:
-            store.wait([key])
-        elif not store.check([key]):
-            store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-    except RuntimeError:
-        return False
-    return True
+def _comes(store: Any, key: str, deadline: float | None, other: int) -> tuple[bool, str]:
+    """(whether ``key`` is written, the error that ended process ``other`` before, if it said so).
+
+    Waits until the deadline, or the store's own timeout. It asks in place of ``store.wait``, which hears nothing of a
+    process that has ended, and leaves a warning of torch's for each wait that was cut short.
+    """
+    end = time.monotonic() + store.timeout.total_seconds() if deadline is None else deadline
+    pause_s = FIRST_PAUSE_S
+    with suppress(RuntimeError):  # the process that has the store is gone
+        while not store.check([key]):
+            why = store.get(f"{ENDED}/{other}").decode() if store.check([f"{ENDED}/{other}"]) else ""
+            if why or time.monotonic() >= end:
+                return bool(store.check([key])), why
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+        return True, ""
+    return False, ""
 
 
 def wait_for_all(axis: Axis, call: str, key: str) -> None:
