@@ -1,4 +1,4 @@
-"""A rank that fails alone before it comes to shard, as where it has no folder to load: the others do not wait for it."""
+"""A rank that fails alone before it comes to shard, as where it has no folder to load: nobody waits for it."""
 
 from __future__ import annotations
 
@@ -19,31 +19,30 @@ TWO = """
     from shardformer.mesh.process_group import leave_process_group
     from shardformer.sharding.agree import agree_on_group
 
-    store, failing = sys.argv[1], int(sys.argv[2])
     first = os.fork()
     second = os.fork() if first else 0
     if first and second:
-        sys.exit(sum(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in (first, second)))
+        print(*(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in (first, second)))
+        sys.exit()
     rank = int(bool(first))
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
     atexit.register(leave_process_group)
     config = ShardConfig(context=launch_from_torch())
     agree_on_group(config)
-    if rank == failing:
+    if rank == 1:
         raise ConfigError("'my-model' holds no config", rule="It does", remedy="Correct the path")
     try:
         agree_on_group(config)
     except LaunchError as error:
-        print(rank, error)
+        print(error, flush=True)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks processes that have torch's threads")
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_process_that_an_error_ended_is_not_waited_for(failing: int, tmp_path: Path) -> None:
+def test_a_process_that_an_error_ended_is_not_waited_for(tmp_path: Path) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    script = [sys.executable, "-c", textwrap.dedent(TWO), str(tmp_path / "store"), str(failing)]
+    script = [sys.executable, "-c", textwrap.dedent(TWO), str(tmp_path / "store")]
     done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=60)
-    ended = f"{1 - failing} Process {failing} ended before it came to shard, by ConfigError: 'my-model' holds no config"
-    assert done.stdout.startswith(ended), done.stderr
-    assert done.returncode == 1
+    text, codes = done.stdout.splitlines()
+    assert text.startswith("Process 1 ended before it came to shard, by ConfigError: 'my-model' holds no config.")
+    assert codes == "0 1", done.stderr
