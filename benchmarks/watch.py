@@ -2,7 +2,7 @@
 
     python benchmarks/watch.py --seconds 60
 
-A LLaMA over two tensor ranks, two data ranks and two stages; and a forward of it in evaluation. The watch is on in every
+A LLaMA over two tensor ranks, two data ranks and two stages, and a forward in evaluation. The watch is on in every
 other step, so that both have the same memory; a difference of a percent takes some hundred steps to see.
 """
 

@@ -35,6 +35,7 @@ def main() -> int:
     seed = random.SystemRandom().randrange(10**6) if asked.seed is None else asked.seed
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     torch._logging.set_logs(dynamo=logging.CRITICAL)
     console = Console()
     console.print(f"seed {seed}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import shardformer
 from shardformer.mesh.context import ParallelContext
 from tests.hostile.arguments import LAYOUTS
-from tests.hostile.net import FAMILIES, STEPS, Case, Trace, Unnoticed, batch, fresh, sgd, trained
+from tests.hostile.net import FAMILIES, STEPS, Case, Trace, Unnoticed, batch, fresh, original, sgd, trained
 
 LATE = 2
 """The step at which a running rank is changed."""
@@ -58,6 +59,8 @@ def _changes() -> Iterator[tuple[str, str, Callable[[str, int, ParallelContext],
     for family in FAMILIES:
         for name, change in BUILT.items():
             yield f"{name} before sharding", family, partial(_other_model, change)
+        for name, writes in FOLDERS.items():
+            yield name, family, partial(_other_folder, writes)
         for at in (0, LATE):
             for name, late in RUNNING.items():
                 yield f"{name} at step {at}", family, partial(_other_step, late, at)
@@ -131,6 +134,43 @@ BUILT: dict[str, Callable[[Any], None]] = {
     "another dtype": lambda model: model.double(),
     "one layer in eval mode": lambda model: list(model.modules())[-2].eval(),
 }
+
+
+@torch.no_grad()
+def _save(model: Any, where: str, change: Callable[[Any], None] = lambda model: None) -> None:
+    change(model)
+    model.save_pretrained(where)
+
+
+def _nudge(model: Any) -> None:
+    next(iter(model.parameters())).view(-1)[-1] += 1e-3
+
+
+FOLDERS: dict[str, tuple[Callable[[Any, str], None], Callable[[Any, str], None] | None]] = {
+    "another folder with the same weights": (_save, None),
+    "a folder with one other number": (partial(_save, change=_nudge), None),
+    "a folder in another dtype": (partial(_save, change=lambda model: model.double()), None),
+    "a folder that is written to between loading and sharding": (_save, partial(_save, change=_nudge)),
+}
+"""What one rank's folder holds when it is loaded, and what is done to it then."""
+
+
+def _other_folder(
+    writes: tuple[Callable[[Any, str], None], Callable[[Any, str], None] | None],
+    family: str,
+    odd: int,
+    context: ParallelContext,
+) -> Trace | None:
+    first, later = writes
+    with tempfile.TemporaryDirectory() as folder:
+        (first if context.rank == odd else _save)(fresh(family), folder)
+        model = shardformer.from_pretrained(type(original(family)), folder).train()
+        if context.rank == odd and later is not None:
+            later(fresh(family), folder)
+        trace = loop(shardformer.shard_model(model, context=context), family, context)
+    if writes is not FOLDERS["another folder with the same weights"]:
+        raise Unnoticed
+    return trace
 
 
 class Running:
