@@ -17,7 +17,7 @@ from shardformer.layers.tensor.parallel_module import ParallelModule
 from shardformer.layers.tensor.parameters import shard_parameter
 from shardformer.layout.state import Request, ShardedState, cut_in
 from shardformer.layout.stream import StreamLayout
-from shardformer.lazy.materialize import copy_with_values, fill, is_lazy, notes_of, recording
+from shardformer.lazy.materialize import fill, is_lazy, notes_of, recording
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.grid_picture import in_a_sentence
 from shardformer.mesh.launch import launch_from_torch
@@ -132,7 +132,7 @@ class Sharding:
         """What is to be done, checked; the model is as it was, but for what the policy's ``preprocess`` does."""
         config, model = self.shard_config, self.model
         check_plain(model)
-        self._policy, source = self._found(model)
+        self._policy, source = self._find(model, self._context.tensor.size)
         layout = config.stream_layout()
         if not self._is_cut:
             layout = StreamLayout(tuple(cut for cut in layout.cuts if cut.axis not in layout.block))
@@ -160,14 +160,6 @@ class Sharding:
         if not self._fresh:
             check_unheld(self.model, plan, self._state.stages)
         return plan
-
-    def _found(self, model: nn.Module) -> tuple[Policy, str]:
-        try:
-            return self._find(model, self._context.tensor.size)
-        except RuntimeError:  # a policy is inferred on a small model itself where its config gives no smaller one
-            if not is_lazy(model):
-                raise
-        return self._find(copy_with_values(model), self._context.tensor.size)
 
     def _lines(self, plan: Plan) -> list[str]:
         config = self.shard_config

@@ -158,8 +158,29 @@ def test_a_model_that_nothing_is_known_of_asks_for_a_policy_as_it_does_with_valu
                 lambda context, models=models: shard_model(models[context.tensor.rank], context=context), tensor=2
             )
         said.append(str(caught.value))
-    assert "found by inference" in said[0] and "takes ids" in said[1]
+    assert said[0] == said[1] and "takes ids" in said[0]
     assert all(p.is_meta for p in lazy[0].parameters())
+
+
+class Speaking(ToyLM):
+    """With inputs that have the name of tokens, and no config."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids)
+
+
+def test_a_policy_is_found_for_a_lazy_model_of_ones_own_on_a_copy_with_values() -> None:
+    plain, lazy = built(Speaking), built_lazily(Speaking, 2)
+
+    def shard(context: ParallelContext) -> None:
+        model = shard_model(lazy[context.tensor.rank], context=context)
+        assert "a policy that was inferred" in str(describe(model))
+        assert_parts_of(model, plain, context.tensor.rank)
+
+    run_as_threads(shard, tensor=2)
 
 
 def train_on_processes(data: int) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardformer.errors import PolicyError
 from shardformer.layers.dropout import silence_dropout
+from shardformer.lazy.materialize import copy_with_values, is_lazy
 from shardformer.policies.infer.prove import Reference, loss_of
 from shardformer.testing.zoo.inputs import Forward, UnknownInputsError, batches_for, labelled, runner
 from shardformer.testing.zoo.layers import kinds_of_layers, more_layers
@@ -46,7 +47,7 @@ def twin_of(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> Twin
     except Exception as error:  # its class takes more than a config, or asks for what no other config has
         makes, problems = [], [f"{type(error).__name__}: {str(error).strip()[:160]}"]
     if sum(p.numel() for p in model.parameters()) <= SMALL_NUMEL:
-        makes.append(lambda: copy.deepcopy(model))
+        makes.append(partial(copy_with_values if is_lazy(model) else copy.deepcopy, model))
     for make, dtype in product(makes, (torch.float64, torch.float32)):
         try:
             with torch.random.fork_rng(devices=[]):
