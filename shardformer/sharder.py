@@ -14,6 +14,7 @@ from shardformer.errors import ConfigError, PolicyError, nearest
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.chain import no_chain
+from shardformer.policies.infer.given import check_given
 from shardformer.policies.infer.infer import infer, infer_stacks
 from shardformer.policies.infer.prove_context import prove_context
 from shardformer.policies.infer.prove_grid import prove_grid
@@ -45,7 +46,10 @@ class ModelSharder(Sharding):
         if policy is None and _is_policy(shard_config):
             shard_config, policy = None, shard_config  # the first form: ModelSharder(model, policy)
         find = partial(_resolved, policy)
-        super().__init__(model, _checked(shard_config), find, prove=prove_context, prove_grid=prove_grid)
+        given = check_given if policy is not None or is_users(model) else None
+        super().__init__(
+            model, _checked(shard_config), find, prove=prove_context, prove_policy=given, prove_grid=prove_grid
+        )
 
 
 def _resolved(policy: Policy | type[Policy] | None, model: nn.Module, tensor: int) -> tuple[Policy, str]:

@@ -27,6 +27,8 @@ class Policy(FirstForm):
     name: str | None = None
     notes: Sequence[str] = ()
     """What ``describe`` says of it."""
+    prove: bool = True
+    """Whether a policy that a user gives is tried on a copy of a small model before it is used."""
 
     def __init__(self) -> None:
         self.model: Any = None

@@ -63,6 +63,8 @@ class Sharding:
         find: (model, number of tensor ranks) -> its policy, and where that comes from.
         prove: (model, find, sizes of the sequence axis) -> whether a model's sequence can be cut over ranks, and what
             was learnt of it (``shardformer.policies.infer.prove_context``); None: it is what is being found out.
+        prove_policy: (plan, policy, number of tensor ranks) -> why a user's policy was not tried, None where it was;
+            raises PolicyError where it is wrong (``shardformer.policies.infer.given``).
         prove_grid: (model, find, grid) -> the same of a tensor grid (``shardformer.policies.infer.prove_grid``).
         fresh: whether the model was made for this, so that no optimizer can hold its parameters: looking for one goes
             through everything that the process holds.
@@ -77,10 +79,11 @@ class Sharding:
         find: Callable[[nn.Module, int], tuple[Policy, str]],
         *,
         prove: Callable[..., Any] | None = None,
+        prove_policy: Callable[[Plan, Policy, int], str | None] | None = None,
         prove_grid: Callable[..., Any] | None = None,
         fresh: bool = False,
     ) -> None:
-        self.model, self._prove, self._prove_grid = model, prove, prove_grid
+        self.model, self._prove, self._prove_grid, self._prove_policy = model, prove, prove_grid, prove_policy
         self._learned = Learned()
         self._grid: TensorGrid | None = None
         self._samples: Samples = {}
@@ -140,6 +143,9 @@ class Sharding:
         self._state = ShardedState(self._context, request, layout)
         self._state.watch = Watch(self._state) if config.watch else None
         plan = checked_plan(model, self._policy, config)
+        if self._is_cut and self._grid is None and self._prove_policy is not None:
+            why_not = self._prove_policy(plan, self._policy, self._context.tensor.size)
+            self._state.notes += [why_not] if why_not else []
         if self._grid is not None:
             plan = with_edges(plan, self._grid)
             if self._prove_grid is not None:

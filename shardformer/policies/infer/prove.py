@@ -17,6 +17,7 @@ from shardformer.errors import ShardFormerError
 from shardformer.layout.split import Coords
 from shardformer.layout.state import specs_of, state_of
 from shardformer.mesh.context import ParallelContext
+from shardformer.policies.infer.blame import said_by
 from shardformer.policies.policy import Policy
 from shardformer.sharding.apply import Sharding
 from shardformer.testing.threads import run_as_threads
@@ -126,8 +127,7 @@ def difference(reference: Reference, shard: Callable[[nn.Module, ParallelContext
     except ShardFormerError as error:
         return error.what
     except Exception as error:  # a forward that the cut breaks can raise anything
-        said = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(": ")
-        return f"cut so, it does not run ({said[:160]})"
+        return f"cut so, it does not run ({said_by(error)})"
 
 
 class Differs(Exception):

@@ -16,11 +16,11 @@ from torch import nn
 
 from shardformer.errors import PolicyError
 from shardformer.layers.norm import is_elementwise
+from shardformer.policies.infer.blame import LIBRARIES
 from shardformer.policies.infer.prove import Reference, mismatch
 from shardformer.policies.infer.twin import twin_of
 from shardformer.policies.policy import Policy
 
-LIBRARIES = ("torch", "transformers", "timm", "shardformer")
 RANKS = 2
 
 

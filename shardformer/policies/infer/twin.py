@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.errors import PolicyError
+from shardformer.errors import PolicyError, first_line
 from shardformer.layers.dropout import silence_dropout
 from shardformer.lazy.materialize import copy_with_values, is_lazy
 from shardformer.policies.infer.prove import Reference, loss_of
-from shardformer.testing.zoo.inputs import Forward, UnknownInputsError, batches_for, labelled, runner
+from shardformer.testing.zoo.inputs import Forward, UnknownInputsError, batches_for, guessed_for, labelled, runner
 from shardformer.testing.zoo.layers import kinds_of_layers, more_layers
 from shardformer.testing.zoo.shrink import SMALL_NUMEL, Shrinker
+
+PRECISIONS = (torch.float64, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,9 @@ def twin_of(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> Twin
         makes, problems = [], [f"{type(error).__name__}: {str(error).strip()[:160]}"]
     if sum(p.numel() for p in model.parameters()) <= SMALL_NUMEL:
         makes.append(partial(copy_with_values if is_lazy(model) else copy.deepcopy, model))
-    for make, dtype in product(makes, (torch.float64, torch.float32)):
+    for make, dtype in product(makes, PRECISIONS):
         try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                twin = make().to(device="cpu", dtype=dtype).eval().requires_grad_(True)
+            twin = _made(make, dtype)
             if twin is not model and (lacks := kinds_of_layers(model) - kinds_of_layers(twin)):
                 raise ValueError(f"it lacks {len(lacks)} of the kinds of layers")
             return Twin(twin, *_runs(twin, batch))
@@ -68,6 +68,45 @@ def twin_of(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> Twin
         remedy="Write the roles down (docs/policies.md), or infer them from a small config of yours; where the inputs "
         "are special, give an example of a batch that fits it: infer(model, batch={...})",
     )
+
+
+def own_twin_of(model: nn.Module) -> Twin:
+    """A copy of a small model that trains on the CPU, without its hooks; what it takes is guessed where need be.
+
+    Raises PolicyError where it cannot be copied or run so.
+    """
+    name, problem = type(model).__name__, f"it has more than {SMALL_NUMEL:,} parameters"
+    makes = [partial(copy_with_values if is_lazy(model) else copy.deepcopy, model)]
+    if sum(p.numel() for p in model.parameters()) > SMALL_NUMEL:
+        makes = []
+    for make, dtype in product(makes, PRECISIONS):
+        try:
+            twin = without_hooks(_made(make, dtype))
+            return Twin(twin, *_runs(twin, None, guesses=True))
+        except PolicyError as error:
+            problem = error.what
+        except Exception as error:  # a model of somebody's own can raise anything
+            problem = f"{type(error).__name__}: {first_line(error)[:160]}"
+    raise PolicyError(
+        f"No copy of {name} can be run: {problem}",
+        rule=f"A policy is proven on a model of up to {SMALL_NUMEL:,} parameters, in one forward and backward",
+        remedy="Compare it yourself: shardformer.verify.verify(make_model, batches, tensor=2, policy=...)",
+    )
+
+
+def without_hooks(model: nn.Module) -> nn.Module:
+    """The model, whose forwards nobody listens to any longer."""
+    for module in model.modules():
+        for name, table in vars(module).items():
+            if name.startswith("_") and name.endswith(("forward_hooks", "forward_pre_hooks", "backward_hooks")):
+                table.clear()
+    return model
+
+
+def _made(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return make().to(device="cpu", dtype=dtype).eval().requires_grad_(True)
 
 
 def _shrunk_twins(model: nn.Module) -> Iterator[Callable[[], nn.Module]]:
@@ -86,13 +125,15 @@ def _shrunk_twin(shrinker: Shrinker, **how: Any) -> nn.Module:
     return type(shrinker.model)(small)
 
 
-def _runs(twin: nn.Module, batch: Mapping[str, Tensor] | None) -> tuple[Forward, Mapping[str, Tensor]]:
+def _runs(
+    twin: nn.Module, batch: Mapping[str, Tensor] | None, *, guesses: bool = False
+) -> tuple[Forward, Mapping[str, Tensor]]:
     """The call that training makes, with the first of the batches that the twin takes, and that batch.
 
     The twin comes to make its own loss, and to be in training mode, where it can.
     """
     problem: Exception | None = None
-    for given in [batch] if batch is not None else batches_for(twin):
+    for given in [batch] if batch is not None else _batches(twin, guesses=guesses):
         for candidate in (*labelled(twin, given), given):
             run = runner(twin, candidate)
             try:
@@ -106,6 +147,16 @@ def _runs(twin: nn.Module, batch: Mapping[str, Tensor] | None) -> tuple[Forward,
                 problem = error if problem is None or candidate is given else problem
     assert problem is not None
     raise problem
+
+
+def _batches(twin: nn.Module, *, guesses: bool) -> Sequence[Mapping[str, Tensor]]:
+    guessed = guessed_for(twin) if guesses else []
+    try:
+        return [*batches_for(twin), *guessed]
+    except UnknownInputsError:
+        if guessed:
+            return guessed
+        raise
 
 
 def _train(twin: nn.Module, run: Forward) -> None:

@@ -48,6 +48,28 @@ def batches_for(model: nn.Module) -> list[dict[str, Tensor]]:
     return ways
 
 
+def guessed_for(model: nn.Module) -> list[dict[str, Tensor]]:
+    """Batches that a model could take whose inputs have names of its own: all that its forward cannot do without.
+
+    Tokens, where it has an embedding; else numbers of as many features, or channels, as its first weight takes.
+    """
+    arguments = inspect.signature(model.forward).parameters.values()
+    needed = [p.name for p in arguments if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    modules = list(model.modules())
+    words = min((m.num_embeddings for m in modules if isinstance(m, nn.Embedding)), default=0)
+    generator = torch.Generator().manual_seed(0)
+    shapes: list[tuple[int, ...]] = []
+    if first := next((m for m in modules if isinstance(m, nn.Linear | nn.Conv2d)), None):
+        size = first.weight.shape[1]
+        shapes = [(BATCH, LENGTH, size), (BATCH, size)]
+        shapes = [(BATCH, size, SIDE, SIDE)] if isinstance(first, nn.Conv2d) else shapes
+    if not needed:
+        return []
+    if words:
+        return [{name: torch.randint(words, (BATCH, LENGTH), generator=generator) for name in needed}]
+    return [{name: torch.randn(*shape, generator=generator) for name in needed} for shape in shapes]
+
+
 def labelled(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
     """The batch with labels, such that the model could make its own loss of them: tokens, or a class of each sample.
 

@@ -131,10 +131,13 @@ def test_where_nothing_is_cut_by_tensor_anything_goes() -> None:
     run_as_threads(do, data=2)
 
 
-def test_a_policy_of_the_users_own_is_taken_at_its_word() -> None:
+def test_a_policy_that_a_user_gives_is_tried_on_such_code_too() -> None:
     from shardformer.policies.models.llama import LlamaPolicy
 
-    def do(context: ParallelContext) -> None:
-        shardformer.shard_model(of_class(OverFeatures)(), LlamaPolicy, context=context)
+    def do(context: ParallelContext) -> str:
+        with pytest.raises(PolicyError) as error:
+            shardformer.shard_model(of_class(OverFeatures)(), LlamaPolicy, context=context)
+        return str(error.value)
 
-    run_as_threads(do, tensor=2)
+    for said in run_as_threads(do, tensor=2):
+        assert "the MLP 'mlp' of LlamaPolicy alone, LlamaForCausalLM computes something else" in said

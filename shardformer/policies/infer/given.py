@@ -1,0 +1,272 @@
+"""The proof of a policy that a user wrote: before anything is changed, a copy of the model is cut by it and trained.
+
+Its ranks are threads, and no output and no gradient of theirs may differ from the plain copy's. So what is wrong with a
+table is said when the model is sharded, and of which role, in place of a matrix product in the first forward, or never.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardformer.config import ShardConfig
+from shardformer.errors import PolicyError, ShardFormerError
+from shardformer.layout.state import state_of
+from shardformer.mesh.context import ParallelContext
+from shardformer.policies.infer.blame import line_of, message_of, module_in
+from shardformer.policies.infer.infer import InferredPolicy
+from shardformer.policies.infer.prove import RELATIVE, Differs, Reference, compare_gradients, copied, loss_of
+from shardformer.policies.infer.remedy import remedy_for
+from shardformer.policies.infer.trust import foreign_in
+from shardformer.policies.infer.twin import Twin, own_twin_of
+from shardformer.policies.paths import several
+from shardformer.policies.policy import Policy
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import Role, Stack
+from shardformer.sharding.agree import model_lines
+from shardformer.sharding.apply import Sharding
+from shardformer.sharding.plan import Plan
+from shardformer.testing.threads import run_as_threads
+
+HOOKS = ("preprocess", "postprocess", "inject_policy", "binding_policy")
+"""Functions of a policy that may make another model of the plain one, on purpose."""
+RULE = (
+    "A policy is right when nobody can tell the sharded model from the plain one; that is tried on a small copy first"
+)
+PROCESSED = 100_000_000
+"""Numbers that all ranks together may compute with: what takes longer than a few seconds is not tried."""
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """What is wrong with a policy, in words, and the module where it shows, where that is known."""
+
+    what: str
+    at: str | None = None
+
+
+class _NotTried(Exception):
+    """Why nothing can be told about a policy; it is taken at its word then."""
+
+
+_KNOWN: dict[Hashable, PolicyError | str | None] = {}
+_ONE_AT_A_TIME = threading.RLock()
+
+
+def check_given(plan: Plan, policy: Policy, tensor: int) -> str | None:
+    """Raises PolicyError where a model that is cut by a user's policy can be told from the plain one.
+
+    Made once for one policy and models that are alike. Communicates nothing.
+
+    Args:
+        plan: what the policy does to the model.
+        policy: it has been told of the model and the config.
+        tensor: over how many ranks.
+
+    Returns why it was not tried, to be noted; None where it was, and is right.
+    """
+    if not policy.prove or isinstance(policy, InferredPolicy) or _is_ours(plan, policy):
+        return None
+    model = plan.model
+    own = {n: v for n, v in vars(policy).items() if n not in ("model", "axis", "shard_config", "find_part")}
+    key = (type(model), type(policy), repr(own), tensor, hash((*model_lines(model), *plan.lines())))
+    with _ONE_AT_A_TIME:
+        if key not in _KNOWN:
+            try:
+                _KNOWN[key] = _checked(plan, policy, tensor)
+            except _NotTried as error:
+                _KNOWN[key] = f"{type(policy).__name__} was not tried on a copy of the model: {error}."
+        known = _KNOWN[key]
+    if isinstance(known, PolicyError):
+        raise PolicyError(known.what, rule=known.rule, remedy=known.remedy)
+    return known
+
+
+def _is_ours(plan: Plan, policy: Policy) -> bool:
+    """Whether it is one of ours for the code that it was written for."""
+    layers = [stack.layers for stack in plan.stacks]
+    return type(policy).__module__.startswith("shardformer.") and next(foreign_in(plan.model, layers), None) is None
+
+
+def _checked(plan: Plan, policy: Policy, tensor: int) -> PolicyError | None:
+    if code := next(_own_code(plan, policy), None):
+        raise _NotTried(f"it has code of its own, {code}")
+    if sum(p.numel() for p in plan.model.parameters()) * tensor > PROCESSED:
+        raise _NotTried("that would take too long")
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.random.fork_rng(devices=[]),
+        ):
+            return _Proof(own_twin_of(plan.model), policy, tensor).refusal()
+    except PolicyError as error:  # no copy can be made or fed
+        raise _NotTried(error.what[:1].lower() + error.what[1:]) from error
+
+
+def _own_code(plan: Plan, policy: Policy) -> Iterator[str]:
+    """What of a policy does what only its author knows, or needs processes."""
+    yield from (f"{name}()" for name in HOOKS if getattr(type(policy), name) is not getattr(Policy, name))
+    yield from (f"the method {path!r}" for path in plan.methods)
+    yield from (f"param_replacement of {path!r}" for path, _ in plan.functions)
+    for sub in plan.replacements.values():
+        if not getattr(sub.target_module.from_native_module, "__module__", "").startswith("shardformer."):
+            yield f"the class {sub.target_module.__name__}"
+
+
+class _Proof:
+    """A plain copy of a model, what it gives, and what is tried on more copies.
+
+    Raises _NotTried for a copy that does not give the same twice: nothing could be told from it.
+    """
+
+    def __init__(self, twin: Twin, policy: Policy, tensor: int) -> None:
+        self._twin, self._policy, self._tensor = twin, policy, tensor
+        try:
+            native = copy.deepcopy(twin.model)  # some modules keep what a forward made
+            first, again = Reference.of(native, twin.run), Reference.of(native, twin.run)
+            copied(twin.model)
+        except Exception as error:
+            raise _NotTried(message_of(error)) from error
+        if not abs(first.loss - again.loss) <= 0.01 * RELATIVE * abs(first.loss):
+            raise _NotTried("it does not compute the same twice")
+        self._reference = replace(first, model=twin.model)
+        self._parts: dict[type[nn.Module], Policy] = {}
+
+    def refusal(self) -> PolicyError | None:
+        """What is to be said of the policy; None for one that nobody could tell from the plain model."""
+        wrong = self._wrong(self._policy)
+        if wrong is None:
+            return None
+        role, wrong = next(self._blamed(), (None, wrong))
+        name, model = type(self._policy).__name__, type(self._twin.model).__name__
+        by = f"{name} over {self._tensor} ranks" if role is None else f"the {_name_of(role)} of {name} alone"
+        return PolicyError(
+            f"Cut by {by}, {model} {wrong.what}",
+            rule=RULE,
+            remedy=remedy_for(self._policy, role, self._twin, wrong.at)
+            + " Where the difference is meant, say prove = False in the policy",
+        )
+
+    def _blamed(self) -> Iterator[tuple[Role | str, Wrong]]:
+        """The roles that are wrong, each by itself, and how."""
+        if not isinstance(self._policy, RolePolicy):
+            return
+        for role, policy in _each_alone(self._policy):
+            try:
+                if (wrong := self._wrong(policy)) is not None:
+                    yield role, wrong
+            except _NotTried:
+                continue
+
+    def _wrong(self, policy: Policy) -> Wrong | None:
+        models = [copied(self._twin.model) for _ in range(self._tensor)]
+        gave = _outputs_of(copy.deepcopy(self._twin.model), self._twin)
+        first: list[str] = []  # where an output differs
+
+        def train(context: ParallelContext) -> None:
+            model = models[context.tensor.rank]
+            self._shard(policy, model, context)
+            if context.tensor.rank == 0:
+                _note_differences(model, gave, first)
+            loss = loss_of(self._twin.run(model))
+            if not abs(loss.item() - self._reference.loss) <= RELATIVE * abs(self._reference.loss):
+                raise Differs("its output differs")
+            loss.backward()
+            compare_gradients(self._reference, model, state_of(model).coords)
+
+        try:
+            run_as_threads(train, tensor=self._tensor, in_turn=True)
+            return None
+        except _NotTried:
+            raise
+        except Differs as difference:
+            if "output" not in str(difference):
+                return Wrong(f"trains otherwise: {difference}", str(difference))
+            at = next(iter(first), None)
+            return Wrong("computes something else" + (f", first in {at!r}" if at else ""), at)
+        except PolicyError as error:
+            return Wrong(f"does not run: {error.what}")
+        except ShardFormerError as error:  # of an option or an input: the model's own forward will say so
+            raise _NotTried(error.what) from error
+        except Exception as error:  # a forward that the cut breaks can raise anything
+            at = next((found for model in models if (found := module_in(error, model))), None)
+            inside = f" in {at!r}" if at else ""
+            return Wrong(f"does not run: {message_of(error)}{inside}{line_of(error)}", at)
+
+    def _shard(self, policy: Policy, model: nn.Module, context: ParallelContext) -> None:
+        """By a copy of the policy. What is wrong here is wrong with the model itself too, and said of that."""
+        own = copy.copy(policy)
+        if (find := policy.find_part) is not None:
+            own.find_part = lambda part: copy.copy(self._parts.setdefault(type(part), find(part)))
+        try:
+            config = ShardConfig(context=context, extra_kwargs=dict(policy.shard_config.extra_kwargs))
+            Sharding(model, config, lambda *_: (own, "to be proven"), fresh=True).shard()
+        except Exception as error:
+            raise _NotTried(message_of(error)) from error
+
+
+def _each_alone(policy: RolePolicy) -> Iterator[tuple[Role | str, RolePolicy]]:
+    """Policies that say one thing of a table each, and leave the rest whole."""
+
+    def with_only(**fields: Any) -> RolePolicy:
+        one: Any = copy.copy(policy)
+        nothing: dict[str, Any] = {"stack": (), "embeddings": (), "head": (), "single": (), "parts": (), "whole": ()}
+        vars(one).update(nothing | fields | {"replicated": lambda: None})
+        return one  # type: ignore[no-any-return]  # what is written over is no attribute of a class
+
+    for stack in [policy.stack] if isinstance(policy.stack, Stack) else policy.stack:
+        for role in stack.blocks:
+            yield role, with_only(stack=replace(stack, blocks=[role]))
+    for role in policy.single:
+        yield role, with_only(single=[role])
+    for names in ({"embeddings": policy.embeddings}, {"head": policy.head}):
+        if any(names.values()):
+            (kind, paths), *_ = names.items()
+            yield f"{kind} {', '.join(map(repr, several(paths)))}", with_only(**names)
+
+
+def _name_of(role: Role | str) -> str:
+    return role if isinstance(role, str) else f"{type(role).__name__} {role.at!r}"
+
+
+def _outputs_of(model: nn.Module, twin: Twin) -> dict[str, Tensor]:
+    """The first tensor that each module gave, by its path."""
+    gave: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        module.register_forward_hook(lambda _, __, out, path=path: _keep(gave, path, out))
+    with torch.no_grad():
+        twin.run(model)
+    return gave
+
+
+def _keep(gave: dict[str, Tensor], path: str, output: Any) -> None:
+    if (first := _first_tensor(output)) is not None:
+        gave.setdefault(path, first.detach().clone())
+
+
+def _first_tensor(output: Any) -> Tensor | None:
+    return next((x for x in tree_leaves(output) if isinstance(x, Tensor)), None)
+
+
+def _note_differences(model: nn.Module, gave: dict[str, Tensor], first: list[str]) -> None:
+    """Notes each module that gives another tensor of the same shape than the plain one, from the first on."""
+
+    def note(path: str, output: Any) -> None:
+        x, y = _first_tensor(output), gave.get(path)
+        if type(x) is not Tensor or y is None or x.shape != y.shape or not x.is_floating_point():
+            return  # logits over a part of the vocabulary would be gathered, and the other ranks do not look
+        if (x.detach() - y).abs().max() > RELATIVE * y.abs().max():
+            first.append(path)
+
+    for path, module in model.named_modules():
+        if path:
+            module.register_forward_hook(lambda _, __, out, path=path: note(path, out))

@@ -1,0 +1,282 @@
+"""A policy that a user wrote is tried on a copy of the model before anything is changed; what is wrong is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardformer
+from shardformer.errors import PolicyError
+from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
+from shardformer.mesh.context import ParallelContext
+from shardformer.policies.describe import Col_Layer, ModulePolicyDescription, SubModuleReplacementDescription
+from shardformer.policies.infer import given
+from shardformer.policies.policy import Policy
+from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack
+from shardformer.sharder import shard_model
+from shardformer.testing.threads import run_as_threads
+from tests.policies.toy import HIDDEN, WIDTH, FeedForward, SelfAttention, ToyLM, ToyPolicy
+from tests.test_bad_input import OnlyMLP, Refusal, Written, refusal_of, refused
+from tests.verify.tower import Tower, TowerPolicy
+
+COUNTS = {"num_heads": "heads"}
+ATTENTION = Attention("attn", Projections(q="q", k="k", v="v", out="o"), counts=COUNTS)
+FEED_FORWARD = MLP("mlp", up="fc1", down="fc2")
+
+
+def table(*blocks: Any, **fields: Any) -> type[RolePolicy]:
+    return type("MyPolicy", (ToyPolicy,), {"stack": Stack("layers", blocks, final_norm="norm"), **fields})
+
+
+def sharded(make: Callable[[], nn.Module], policy: Any, ranks: int = 2) -> list[str]:
+    models = [make() for _ in range(ranks)]
+
+    def shard(context: ParallelContext) -> str:
+        return str(shardformer.describe(shard_model(models[context.tensor.rank], policy, context=context)))
+
+    return run_as_threads(shard, tensor=ranks)
+
+
+def refusals(make: Callable[[], nn.Module], policy: Any, ranks: int = 2) -> list[Refusal]:
+    models = [make() for _ in range(ranks)]
+
+    def refuse(context: ParallelContext) -> Refusal:
+        model = models[context.tensor.rank]
+        return refusal_of(lambda: shard_model(model, policy, context=context), model)
+
+    return run_as_threads(refuse, tensor=ranks)
+
+
+# ----------------------------------------------------------------------------------------------------------- wrong ones
+
+
+class OtherMLP(FeedForward):
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc2(self.between(self.fc1(x)))
+        return out
+
+
+class TornHeads(SelfAttention):
+    """As many heads as a literal says, of whatever size is left: a part of the features runs as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (3, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        out: Tensor = self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return out
+
+
+def with_mlp(between: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = ToyLM()
+        for layer in model.layers:
+            layer.mlp = OtherMLP(between())
+        return model
+
+    return make
+
+
+def with_torn_heads() -> nn.Module:
+    model = ToyLM()
+    for layer in model.layers:
+        layer.attn.__class__ = TornHeads
+    return model
+
+
+class ColumnAlone(Policy):
+    @staticmethod
+    def argument_policy(model_config: Any, shard_config: int) -> dict[Any, Any]:
+        return {FeedForward: shardformer.Argument(param_funcs=[ColumnAlone.mlp_in])}
+
+    @staticmethod
+    def mlp_in() -> list[Any]:
+        return [Col_Layer("fc1.weight", "fc1.bias")]
+
+
+WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Sequence[str]]] = {
+    "q and o swapped": (
+        ToyLM,
+        table(Attention("attn", Projections(q="o", k="k", v="v", out="q"), counts=COUNTS), FEED_FORWARD),
+        ("the Attention 'attn' of MyPolicy alone, ToyLM does not run", "'layers.0.attn.q'", "behind the heads is out"),
+    ),
+    "up and down swapped": (
+        ToyLM,
+        table(ATTENTION, MLP("mlp", up="fc2", down="fc1")),
+        ("the MLP 'mlp' of MyPolicy alone, ToyLM does not run", "'layers.0.mlp.fc1'", "`up`"),
+    ),
+    "another number of heads": (
+        ToyLM,
+        table(ATTENTION, FEED_FORWARD, num_heads=10),
+        ("the Attention 'attn'", "num_heads, here 10", "toy.py, line ", "self.num_heads, HEAD_DIM"),
+    ),
+    "no counts": (
+        ToyLM,
+        table(Attention("attn", Projections(q="q", k="k", v="v", out="o")), FEED_FORWARD),
+        ("the Attention 'attn'", "It reads num_heads=5, of which counts= says nothing"),
+    ),
+    "heads that tear": (
+        with_torn_heads,
+        table(Attention("attn", Projections(q="q", k="k", v="v", out="o")), FEED_FORWARD),
+        ("the Attention 'attn' of MyPolicy alone, ToyLM computes something else, first in 'layers.0.attn",),
+    ),
+    "a norm in between": (
+        with_mlp(lambda: nn.LayerNorm(WIDTH)),
+        table(ATTENTION, FEED_FORWARD),
+        ("the MLP 'mlp'", "'layers.0.mlp.between'", "a norm between them into `norm`"),
+    ),
+    "features that are mixed": (
+        with_mlp(lambda: nn.Softmax(-1)),
+        table(ATTENTION, FEED_FORWARD),
+        ("the MLP 'mlp' of MyPolicy alone, ToyLM computes something else, first in 'layers.0.mlp.fc2'",),
+    ),
+    "a column without a row": (
+        ToyLM,
+        Written("Layer", ("mlp.fc1", Linear1D_Col)),
+        ("by Written over 2 ranks, ToyLM does not run", "Look at layers.0.mlp.fc2", "cut both or neither"),
+    ),
+    "a row without a column": (
+        ToyLM,
+        Written("Layer", ("mlp.fc2", Linear1D_Row)),
+        ("by Written over 2 ranks, ToyLM does not run", "Look at layers.0.mlp.fc2", "cut both or neither"),
+    ),
+    "the first form": (ToyLM, ColumnAlone, ("by ColumnAlone over 2 ranks, ToyLM does not run", "'layers.0.mlp.fc2'")),
+    "a model that takes numbers": (
+        Tower,
+        Written("Layer", ("mlp.up", Linear1D_Col)),
+        ("by Written over 2 ranks, Tower does not run", "Look at layers.0.mlp.down"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_policy_is_refused_before_the_model_is_changed_and_the_role_is_named(name: str) -> None:
+    make, policy, words = WRONG[name]
+    refused(refusals(make, policy), PolicyError, "A policy is right when nobody can tell", *words)
+
+
+class TwoHeads(SelfAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, HIDDEN // 2)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        out: Tensor = self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return out
+
+
+def with_two_heads() -> nn.Module:
+    model = ToyLM()
+    for layer in model.layers:
+        layer.attn.__class__ = TwoHeads
+    return model
+
+
+def test_a_policy_is_tried_over_as_many_ranks_as_there_are() -> None:
+    """Ten heads that are said, where there are two, happen to be cut right over two ranks."""
+    policy = table(Attention("attn", Projections(q="q", k="k", v="v", out="o")), FEED_FORWARD, num_heads=10)
+    sharded(with_two_heads, policy)
+    refused(refusals(with_two_heads, policy, ranks=3), PolicyError, "the Attention 'attn'", "num_heads, here 10")
+
+
+# ----------------------------------------------------------------------------------------------------------- right ones
+
+
+@pytest.mark.parametrize(
+    ("make", "policy"),
+    [
+        (ToyLM, ToyPolicy),
+        (ToyLM, OnlyMLP),
+        (ToyLM, Written("Layer", ("mlp.fc1", Linear1D_Col), kwargs={"gather_output": True})),
+        (Tower, TowerPolicy),
+        (lambda: ToyLM(tied=True), ToyPolicy),
+        (with_mlp(lambda: nn.Softmax(-1)), table(ATTENTION, whole=("layers.*.mlp",))),
+    ],
+    ids=["all", "the MLP alone", "gathered", "numbers", "tied", "mixed and whole"],
+)
+def test_a_right_policy_is_used_also_where_it_cuts_a_part(make: Callable[[], nn.Module], policy: Any) -> None:
+    for said in sharded(make, policy, ranks=3):
+        assert "was not tried" not in said and "Linear1D_Col" in said
+
+
+class Counting(ToyLM):
+    """What it computes depends on how often it was called."""
+
+    calls = 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(ids) * self.calls
+
+
+class TwoTensors(ToyLM):
+    """Nobody can guess what it takes."""
+
+    def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(ids) * weights[0, 0, 0]
+
+
+class Replacing(Policy):
+    """Makes another model of the plain one, on purpose."""
+
+    def module_policy(self) -> Mapping[Any, ModulePolicyDescription]:
+        half = [SubModuleReplacementDescription("fc1", Linear1D_Col, {"gather_output": True})]
+        return {
+            "FeedForward": ModulePolicyDescription(method_replacement={"act": squared}, sub_module_replacement=half)
+        }
+
+
+def squared(self: nn.Module, x: Tensor) -> Tensor:
+    return x.square()
+
+
+@pytest.mark.parametrize(
+    ("make", "policy", "why"),
+    [
+        (Counting, ToyPolicy, "it does not compute the same twice"),
+        (TwoTensors, ToyPolicy, "no copy of TwoTensors can be run"),
+        (ToyLM, Replacing, "it has code of its own, the method 'layers.0.mlp.act'"),
+    ],
+)
+def test_where_nothing_can_be_told_a_policy_is_taken_at_its_word_and_that_is_noted(
+    make: Callable[[], nn.Module], policy: type[Policy], why: str
+) -> None:
+    for said in sharded(make, policy):
+        assert f"{policy.__name__} was not tried on a copy of the model: {why}" in " ".join(said.split())
+
+
+def test_a_difference_that_is_meant_can_be_said() -> None:
+    make, policy, _ = WRONG["features that are mixed"]
+    assert len(sharded(make, type("Meant", (policy,), {"prove": False}))) == 2
+
+
+def test_a_policy_is_tried_once_for_models_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    checked = given._checked
+    monkeypatch.setattr(given, "_checked", lambda *args: (tried.append("once"), checked(*args))[1])
+    policy = table(ATTENTION, FEED_FORWARD)
+    sharded(ToyLM, policy)
+    sharded(ToyLM, policy)
+    assert tried == ["once"]
+    sharded(lambda: ToyLM(num_layers=1), policy)
+    assert tried == ["once"] * 2
+
+
+def test_the_hooks_and_the_random_numbers_of_a_model_are_left_alone() -> None:
+    seen: list[int] = []
+
+    def make() -> nn.Module:
+        model = ToyLM()
+        model.norm.register_forward_hook(lambda *_: seen.append(1))
+        return model
+
+    models = [make(), make()]
+    before = torch.get_rng_state()
+    policy = table(ATTENTION, FEED_FORWARD)
+    run_as_threads(lambda c: shard_model(models[c.tensor.rank], policy, context=c) and None, tensor=2)
+    assert seen == [] and torch.equal(before, torch.get_rng_state())
+    assert models[0].norm._forward_hooks
