@@ -56,11 +56,20 @@ def head_counts(
     features: Mapping[str, int],
     width: int,
     reads_inner: bool,
+    head_dim: int = 0,
 ) -> Iterator[Count]:
-    """The counts that fit the shapes, those that every config has first."""
+    """The counts that fit the shapes, those that every config has first.
+
+    Args:
+        head_dim: the features of a head, as they were seen. Of a model without a config the counts of these come first,
+            and at last the number itself.
+    """
     config: Any = getattr(model, "config", None)
     usual = {name: _field(config, name) for name in HEADS}
     heads_of = {**{n: v for n, v in usual.items() if type(v) is int}, **_said(config, model.get_submodule(at))}
+    if config is None and head_dim and width % head_dim == 0:
+        seen = width // head_dim
+        heads_of = dict(sorted({**heads_of, str(seen): seen}.items(), key=lambda item: item[1] != seen))
     found = set()
     for (name, heads), (kv_name, kv_heads) in product(heads_of.items(), [("", 0), *heads_of.items(), ("1", 1)]):
         kv = kv_heads or heads
@@ -72,8 +81,13 @@ def head_counts(
         usual_kv = usual[HEADS[1]] if isinstance(usual[HEADS[1]], int) and usual[HEADS[1]] else usual[HEADS[0]]
         said: dict[str, Any] = {}
         if heads != usual[HEADS[0]] or kv != usual_kv:
-            said = {"num_heads": name, "num_kv_heads": int(kv_name) if kv_name.isdigit() else (kv_name or name)}
+            said = {"num_heads": _number_or(name), "num_kv_heads": _number_or(kv_name or name)}
         yield Count(heads, kv, said)
+
+
+def _number_or(name: str) -> int | str:
+    """The number that a name says itself, as no config and no attribute does."""
+    return int(name) if name.isdigit() else name
 
 
 def _said(config: Any, module: nn.Module) -> dict[str, int]:

@@ -194,7 +194,7 @@ def _attentions(model: nn.Module, flow: Flow, group: Group, layer: str) -> Itera
         said: dict[str, Any] = {
             part: f"{name}?" if part in "kv" and name in lacking else name for part, name in projections.items()
         }
-        for count in head_counts(model, group.entry, projections, features, width, bool(inside)):
+        for count in head_counts(model, group.entry, projections, features, width, bool(inside), group.head_dim):
             numbers = counted(_numbers(model, flow, group.entry, count), count, width)
             ways = [numbers, {n: kind for n, kind in numbers.items() if kind != "width"}, {}]
             if hasattr(module, "config"):

@@ -37,6 +37,7 @@ class Group:
         enters: whether the first tensor argument of that module is what they read.
         apart: those columns that read something else (cross-attention's states).
         attends: whether they meet as queries and keys do.
+        head_dim: where they do, the last dim of the first of them there: the features of a head.
     """
 
     row: str
@@ -45,6 +46,7 @@ class Group:
     enters: bool = True
     apart: list[str] = field(default_factory=list)
     attends: bool = False
+    head_dim: int = 0
 
 
 @dataclass
@@ -115,7 +117,7 @@ class _Marks(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no types
         self._marks: dict[int, frozenset[str]] = {}
         self._kept: list[Tensor] = []  # so that no identity is used twice
-        self.met: set[frozenset[str]] = set()
+        self.met: dict[frozenset[str], int] = {}
 
     def of(self, x: Any) -> frozenset[str]:
         return self._marks.get(id(x), frozenset())
@@ -127,13 +129,13 @@ class _Marks(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        given = [self.of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        marked = [marks for marks in given if marks]
+        given = [(x, self.of(x)) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        marked = [marks for _, marks in given if marks]
         if not marked:
             return out
         marks = frozenset().union(*marked)
         if len(marked) > 1 and any(name in str(func) for name in MEETINGS):
-            self.met.add(marks)
+            self.met.setdefault(marks, next(x.shape[-1] for x, of_x in given if of_x))
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
                 self.put(x, marks)
@@ -190,7 +192,9 @@ class _Observer:
             self.marks.put(out, frozenset())
             group = self._groups.setdefault(path, Group(path, []))
             group.columns += [c for c in self._order if c in giving and c not in group.columns]
-            group.attends |= any(met <= giving for met in self.marks.met)
+            size = next((size for met, size in self.marks.met.items() if met <= giving), None)
+            group.attends |= size is not None
+            group.head_dim = group.head_dim or size or 0
         else:
             self.marks.put(out, frozenset({path}))
             if path not in self._order:

@@ -46,10 +46,11 @@ PROCESSED = 100_000_000
 
 @dataclass(frozen=True)
 class Wrong:
-    """What is wrong with a policy, in words, and the module where it shows, where that is known."""
+    """What is wrong with a policy, in words; the module where it shows, and what to write, where these are known."""
 
     what: str
     at: str | None = None
+    remedy: str | None = None
 
 
 class _NotTried(Exception):
@@ -153,8 +154,8 @@ class _Proof:
         return PolicyError(
             f"Cut by {by}, {model} {wrong.what}",
             rule=RULE,
-            remedy=remedy_for(self._policy, role, self._twin, wrong.at)
-            + " Where the difference is meant, say prove = False in the policy",
+            remedy=(wrong.remedy or remedy_for(self._policy, role, self._twin, wrong.at)).rstrip(".")
+            + ". Where the difference is meant, say prove = False in the policy",
         )
 
     def _blamed(self) -> Iterator[tuple[Role | str, Wrong]]:
@@ -201,7 +202,7 @@ class _Proof:
             at = next(iter(first), None)
             return Wrong("computes something else" + (f", first in {at!r}" if at else ""), at)
         except PolicyError as error:
-            return Wrong(f"does not run: {error.what}")
+            return Wrong(f"does not run: {error.what}", remedy=error.remedy)
         except ShardFormerError as error:  # of an option or an input: the model's own forward will say so
             raise _NotTried(error.what) from error
         except Exception as error:  # a forward that the cut breaks can raise anything

@@ -22,10 +22,10 @@ from shardformer.policies.infer.flow import given_by_layers, observe
 from shardformer.policies.infer.prove import Reference, mismatch
 from shardformer.policies.infer.sequence import along_sequence
 from shardformer.policies.infer.twin import twin_of
-from shardformer.policies.infer.write import python_of
+from shardformer.policies.infer.write import python_of, role_source
 from shardformer.policies.paths import matching
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import Stack
+from shardformer.policies.roles import Attention, Stack
 from shardformer.sharding.plan import make_plan
 from shardformer.testing.zoo.inputs import Forward
 from shardformer.testing.zoo.layers import Made, kind_of
@@ -39,7 +39,9 @@ OUTSIDE = "it stands outside of the layers"
 
 
 class NothingCutError(PolicyError):
-    """No block of a model could be described."""
+    """No block of a model could be described. ``nearest`` is a table that says what was tried first of an attention."""
+
+    nearest: str = ""
 
 
 class InferredPolicy(RolePolicy):
@@ -136,11 +138,16 @@ def infer_on(model: nn.Module, run: Forward) -> type[InferredPolicy]:
         if problem is None or not blocks:
             break
     if problem is not None:
-        raise (PolicyError if blocks else NothingCutError)(
+        refusal = (PolicyError if blocks else NothingCutError)(
             f"No policy for {type(model).__name__} could be inferred: {problem}",
             rule="An inferred policy cuts the blocks of a stack of layers, proven on a small twin",
             remedy="Write the roles down (docs/policies.md)",
         )
+        if isinstance(refusal, NothingCutError) and proof.nearest:
+            near = _policy(model, proof.nearest, _vocabulary(model))
+            near.whole = _left(model, near())
+            refusal.nearest = str(near()).lstrip()
+        raise refusal
     policy.stack = _with_returns(policy, given_by_layers(model, run, policy.layers))
     proven = policy.stack
     stacks, policy.against_pipeline = along_depth(proof.reference, policy)
@@ -149,7 +156,7 @@ def infer_on(model: nn.Module, run: Forward) -> type[InferredPolicy]:
         policy.stack, policy.against_pipeline = proven, problem
     stacks, policy.against_sequence = along_sequence(proof.reference, policy, tuple(policy.layers), RANKS[0])
     policy.stack = stacks[0] if isinstance(policy.stack, Stack) else stacks
-    policy.notes = _notes(whole, policy.against_pipeline)
+    policy.notes = [*_notes(whole, policy.against_pipeline), *map(_note_of, proof.nearest)]
     policy.whole = _left(model, policy())
     return policy
 
@@ -180,6 +187,8 @@ class _Proof:
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
+        self.nearest: list[BlockDraft] = []
+        """What was tried first of attentions that no way of cutting described."""
         self._tried: dict[tuple[str, int], str | None] = {}
 
     def of(self, policy: type[RolePolicy], ranks: Sequence[int]) -> str | None:
@@ -247,8 +256,23 @@ def _proven(
         else:
             again = {column: why for column in block.columns if column not in whole}
             if again:
+                _keep_nearest(proof, block)
                 return [], again
     return proven, {}
+
+
+def _keep_nearest(proof: _Proof, block: BlockDraft) -> None:
+    """For who can change the forward: of a library's model nobody can."""
+    roles = [] if hasattr(proof.reference.model, "config") else block.roles
+    first = next(iter(roles), None)
+    if isinstance(first, Attention) and not first.at:  # a layer adds its residual itself
+        first = next((role for role in roles if isinstance(role, Attention) and role.inputs.entry), first)
+    if isinstance(first, Attention) and all(first.at != near.roles[0].at for near in proof.nearest):
+        proof.nearest.append(replace(block, roles=[first]))
+
+
+def _note_of(block: BlockDraft) -> str:
+    return f"The nearest way to cut {block.layers}: {role_source(block.roles[0])}."
 
 
 def _policy(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from textwrap import indent
 
 from torch import nn
 
@@ -26,6 +27,11 @@ EXAMPLE = """
     model = shardformer.shard_model(model, policy=MyPolicy)
 """
 
+IN_ITS_FORWARD = (
+    "Where its attention takes heads apart, let the number of heads, and the width of all, be -1 or an attribute that "
+    "counts= names: a rank has a part of them. Then the nearest policy does"
+)
+
 
 def no_policy(model: nn.Module, error: PolicyError, tensor: int | None) -> PolicyError:
     """The error for a model that no policy was given for, none is registered for, and none could be inferred for.
@@ -39,7 +45,7 @@ def no_policy(model: nn.Module, error: PolicyError, tensor: int | None) -> Polic
     if isinstance(error, UnknownInputsError) and family is None:
         return _fed(model, not_inferred)
     if isinstance(error, NothingCutError):
-        return _uncut(model, not_inferred, tensor)
+        return _uncut(model, not_inferred, tensor, error.nearest)
     tried = f"it is of the model type {family!r}" if family else "it has no config with a model type"
     return PolicyError(
         f"No policy for {name}: {tried}, no policy was given, and none was found by inference: {not_inferred}",
@@ -65,7 +71,7 @@ def _fed(model: nn.Module, problem: str) -> PolicyError:
     )
 
 
-def _uncut(model: nn.Module, reasons: str, tensor: int | None) -> PolicyError:
+def _uncut(model: nn.Module, reasons: str, tensor: int | None, nearest_table: str) -> PolicyError:
     name = type(model).__name__
     asked = f"tensor={tensor} for {name}" if tensor else name
     stacks = infer_stacks(model)
@@ -75,11 +81,12 @@ def _uncut(model: nn.Module, reasons: str, tensor: int | None) -> PolicyError:
         pipe = f"A pipeline does not serve {name} ({stacks.against_pipeline})"
     else:
         pipe = "Or stages: launch_from_torch(pipe=2)"
+    table = f"{IN_ITS_FORWARD}:\n{indent(nearest_table, '    ')}\nOr leave" if nearest_table else "Leave"
     return PolicyError(
         f"{asked}: nothing of its layers can be cut by tensor parallelism ({reasons})",
         rule="Cut is a block of linears of which one gives what the other takes: an attention by its heads, an MLP by "
         "its features. What mixes features in between, as a scan or a convolution does, needs all of them",
-        remedy="Leave the tensor axis out. Share the batch out with launch_from_torch(data=2), and the memory with "
+        remedy=f"{table} the tensor axis out. Share the batch out with launch_from_torch(data=2), and the memory with "
         f"shardformer.zero(optimizer, model, stage=3). {pipe}. Where a part of it can be cut after all, "
         "write that down (docs/policies.md)",
     )

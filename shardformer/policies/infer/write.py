@@ -6,7 +6,7 @@ import json
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from shardformer.policies.role_policy import RolePolicy, Stack
+from shardformer.policies.role_policy import Role, RolePolicy, Stack
 
 
 def python_of(policy: RolePolicy, name: str = "MyPolicy") -> str:
@@ -31,6 +31,11 @@ def source_of(policy: RolePolicy, name: str = "MyPolicy") -> str:
         if getattr(policy, reason):
             lines.append(f"    {reason} = {json.dumps(getattr(policy, reason))}")
     return "\n".join([f"from shardformer import {', '.join(sorted(used))}", "", "", *lines]) + "\n"
+
+
+def role_source(role: Role) -> str:
+    """A role as Python, in one line."""
+    return _written(role, set()).replace("'", '"')
 
 
 def _stack(stack: Stack, indent: str, used: set[str]) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import textwrap
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
@@ -46,6 +49,41 @@ class Convolved(nn.Module):
         x = pixel_values
         for layer in self.layers:
             x = x + layer(x)
+        return x
+
+
+class Attending(nn.Module):
+    """A layer that is its attention, and adds its residual itself; with an MLP where that is asked for.
+
+    Args:
+        heads: what it takes its features apart by.
+    """
+
+    def __init__(self, heads: tuple[int, int], up: int) -> None:
+        super().__init__()
+        self.sizes = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(24, 24) for _ in range(4))
+        self.mlp = nn.Sequential(nn.Linear(24, up), nn.ReLU(), nn.Linear(up, 24)) if up else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, self.sizes).transpose(1, 2) for part in (self.q(x), self.k(x), self.v(x)))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x if self.mlp is None else x + self.mlp(x)
+
+
+class AttentionModel(nn.Module):
+    def __init__(self, heads: tuple[int, int], up: int = 0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 24)
+        self.layers = nn.ModuleList(Attending(heads, up) for _ in range(2))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x: Tensor = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
         return x
 
 
@@ -103,3 +141,45 @@ def test_others_are_shown_a_policy_to_write() -> None:
 
     with pytest.raises(PolicyError, match=r"(?s)none was found by inference.*class MyPolicy\(RolePolicy\)"):
         shard(Odd())
+
+
+def test_an_attention_in_a_layer_is_told_the_line_that_keeps_it_whole_and_the_policy_nearest_to_it() -> None:
+    with pytest.raises(PolicyError) as error:
+        shard(AttentionModel((3, 8)))
+    said = str(error.value)
+    assert re.search(r"Provided sizes \[3, 8\] .*, in \S*test_ways_out.py, line \d+: `q, k, v = .*self.sizes", said)
+    names: dict[str, Any] = {}
+    exec(
+        textwrap.dedent(said[said.index("    from shardformer import") : said.index("Or leave the tensor axis")]), names
+    )
+    trains_alike(AttentionModel((-1, 8)), names["MyPolicy"])  # as it says: with -1 for the number of heads
+
+
+def test_an_attention_beside_what_is_cut_has_its_line_and_its_role_among_the_notes() -> None:
+    notes = " ".join(shardformer.infer(AttentionModel((3, 8), up=40)).notes)
+    assert re.search(r"Whole, since .*test_ways_out.py, line \d+: .*self.sizes.*: layers.\*.q, layers.\*.k", notes)
+    assert 'The nearest way to cut layers: Attention("", Projections(out="o", q="q", k="k", v="v")' in notes
+
+
+def test_heads_that_nobody_counts_are_counted_by_their_features() -> None:
+    policy = shardformer.infer(AttentionModel((-1, 4)))
+    assert "num_heads=6" in str(policy)
+    trains_alike(AttentionModel((-1, 4)), type(policy), ranks=3)
+    named = AttentionModel((-1, 4))
+    for layer in named.layers:
+        layer.head_dim = 4
+    assert "num_heads=6" in str(shardformer.infer(named))  # and not the 4 that stands there
+
+
+def trains_alike(model: AttentionModel, policy: type[shardformer.Policy], ranks: int = 2) -> None:
+    ids = torch.randint(0, 32, (2, 5))
+    expected, models = model(ids), [copy.deepcopy(model) for _ in range(ranks)]
+
+    def train(context: ParallelContext) -> Tensor:
+        sharded = shardformer.shard_model(models[context.tensor.rank], policy, context=context)
+        assert "Linear1D_Col" in str(shardformer.describe(sharded))
+        found: Tensor = sharded(ids)
+        return found.detach()
+
+    for found in run_as_threads(train, tensor=ranks):
+        assert torch.allclose(torch.as_tensor(found), expected, atol=1e-5)
