@@ -160,5 +160,5 @@ class Row_Layer(Layer):
 class Argument:
     """First form: new values of attributes, and functions that list the layers to shard, of one class of modules."""
 
-    attr_dict: dict[str, Any] = field(default_factory=dict)
-    param_funcs: list[Callable[[], list[Layer]]] = field(default_factory=list)
+    attr_dict: dict[str, Any] | None = field(default_factory=dict)
+    param_funcs: list[Callable[[], list[Layer]]] | None = field(default_factory=list)

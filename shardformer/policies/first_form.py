@@ -19,6 +19,7 @@ from shardformer.policies.describe import (
     Row_Layer,
     SubModuleReplacementDescription,
 )
+from shardformer.policies.kinds import check_kinds
 from shardformer.policies.paths import owner_of
 
 
@@ -90,6 +91,15 @@ def descriptions_of(policy: FirstForm) -> dict[Any, ModulePolicyDescription]:
             rule="It returns a dict: class of modules -> Argument(attr_dict={...}, param_funcs=[...])",
             remedy="Return that dict; docs/policies.md has an example",
         )
+    wrong = next((said for said in arguments.values() if not isinstance(said, Argument)), None)
+    if wrong is not None:
+        raise PolicyError(
+            f"{type(policy).__name__}.argument_policy() has {wrong!r:.80}",
+            rule="What it says of a class of modules is an Argument(attr_dict={...}, param_funcs=[...])",
+            remedy="Write that; docs/policies.md has an example",
+        )
+    for argument in arguments.values():
+        check_kinds(argument)
     heads = {_module_path(layer) for layer in _said(policy.unembedding())}
     return {key: _description(key, argument, heads) for key, argument in arguments.items()}
 
@@ -164,6 +174,13 @@ def _said(answer: Any) -> Any:
 
 
 def _module_path(layer: Layer) -> str:
+    if not isinstance(layer, Layer):
+        raise PolicyError(
+            f"{layer!r:.80} among the layers of a policy",
+            rule="A function of the first form gives a list of Col_Layer, Row_Layer and Layer",
+            remedy="Write Col_Layer(weight='fc1.weight', bias='fc1.bias')",
+        )
+    check_kinds(layer)
     path = layer.weight or layer.bias
     owners = {p.rpartition(".")[0] for p in (layer.weight, layer.bias) if p}
     if not path or len(owners) > 1 or "" in owners:

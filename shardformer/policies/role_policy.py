@@ -19,6 +19,7 @@ from shardformer.layers.tensor.modes import MODES, ParallelLayers
 from shardformer.pipeline.chain import Chain, SequenceNeeds, StackDescription, StageNeeds
 from shardformer.policies.attention import AttentionLowering
 from shardformer.policies.describe import ModuleKey, ModulePolicyDescription, merged
+from shardformer.policies.kinds import check_kind, hints_of
 from shardformer.policies.lowering import LayerLowering, Replacement, check_exits
 from shardformer.policies.paths import (
     is_there,
@@ -75,7 +76,7 @@ class RolePolicy(Policy):
     parts: Sequence[str] = ()
     whole: Sequence[str] = ()
     num_heads: int | str = "num_attention_heads"
-    num_kv_heads: int | str = "num_key_value_heads"
+    num_kv_heads: int | str | None = "num_key_value_heads"
     against_sequence: str | None = None
     against_pipeline: str | None = None
     _few: Sequence[str] = ()
@@ -91,6 +92,11 @@ class RolePolicy(Policy):
                     rule="A table has stack, embeddings, head, whole, num_heads and num_kv_heads",
                     remedy=f"Did you mean {close[0]!r}? A name that is less like it is left alone",
                 )
+
+    def set_model(self, model: nn.Module) -> None:
+        super().set_model(model)
+        for name in RolePolicy.__annotations__:
+            check_kind(type(self).__name__, name, getattr(self, name), hints_of(RolePolicy)[name])
 
     def config_sanity_check(self) -> None:
         against = self.refuses_sequence()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from shardformer.errors import PolicyError, nearest
 from shardformer.pipeline.chain import SequenceNeeds, StageNeeds
+from shardformer.policies.kinds import check_kinds
 from shardformer.policies.paths import relative
 
 Counted = str | tuple[str, int]
@@ -44,6 +45,9 @@ class Projections:
     partitions: int = 1
     gates: Sequence[str] = ()
 
+    def __post_init__(self) -> None:
+        check_kinds(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
@@ -67,6 +71,9 @@ class Inputs:
     from_inside: Sequence[str] = ()
     give_width: bool = False
     whole_sequence: bool = False
+
+    def __post_init__(self) -> None:
+        check_kinds(self)
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,7 @@ class Attention:
     optional: bool = False
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         for name in self.counts:
             self.counted(name)
 
@@ -141,6 +149,9 @@ class MLP:
     exits_with: str | None = None
     optional: bool = False
 
+    def __post_init__(self) -> None:
+        check_kinds(self)
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -168,6 +179,9 @@ class Experts:
     interleaved: bool = False
     dims: Mapping[str, int] = field(default_factory=dict)
     optional: bool = False
+
+    def __post_init__(self) -> None:
+        check_kinds(self)
 
 
 Role = Attention | MLP | Experts
@@ -206,6 +220,7 @@ class Stack:
     sequence: SequenceNeeds = field(default_factory=SequenceNeeds)
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         name = self.context[1] if self.context and self.reads_context else None
         for role in self.blocks:
             arguments = role.inputs.arguments if isinstance(role, Attention) else ()

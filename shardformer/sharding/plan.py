@@ -20,6 +20,7 @@ from shardformer.policies.describe import (
     ModulePolicyDescription,
     SubModuleReplacementDescription,
 )
+from shardformer.policies.kinds import check_kind, check_kinds
 from shardformer.policies.paths import find, join, module_at, owner_of, value_at
 from shardformer.policies.policy import Policy
 
@@ -161,6 +162,9 @@ def _descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyDescription]
             rule="It returns a dict: class, class name or path of modules -> ModulePolicyDescription",
             remedy="Return that dict; docs/policies.md has an example",
         )
+    for key, description in said.items():
+        check_kind(f"{type(policy).__name__}.module_policy()", "key", key, ModuleKey)
+        check_kinds(description)
     return said
 
 

@@ -1,0 +1,113 @@
+"""What a policy says is of the kind that its types ask for: else it is told where it is written, on all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shardformer.errors import PolicyError
+from shardformer.layers.tensor.linear import Linear1D_Col
+from shardformer.layout.split import Split
+from shardformer.pipeline.chain import StageNeeds
+from shardformer.policies.describe import Argument, ModulePolicyDescription, SubModuleReplacementDescription
+from shardformer.policies.kinds import in_words
+from shardformer.policies.policy import Policy
+from shardformer.policies.role_policy import MLP, Attention, Inputs, Projections, Stack
+from shardformer.sharder import shard_model
+from shardformer.testing.threads import run_as_threads
+from tests.policies.toy import SelfAttention, ToyLM, ToyPolicy
+from tests.test_bad_input import refusal_of, refused
+
+HEADS = Projections(q="q", k="k", v="v", out="o")
+
+
+@pytest.mark.parametrize(
+    ("write", "what", "rule"),
+    [
+        (lambda: Attention(None, HEADS), "Attention has at=None", "`at` is a string"),
+        (lambda: Attention("attn", "q"), "Attention has projections='q'", "`projections` is a Projections"),
+        (lambda: Attention("attn", HEADS, {"n": 3}), "counts={'n': 3}", "a string or (a string, a whole number)"),
+        (lambda: Attention("attn", HEADS, ["num_heads"]), "counts=['num_heads']", "`counts` is a dict"),
+        (lambda: Attention("attn", HEADS, num_heads=True), "num_heads=True", "a whole number or a string or None"),
+        (lambda: Projections(q=["q"], out="o"), "Projections has q=['q']", "`q` is a string or None"),
+        (lambda: Projections(q="q", out=None), "Projections has out=None", "`out` is a string"),
+        (lambda: Inputs(arguments="key"), "Inputs has arguments='key'", "Write arguments=['key']"),
+        (lambda: MLP("mlp", up=3, down="fc2"), "MLP has up=3", "`up` is a string or a list (each a string)"),
+        (lambda: MLP("mlp", up="fc1", down="fc2", fused="2"), "fused='2'", "a whole number or None"),
+        (lambda: Stack("layers", MLP("mlp", up="a", down="b")), "Stack has blocks=MLP(", "Write blocks=[MLP("),
+        (lambda: Stack("layers", ["attn"]), "blocks=['attn']", "an Attention or an MLP or an Experts"),
+        (lambda: Stack("layers", [], context="x"), "context='x'", "(a string, a string) or None"),
+        (lambda: Stack("layers", [], stages=StageNeeds(before="x")), "before='x'", "Write before=['x']"),
+    ],
+)
+def test_a_role_is_refused_where_it_is_written(write: Callable[[], Any], what: str, rule: str) -> None:
+    with pytest.raises(PolicyError) as error:
+        write()
+    assert what in error.value.what and rule in f"{error.value.rule}. {error.value.remedy}"
+
+
+def table(**fields: Any) -> type[Policy]:
+    return type("MyPolicy", (ToyPolicy,), fields)
+
+
+def saying(said: Any) -> type[Policy]:
+    return type("MyPolicy", (Policy,), {"module_policy": lambda self: said})
+
+
+def of_layers(**fields: Any) -> type[Policy]:
+    return saying({"Layer": ModulePolicyDescription(**fields)})
+
+
+def replacing(suffix: Any, **fields: Any) -> type[Policy]:
+    return of_layers(sub_module_replacement=[SubModuleReplacementDescription(suffix, Linear1D_Col, **fields)])
+
+
+class FirstForm(Policy):
+    said: Any = None
+
+    @classmethod
+    def argument_policy(cls, model_config: Any, shard_config: int) -> dict[Any, Any]:  # type: ignore[override]
+        return {SelfAttention: cls.said}
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (table(stack="layers"), ("MyPolicy has stack='layers'", "a Stack or a list (each a Stack)")),
+        (table(embeddings=[3]), ("embeddings=[3]", "a string or a list (each a string)")),
+        (table(head=None), ("head=None", "a string or a list")),
+        (table(whole="layers.*.mlp"), ("whole='layers.*.mlp'", "Write whole=['layers.*.mlp']")),
+        (table(num_heads=5.0), ("num_heads=5.0", "a whole number or a string")),
+        (saying({3: ModulePolicyDescription()}), ("MyPolicy.module_policy() has key=3", "a string or a class")),
+        (saying({None: ModulePolicyDescription()}), ("key=None", "a string or a class")),
+        (replacing(None), ("suffix=None", "`suffix` is a string")),
+        (replacing(["mlp.fc1"]), ("suffix=['mlp.fc1']", "`suffix` is a string")),
+        (replacing("mlp.fc1", kwargs=[1]), ("kwargs=[1]", "a dict (a string: anything) or None")),
+        (of_layers(sub_module_replacement={"mlp.fc1": Linear1D_Col}), ("each a SubModuleReplacementDescription",)),
+        (of_layers(attribute_replacement=["attn.num_heads"]), ("`attribute_replacement` is a dict",)),
+        (of_layers(method_replacement={"forward": "gelu"}), ("{'forward': 'gelu'}", "a function")),
+        (of_layers(param_replacement=len), ("Write param_replacement=[<built-in function len>]",)),
+        (of_layers(parameters={"norm1.weight": 3}), ("a dict (a whole number: a Split)",)),
+        (type("MyPolicy", (FirstForm,), {"said": [3]}), ("argument_policy() has [3]", "is an Argument(")),
+        (
+            type("MyPolicy", (FirstForm,), {"said": Argument(param_funcs=[lambda: ["q"]])}),  # type: ignore[list-item]
+            ("'q' among the layers of a policy", "Col_Layer(weight="),
+        ),
+    ],
+)
+def test_a_policy_is_refused_when_it_is_planned(policy: type[Policy], words: tuple[str, ...]) -> None:
+    models = [ToyLM(), ToyLM()]
+
+    def refuse(context: Any) -> Any:
+        model = models[context.tensor.rank]
+        return refusal_of(lambda: shard_model(model, policy, context=context), model)
+
+    refused(run_as_threads(refuse, tensor=2), PolicyError, *words)
+
+
+def test_lists_may_be_tuples_and_pairs_lists() -> None:
+    Stack("layers", (MLP("mlp", up=("gate", "up"), down="down"),), context=["decoder", "states"])  # type: ignore[arg-type]
+    Attention("attn", HEADS, {"alibi": ("heads", 0)}, num_heads=4)
+    assert in_words(dict[int, Split] | None) == "a dict (a whole number: a Split) or None"
