@@ -25,21 +25,25 @@ from shardformer.policies.infer.infer import InferredPolicy
 from shardformer.policies.infer.prove import RELATIVE, Differs, Reference, compare_gradients, copied, loss_of
 from shardformer.policies.infer.remedy import remedy_for
 from shardformer.policies.infer.trust import foreign_in
-from shardformer.policies.infer.twin import Twin, own_twin_of
+from shardformer.policies.infer.twin import Twin, own_twin_of, twin_of
 from shardformer.policies.paths import several
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import Role, Stack
+from shardformer.policies.roles import Attention, Role, Stack
 from shardformer.sharding.agree import model_lines
 from shardformer.sharding.apply import Sharding
 from shardformer.sharding.plan import Plan
 from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo.layers import kind_of
+from shardformer.testing.zoo.shrink import SMALL_NUMEL
 
 HOOKS = ("preprocess", "postprocess", "inject_policy", "binding_policy")
 """Functions of a policy that may make another model of the plain one, on purpose."""
 RULE = (
     "A policy is right when nobody can tell the sharded model from the plain one; that is tried on a small copy first"
 )
+MOST_RANKS = 4
+"""Over how many ranks a small model of the classes of a larger one is cut; it has six heads."""
 PROCESSED = 100_000_000
 """Numbers that all ranks together may compute with: what takes longer than a few seconds is not tried."""
 
@@ -99,8 +103,6 @@ def _is_ours(plan: Plan, policy: Policy) -> bool:
 def _checked(plan: Plan, policy: Policy, tensor: int) -> PolicyError | None:
     if code := next(_own_code(plan, policy), None):
         raise _NotTried(f"it has code of its own, {code}")
-    if sum(p.numel() for p in plan.model.parameters()) * tensor > PROCESSED:
-        raise _NotTried("that would take too long")
     try:
         with (
             torch.inference_mode(False),
@@ -108,9 +110,36 @@ def _checked(plan: Plan, policy: Policy, tensor: int) -> PolicyError | None:
             torch.autocast("cpu", enabled=False),
             torch.random.fork_rng(devices=[]),
         ):
-            return _Proof(own_twin_of(plan.model), policy, tensor).refusal()
+            return _Proof(*_twin(plan.model, policy, tensor)).refusal()
     except PolicyError as error:  # no copy can be made or fed
         raise _NotTried(error.what[:1].lower() + error.what[1:]) from error
+
+
+def _twin(model: nn.Module, policy: Policy, tensor: int) -> tuple[Twin, Policy, int]:
+    """A copy of a small model; of a larger one a small model of its classes, for a policy that fits that as well."""
+    numel = sum(p.numel() for p in model.parameters())
+    if numel <= SMALL_NUMEL:
+        if numel * tensor > PROCESSED:
+            raise _NotTried(f"{tensor} ranks of {numel:,} parameters would take too long")
+        return own_twin_of(model), policy, tensor
+    if not _names_its_numbers(policy):
+        raise _NotTried(
+            f"it has more than {SMALL_NUMEL:,} parameters, and a smaller model might have other numbers of heads than "
+            "the policy says; where it names the fields of the config or attributes that hold them, it is tried"
+        )
+    twin = twin_of(model)
+    if kind_of(twin.model) != kind_of(model) or any("forward" in vars(m) for m in model.modules()):
+        raise _NotTried("what a small model of its config has is made of other modules")
+    return twin, policy, min(tensor, MOST_RANKS)
+
+
+def _names_its_numbers(policy: Policy) -> bool:
+    if not isinstance(policy, RolePolicy) or type(policy).module_policy is not RolePolicy.module_policy:
+        return False
+    stacks = [policy.stack] if isinstance(policy.stack, Stack) else policy.stack
+    roles = [*policy.single, *(role for stack in stacks for role in stack.blocks)]
+    attentions: list[Any] = [policy, *(role for role in roles if isinstance(role, Attention))]
+    return not any(isinstance(n, int) for each in attentions for n in (each.num_heads, each.num_kv_heads))
 
 
 def _own_code(plan: Plan, policy: Policy) -> Iterator[str]:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import shardformer
 from shardformer.errors import PolicyError
@@ -16,10 +18,12 @@ from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.describe import Col_Layer, ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.infer import given
+from shardformer.policies.models.llama import LlamaPolicy
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack
 from shardformer.sharder import shard_model
 from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import Sample
 from tests.policies.toy import HIDDEN, WIDTH, FeedForward, SelfAttention, ToyLM, ToyPolicy
 from tests.test_bad_input import OnlyMLP, Refusal, Written, refusal_of, refused
 from tests.verify.tower import Tower, TowerPolicy
@@ -280,3 +284,32 @@ def test_the_hooks_and_the_random_numbers_of_a_model_are_left_alone() -> None:
     run_as_threads(lambda c: shard_model(models[c.tensor.rank], policy, context=c) and None, tensor=2)
     assert seen == [] and torch.equal(before, torch.get_rng_state())
     assert models[0].norm._forward_hooks
+
+
+class Renamed(LlamaPolicy):
+    """A user's own, with roles of the registered one."""
+
+
+class Softened(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj((self.act_fn(self.gate_proj(x)) * self.up_proj(x)).softmax(-1))
+        return out
+
+
+class SoftLlama(transformers.LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = Softened(config)
+
+
+def test_a_larger_model_is_tried_as_a_small_one_of_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(given, "SMALL_NUMEL", 0)
+    config = Sample("llama")().config
+    for said in sharded(lambda: transformers.LlamaForCausalLM(config), Renamed):
+        assert "was not tried" not in said
+    words = ("the MLP 'mlp' of Renamed alone, SoftLlama computes something else", "model.layers.0.mlp.down_proj")
+    refused(refusals(lambda: SoftLlama(config), Renamed), PolicyError, *words)
+    literal = type("Literal", (Renamed,), {"num_heads": config.num_attention_heads})
+    for said in sharded(lambda: SoftLlama(config), literal):
+        assert "Literal was not tried" in said and "more than 0 parameters" in said
