@@ -74,7 +74,7 @@ class Flow:
     projections: list[frozenset[str]] = field(default_factory=list)
 
 
-_WATCHING = threading.Lock()
+WATCHING = threading.Lock()
 """Whether a mode watches each operation is kept for all threads at once, and ranks may be threads."""
 
 
@@ -89,7 +89,7 @@ def observe(model: nn.Module, run: Callable[[nn.Module], Any], whole: Iterable[s
             ):
                 stack.callback(hook.remove)
             stack.callback(_watch_numbers(module, observer.flow.numbers.setdefault(path, {})))
-        with _WATCHING, torch.no_grad(), observer.marks, observer.last:
+        with WATCHING, torch.no_grad(), observer.marks, observer.last:
             run(model)
     return observer.finish()
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardformer.config import ShardConfig
@@ -21,6 +22,7 @@ from shardformer.errors import PolicyError, ShardFormerError
 from shardformer.layout.state import state_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.infer.blame import line_of, message_of, module_in
+from shardformer.policies.infer.flow import WATCHING
 from shardformer.policies.infer.infer import InferredPolicy
 from shardformer.policies.infer.prove import RELATIVE, Differs, Reference, compare_gradients, copied, loss_of
 from shardformer.policies.infer.remedy import remedy_for
@@ -152,6 +154,27 @@ def _own_code(plan: Plan, policy: Policy) -> Iterator[str]:
             yield f"the class {sub.target_module.__name__}"
 
 
+class _FewBits(TorchDispatchMode):
+    """Whether something is computed in fewer bits than a difference would be told by, or would be by layers of ours."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no types
+        self.seen: torch.dtype | None = None
+        for module in model.modules():
+            module.register_forward_pre_hook(self._look)
+
+    def _look(self, *_: Any) -> None:
+        if torch.is_autocast_enabled("cpu"):
+            self.seen = torch.get_autocast_dtype("cpu")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.is_floating_point() and x.element_size() < 4:
+                self.seen = x.dtype
+        return out
+
+
 class _Proof:
     """A plain copy of a model, what it gives, and what is tried on more copies.
 
@@ -163,12 +186,19 @@ class _Proof:
         try:
             native = copy.deepcopy(twin.model)  # some modules keep what a forward made
             first = Reference.of(native, twin.run)
-            again = loss_of(twin.run(native)).item()
+            torch.manual_seed(1)  # whoever seeds in a forward does so with another number
+            random = torch.get_rng_state()
+            with WATCHING, _FewBits(native) as few, torch.no_grad():
+                again = loss_of(twin.run(native)).item()
             copied(twin.model)
         except Exception as error:
             raise _NotTried(message_of(error)) from error
         if not abs(first.loss - again) <= 0.01 * RELATIVE * abs(first.loss):
             raise _NotTried("it does not compute the same twice")
+        if not torch.equal(random, torch.get_rng_state()):
+            raise _NotTried("it draws random numbers, which ranks that are threads have in common")
+        if few.seen is not None:
+            raise _NotTried(f"it computes in {few.seen} inside, whose roundings are larger than what is looked for")
         self._reference = replace(first, model=twin.model)
         self._parts: dict[type[nn.Module], Policy] = {}
 

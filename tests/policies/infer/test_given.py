@@ -217,6 +217,20 @@ class Counting(ToyLM):
         return super().forward(ids) * self.calls
 
 
+class Seeding(ToyLM):
+    """Draws the same numbers each time, which threads would draw from one generator."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return super().forward(ids) * torch.rand(1)
+
+
+class Casting(ToyLM):
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(ids)
+
+
 class TwoTensors(ToyLM):
     """Nobody can guess what it takes."""
 
@@ -242,6 +256,8 @@ def squared(self: nn.Module, x: Tensor) -> Tensor:
     ("make", "policy", "why"),
     [
         (Counting, ToyPolicy, "it does not compute the same twice"),
+        (Seeding, ToyPolicy, "it draws random numbers"),
+        (Casting, ToyPolicy, "it computes in torch.bfloat16 inside"),
         (TwoTensors, ToyPolicy, "no copy of TwoTensors can be run"),
         (ToyLM, Replacing, "it has code of its own, the method 'layers.0.mlp.act'"),
     ],
