@@ -254,11 +254,11 @@ class _Proof:
         except _NotTried:
             raise
         except Differs as difference:
-            if "output" not in str(difference):
-                return Wrong(f"trains otherwise: {difference}", str(difference))
             if gave is None:
                 return self._wrong(policy, _outputs_of(copied(self._twin.model), self._twin))
             at = next(iter(first), None)
+            if "output" not in str(difference):
+                return Wrong(f"trains otherwise: {difference}" + (f", and what {at!r} gives" if at else ""), at)
             return Wrong("computes something else" + (f", first in {at!r}" if at else ""), at)
         except PolicyError as error:
             return Wrong(f"does not run: {error.what}", remedy=error.remedy)

