@@ -23,7 +23,7 @@ from shardformer.policies.policy import Policy
 from shardformer.testing.zoo import FAMILY_OF, HEADS, MAIN, NEEDS, SMALL, Batches, Sample, sample_loss, sees_alone
 from shardformer.testing.zoo.depth import depth_of
 from shardformer.testing.zoo.shrink import first_architecture, model_class
-from shardformer.verify.any_type import SmallBatches, SmallOf, main_classes
+from shardformer.verify.any_type import SmallBatches, SmallOf, all_classes
 from shardformer.verify.hub import hub, hub_answers
 from shardformer.verify.modules import FORMS, module_of
 
@@ -205,7 +205,7 @@ def find_model(name: str, *, dropout: bool = True) -> ModelSource:
     path = Path(name).expanduser()
     if path.exists():
         return _from_pretrained(name, Pretrained(str(path), "", path.is_file(), dropout))
-    if name in main_classes():
+    if name in all_classes():
         return _of_type(name)
     if ":" in name:
         return _from_function(name)

@@ -16,9 +16,14 @@ from torch import Tensor, nn
 from shardformer.errors import PolicyError
 from shardformer.layers.dropout import silence_dropout
 from shardformer.policies.infer.prove import Reference, loss_of
-from shardformer.testing.zoo.inputs import Forward, UnknownInputsError, batches_for, labelled, runner
+from shardformer.testing.zoo.inputs import Forward, UnknownInputsError, batches_for, inputs_of, labelled, runner
 from shardformer.testing.zoo.layers import kinds_of_layers, more_layers
+from shardformer.testing.zoo.measure import changed, numbers
 from shardformer.testing.zoo.shrink import SMALL_NUMEL, Shrinker
+from shardformer.testing.zoo.together import feature_width, text_width
+
+
+MOST_NUMEL = 10 * SMALL_NUMEL
 
 
 @dataclass(frozen=True)
@@ -80,9 +85,28 @@ def _shrunk_twins(model: nn.Module) -> Iterator[Callable[[], nn.Module]]:
 
 def _shrunk_twin(shrinker: Shrinker, **how: Any) -> nn.Module:
     small = shrinker.config(**how)
-    if (numel := shrinker.numel(small)) > SMALL_NUMEL:
+    if (numel := shrinker.numel(small)) <= MOST_NUMEL:  # of them, some may be what joins two parts
+        model = type(shrinker.model)(small)
+        model = _joined(model, small) if hasattr(model, "get_input_embeddings") else model
+        numel = sum(p.numel() for p in model.parameters())
+    if numel > SMALL_NUMEL:
         raise ValueError(f"with its config shrunk it still has {numel:,} parameters")
-    return type(shrinker.model)(small)
+    return model
+
+
+def _joined(model: nn.Module, small: Any) -> nn.Module:
+    """The model with features of images as wide as its text, which the number that says it does not tell by itself."""
+    made = dict(inputs_of(model))
+    if width := feature_width(model, made):
+        for path, value in numbers(small):
+            if value == width and len(path) > 1:
+                try:
+                    other: nn.Module = type(model)(changed(small, {path: text_width(model)}))
+                    if not feature_width(other, made):
+                        return other
+                except Exception:  # another number of this size
+                    continue
+    return model
 
 
 def _runs(twin: nn.Module, batch: Mapping[str, Tensor] | None) -> tuple[Forward, Mapping[str, Tensor]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import PolicyError
+from shardformer.testing.zoo.together import in_text
 
 Forward = Callable[[nn.Module], Any]
 """Calls a model with a batch."""
@@ -30,7 +31,7 @@ def batches_for(model: nn.Module) -> list[dict[str, Tensor]]:
     Raises UnknownInputsError for a model whose inputs are not known.
     """
     names = inspect.signature(model.forward).parameters
-    made = dict(_inputs(model, set(names)))
+    made = dict(inputs_of(model))
     if not made:
         raise UnknownInputsError(
             f"What to feed {type(model).__name__} is not known: its forward takes {', '.join(names)}",
@@ -41,11 +42,15 @@ def batches_for(model: nn.Module) -> list[dict[str, Tensor]]:
     only_text = {name: x for name, x in made.items() if name in text}
     others = {name: x for name, x in made.items() if name not in text[:2]}
     sound = {name: x for name, x in made.items() if name in ("input_values", "input_features", "decoder_input_ids")}
-    ways = [made, only_text, others, sound]
-    ways = [way for i, way in enumerate(ways) if way and way not in ways[:i]]
+    ways = [*in_text(model, made), made, only_text, others, sound]
+    ways = [way for i, way in enumerate(ways) if way and not any(_same(way, w) for w in ways[:i])]
     if "input_ids" in made and (books := _field(getattr(model, "config", None), "num_codebooks")):
         ways.append({**only_text, "input_ids": made["input_ids"].repeat(books, 1)})  # a row for each code of a sound
     return ways
+
+
+def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(x is other[name] for name, x in one.items())
 
 
 def labelled(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
@@ -64,7 +69,9 @@ def labelled(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Mapping[
     yield {**batch, "labels": torch.arange(next(iter(batch.values())).shape[0]) % 2}
 
 
-def _inputs(model: nn.Module, names: set[str]) -> Iterator[tuple[str, Tensor]]:
+def inputs_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What the names of its forward's arguments say, each by itself."""
+    names = inspect.signature(model.forward).parameters
     config: Any = getattr(model, "config", None)
     generator = torch.Generator().manual_seed(0)
     vocab = _field(config, "vocab_size", "text_config", "decoder", "encoder") or _words(model)
