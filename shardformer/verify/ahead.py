@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardformer.config import ShardConfig
-from shardformer.errors import ShardFormerError
+from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.mesh.context import ParallelContext, with_tensor
 from shardformer.mesh.sizes import total_of
 from shardformer.mesh.tensor_grid import GRID_MODES, with_grid
@@ -68,6 +68,12 @@ def check_split(
             raise
         except Exception:  # told by the workers, with the rank that it happened on
             return None
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model_fn gave a {type(model).__name__}",
+            rule="It builds the plain model, a torch.nn.Module, in every process",
+            remedy="Return the model",
+        )
     check_plain(model)
     ranks = total_of(tensor, "tensor")
     # a copy: the one that was given is sent to the workers, without this model in it

@@ -25,8 +25,9 @@ from shardformer.testing.zoo.depth import depth_of
 from shardformer.testing.zoo.shrink import first_architecture, model_class
 from shardformer.verify.any_type import SmallBatches, SmallOf, all_classes
 from shardformer.verify.hub import hub, hub_answers
-from shardformer.verify.modules import FORMS, module_of
+from shardformer.verify.modules import FORMS, called, module_of
 
+MOST_LAYERS, MOST_STAGES = 10_000, 256
 _GIVEN = ("model_fn", "batch_fn", "loss_fn", "policy", "loss_weight")
 
 
@@ -149,6 +150,12 @@ class ModelSource:
         """A family's small model with so many layers or more; any other model is as deep as it is."""
         if not isinstance(self.model_fn, Sample):
             return self
+        if layers > MOST_STAGES:
+            raise ConfigError(
+                f"{layers} layers for {self.title}",
+                rule=f"A small model is made as deep as its stages ask for, of {MOST_STAGES} layers at the most",
+                remedy="Use fewer stages, or fewer --chunks",
+            )
         model_fn = self.model_fn.deeper(layers)
         title = f"{self.title}, {depth_of(model_fn.family, self.head, layers)} layers"
         return replace(self, title=title, model_fn=model_fn, config=model_fn.config())
@@ -240,7 +247,7 @@ def read_config(where: str, local: bool = True) -> Any:
     import transformers
 
     try:
-        return transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, local_files_only=local)
+        config = transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, local_files_only=local)
     except Exception as error:  # a file may hold anything, and its fields any value
         if Path(where).exists():
             raise ConfigError(
@@ -256,6 +263,14 @@ def read_config(where: str, local: bool = True) -> Any:
             remedy=f"{_did_you_mean(where)}Correct the name. For a machine without network, fetch the model on another "
             f"with `hf download {where} --local-dir DIR` and give DIR",
         ) from error
+    layers = getattr(config, "num_hidden_layers", None)
+    if type(layers) is int and layers > MOST_LAYERS:
+        raise ConfigError(
+            f"{where!r} asks for {layers} layers",
+            rule=f"A model has {MOST_LAYERS} layers at the most: each is built, one after the other",
+            remedy="Correct num_hidden_layers, or what this family calls it",
+        )
+    return config
 
 
 def first_token(tokens: int | list[int] | None, default: int) -> int:
@@ -291,7 +306,7 @@ def _check_class(head: str, title: str) -> None:
         raise ConfigError(
             f"{title} names the class {head!r}" if head else f"The config of {title} names no class",
             rule="A model's class stands in its config under architectures, and transformers has it",
-            remedy=f"{_did_you_mean(head, dir(transformers))}Give module:function for a class of your own",
+            remedy=f"{_did_you_mean(head, {*dir(transformers)} - {head})}Give module:function for a class of your own",
         )
 
 
@@ -314,16 +329,13 @@ def _from_function(name: str) -> ModelSource:
             rule="module:function names a function at the top of a module",
             remedy=nearest(function_name, known),
         )
-    if any(
-        p.default is Parameter.empty and p.kind <= Parameter.KEYWORD_ONLY and p.kind != Parameter.VAR_POSITIONAL
-        for p in signature(function).parameters.values()
-    ):
+    if _takes_arguments(function):
         raise ConfigError(
             f"{name} takes the arguments {signature(function)}",
             rule="The function is called without arguments, in every process",
             remedy="Give its parameters defaults, or write a function around it",
-        )  # fmt: skip
-    given = function()
+        )
+    given = called(function, name)
     if isinstance(given, nn.Module):
         return ModelSource(name, function, type(given).__name__, getattr(given, "config", None))
     own = dict(given) if isinstance(given, Mapping) else {}
@@ -338,8 +350,17 @@ def _from_function(name: str) -> ModelSource:
     model_fn = own.pop("model_fn")
     if "batch_fn" in own:
         return ModelSource(name, model_fn, "", own=own)
-    model = model_fn()
+    model = called(model_fn, f"model_fn of {name}")
     return ModelSource(name, model_fn, type(model).__name__, getattr(model, "config", None), own)
+
+
+def _takes_arguments(function: Callable[..., Any]) -> bool:
+    try:
+        parameters = signature(function).parameters.values()
+    except ValueError:  # a function of C does not say
+        return False
+    needed = (p for p in parameters if p.default is Parameter.empty and p.kind != Parameter.VAR_POSITIONAL)
+    return any(p.kind <= Parameter.KEYWORD_ONLY for p in needed)
 
 
 def _describe(given: Any) -> str:

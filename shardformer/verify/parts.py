@@ -53,8 +53,8 @@ def check_apart(job: Job, model: nn.Module) -> None:
         if batch_size_of(smaller) < batch_size_of(larger):
             for name in _tables(model, larger, smaller):
                 raise ConfigError(
-                    f"{type(model).__name__} compares the samples of a batch with each other: {name} has a row and a "
-                    f"column for each of {batch_size_of(larger)}, and of a part of the batch for {batch_size_of(smaller)}",
+                    f"{type(model).__name__} compares the samples of a batch with each other: {name} of "
+                    f"{batch_size_of(larger)} samples is a table of as many rows and columns, and smaller of fewer",
                     rule="The loss of a batch that is cut is put together of the losses of its parts, each of which is "
                     "computed without the other samples",
                     remedy=remedy,

@@ -94,9 +94,7 @@ class Job:
     training: Training = field(default_factory=Training)
     sequence: int | tuple[int, int] = 1
     grid: int | tuple[int, ...] = 1
-    ids: Mapping[str, int] = field(
-        default_factory=dict
-    )  # field of the model's config -> a token that stands for images
+    ids: Mapping[str, int] = field(default_factory=dict)  # field of the config -> a token that stands for images
 
     def __post_init__(self) -> None:
         self.training.check_pipeline(self.pipe)

@@ -22,8 +22,8 @@ from shardformer.testing.zoo.measure import changed, numbers
 from shardformer.testing.zoo.shrink import SMALL_NUMEL, Shrinker
 from shardformer.testing.zoo.together import feature_width, text_width
 
-
 MOST_NUMEL = 10 * SMALL_NUMEL
+"""Of one whose parts are not joined yet."""
 
 
 @dataclass(frozen=True)

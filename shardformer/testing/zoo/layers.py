@@ -117,7 +117,8 @@ def small_rotations(config: Any, model: nn.Module) -> None:
     ``model`` is the large one: modules of it have them, where no config does.
     """
     for module in model.modules():
-        sections, large = getattr(module, "mrope_section", None), getattr(module, "config", None)
+        sections: Any = getattr(module, "mrope_section", None)
+        large: Any = getattr(module, "config", None)
         if isinstance(sections, list | tuple) and len(sections) and is_config(large):
             for small in (place for place in configs(config) if place.model_type == large.model_type):
                 if isinstance(rope := getattr(small, "rope_parameters", None), dict):
@@ -127,7 +128,7 @@ def small_rotations(config: Any, model: nn.Module) -> None:
 
 
 def _head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _lengths(model: nn.Module) -> dict[str, int]:

@@ -76,7 +76,7 @@ NAMED: Mapping[str, Mapping[str, int]] = {
 }
 """Field -> numbers that a config with it gets: they show in no size of a model, and a short batch needs them small."""
 RESERVED = 8
-"""Of the last words of a small vocabulary: tokens that stand for images and the like, and for nothing else in a batch."""
+"""Of the last words of a small vocabulary: tokens that stand for images and the like, and nothing else in a batch."""
 SMALL_NUMEL = 20_000_000
 """Of parameters; a model up to this size is its own twin where its config cannot be shrunk."""
 FEWER_CHANNELS = 4
