@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from shardformer.errors import PolicyError
 from shardformer.layers.dropout import silence_dropout
 from shardformer.policies.infer.prove import Reference, loss_of
+from shardformer.policies.infer.together import feature_width, in_text, text_width
 from shardformer.testing.zoo.inputs import Forward, UnknownInputsError, batches_for, inputs_of, labelled, runner
 from shardformer.testing.zoo.layers import kinds_of_layers, more_layers
 from shardformer.testing.zoo.measure import changed, numbers
 from shardformer.testing.zoo.shrink import SMALL_NUMEL, Shrinker
-from shardformer.testing.zoo.together import feature_width, text_width
 
 MOST_NUMEL = 10 * SMALL_NUMEL
 """Of one whose parts are not joined yet."""
@@ -115,7 +115,7 @@ def _runs(twin: nn.Module, batch: Mapping[str, Tensor] | None) -> tuple[Forward,
     The twin comes to make its own loss, and to be in training mode, where it can.
     """
     problem: Exception | None = None
-    for given in [batch] if batch is not None else batches_for(twin):
+    for given in [batch] if batch is not None else _batches(twin):
         for candidate in (*labelled(twin, given), given):
             run = runner(twin, candidate)
             try:
@@ -129,6 +129,13 @@ def _runs(twin: nn.Module, batch: Mapping[str, Tensor] | None) -> tuple[Forward,
                 problem = error if problem is None or candidate is given else problem
     assert problem is not None
     raise problem
+
+
+def _batches(twin: nn.Module) -> Iterator[Mapping[str, Tensor]]:
+    """First those in whose texts images and sounds stand."""
+    known = batches_for(twin)
+    yield from in_text(twin, dict(inputs_of(twin)))
+    yield from known
 
 
 def _train(twin: nn.Module, run: Forward) -> None:
