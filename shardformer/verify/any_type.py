@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, PolicyError
 from shardformer.pipeline.flat import TOKENS, ids_of
 from shardformer.pipeline.microbatches import batch_size_of, split_batch
 from shardformer.policies.infer.prove import loss_of
 from shardformer.policies.infer.twin import Twin, twin_of
 from shardformer.testing.zoo import num_samples
+from shardformer.testing.zoo.inputs import unknown_inputs
 from shardformer.testing.zoo.shrink import model_of
 
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION")
@@ -135,4 +136,14 @@ def _small(small: SmallOf) -> Twin:
             rule="A model type stands for a small model of its default config",
             remedy="Give a folder, a config.json, or module:function",
         ) from error
-    return twin_of(model_of(config))
+    model = model_of(config)
+    try:
+        return twin_of(model)
+    except PolicyError as error:
+        unknown = ", ".join(unknown_inputs(model)) or "its inputs"
+        raise ConfigError(
+            f"What the small random {small.model_type} is fed is not known: {type(model).__name__} takes none of the "
+            f"batches that are made of its config, and nothing is known of {unknown} ({error.what:.400})",
+            rule="Tokens, images and sounds are made by the names of forward's arguments and the fields of the config",
+            remedy="Give module:function, whose function returns (model_fn, batch_fn)",
+        ) from error

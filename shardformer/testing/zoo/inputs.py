@@ -16,6 +16,8 @@ Forward = Callable[[nn.Module], Any]
 BATCH, LENGTH, TARGET_LENGTH = 2, 9, 7
 SIDE = 64
 """Of an image, where the config does not say it."""
+NO_INPUTS = ("embeds", "past", "labels", "position", "head_mask", "outputs", "logits_to_keep", "attention_mask")
+"""In the names of what forward may take instead of its inputs, or beside them."""
 SOUND = 3200
 """Samples of sound, of which feature extractors make a few frames."""
 
@@ -46,6 +48,15 @@ def batches_for(model: nn.Module) -> list[dict[str, Tensor]]:
     if "input_ids" in made and (books := _field(getattr(model, "config", None), "num_codebooks")):
         ways.append({**only_text, "input_ids": made["input_ids"].repeat(books, 1)})  # a row for each code of a sound
     return ways
+
+
+def unknown_inputs(model: nn.Module) -> list[str]:
+    """The arguments of forward that nothing is made for: those that it needs, or else the tensors that it may take."""
+    known = {name for name, _ in inputs_of(model)}
+    others = {n: p for n, p in inspect.signature(model.forward).parameters.items() if n not in known}
+    needed = [n for n, p in others.items() if p.default is p.empty and p.kind < p.VAR_KEYWORD]
+    tensors = [n for n, p in others.items() if "Tensor" in str(p.annotation) and not any(w in n for w in NO_INPUTS)]
+    return needed or tensors
 
 
 def labelled(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
