@@ -302,6 +302,7 @@ def _verify_one(options: VerifyOptions, source: ModelSource, policy: Any, pool: 
 
     from shardformer.testing.zoo import counts_by_sample, num_samples, sample_loss
     from shardformer.verify import verify as run_verify
+    from shardformer.verify.model_source import TOKENS
 
     weight = source.own.get("loss_weight")
     if weight is None and source.loss_fn is sample_loss and counts_by_sample(source.head):
@@ -311,7 +312,7 @@ def _verify_one(options: VerifyOptions, source: ModelSource, policy: Any, pool: 
     batch = options.batch or of_rank * options.data
     return run_verify(
         source.model_fn,
-        source.batches(batch, options.tokens or 13),
+        source.batches(batch, options.tokens or TOKENS),
         {"tensor": options.tensor_sizes, "sequence": options.sequence_sizes},
         options.data,
         options.steps,

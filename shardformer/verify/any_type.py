@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.errors import ConfigError, PolicyError
+from shardformer.errors import ConfigError, PolicyError, first_line
 from shardformer.pipeline.flat import TOKENS, ids_of
 from shardformer.pipeline.microbatches import batch_size_of, split_batch
 from shardformer.policies.infer.prove import loss_of
-from shardformer.policies.infer.twin import Twin, twin_of
+from shardformer.policies.infer.twin import Twin, first_batch, twin_of
 from shardformer.testing.zoo import num_samples
 from shardformer.testing.zoo.inputs import unknown_inputs
-from shardformer.testing.zoo.shrink import model_of
+from shardformer.testing.zoo.shrink import model_class, model_of
 
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION")
 """Those of docs/coverage.md."""
@@ -88,25 +88,54 @@ class SmallOf:
 
 
 @dataclass(frozen=True)
-class SmallBatches:
-    """step -> a batch that the small model takes: another one for each step and sample as far as tokens go."""
+class Fed:
+    """A batch that a model takes.
 
-    small: SmallOf
+    Args:
+        ids: field of the model's config -> a token that stands for images.
+        compares: whether the model can be asked for a loss that compares its samples.
+    """
+
+    batch: Mapping[str, Tensor]
+    ids: Mapping[str, int]
+    dtype: torch.dtype
+    compares: bool
+
+    @staticmethod
+    def of(model: nn.Module, batch: Mapping[str, Tensor]) -> Fed:
+        compares = CONTRAST in inspect.signature(model.forward).parameters
+        return Fed(batch, ids_of(model.config), next(model.parameters()).dtype, compares)
+
+
+@dataclass(frozen=True)
+class SmallBatches:
+    """step -> a batch that a model takes: another one for each step and sample as far as tokens go.
+
+    Args:
+        model_fn: builds the model; a type's small one is known already.
+    """
+
+    model_fn: Callable[[], nn.Module]
     samples: int = 2
 
     def __call__(self, step: int) -> Mapping[str, Tensor]:
-        twin, ids = _small(self.small), ids_of(self.small.config())
-        given = batch_size_of(twin.batch)
-        each = split_batch(twin.batch, [1] * given, ids=ids)
-        moved = [_moved(each[n % given], step + n // given, ids) for n in range(self.samples)]
-        batch = {name: torch.cat([one[name] for one in moved]) if x.dim() else x for name, x in twin.batch.items()}
-        dtype = next(twin.model.parameters()).dtype
-        batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
-        compares = CONTRAST in inspect.signature(twin.model.forward).parameters and self.samples > 1
-        return {**batch, CONTRAST: torch.tensor(True)} if compares else batch
+        fed = _fed(self.model_fn)
+        given = batch_size_of(fed.batch)
+        each = split_batch(fed.batch, [1] * given, ids=fed.ids)
+        moved = [_moved(each[n % given], step + n // given, fed.ids) for n in range(self.samples)]
+        batch = {name: torch.cat([one[name] for one in moved]) if x.dim() else x for name, x in fed.batch.items()}
+        batch = {name: x.to(fed.dtype) if x.is_floating_point() else x for name, x in batch.items()}
+        return {**batch, CONTRAST: torch.tensor(True)} if fed.compares and self.samples > 1 else batch
 
     def with_samples(self, samples: int) -> SmallBatches:
         return replace(self, samples=samples)
+
+
+def reads_together(head: str) -> bool:
+    """Whether a class of transformers reads images or sounds, perhaps beside a text."""
+    kind = model_class(head)
+    names = inspect.signature(kind.forward).parameters if kind is not None else {}
+    return any(name in names for name in ("pixel_values", "input_features", "input_values"))
 
 
 def _moved(sample: Mapping[str, Tensor], by: int, ids: Mapping[str, int]) -> Mapping[str, Tensor]:
@@ -125,6 +154,18 @@ def of_output(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 @lru_cache(maxsize=1)
+def _fed(model_fn: Callable[[], nn.Module]) -> Fed:
+    if isinstance(model_fn, SmallOf):
+        twin = _small(model_fn)
+        return Fed.of(twin.model, twin.batch)
+    model = model_fn().eval()
+    try:
+        return Fed.of(model, first_batch(model))
+    except Exception as error:  # whatever its forward raises
+        raise _unknown(model, f"{type(error).__name__}: {first_line(error)}") from error
+
+
+@lru_cache(maxsize=1)
 def _small(small: SmallOf) -> Twin:
     import transformers
 
@@ -140,10 +181,14 @@ def _small(small: SmallOf) -> Twin:
     try:
         return twin_of(model)
     except PolicyError as error:
-        unknown = ", ".join(unknown_inputs(model)) or "its inputs"
-        raise ConfigError(
-            f"What the small random {small.model_type} is fed is not known: {type(model).__name__} takes none of the "
-            f"batches that are made of its config, and nothing is known of {unknown} ({error.what:.400})",
-            rule="Tokens, images and sounds are made by the names of forward's arguments and the fields of the config",
-            remedy="Give module:function, whose function returns (model_fn, batch_fn)",
-        ) from error
+        raise _unknown(model, error.what) from error
+
+
+def _unknown(model: nn.Module, why: str) -> ConfigError:
+    unknown = ", ".join(unknown_inputs(model)) or "its inputs"
+    return ConfigError(
+        f"What {type(model).__name__} is fed is not known: it takes none of the batches made of its config, and "
+        f"nothing is known of {unknown} ({why:.400})",
+        rule="Tokens, images and sounds are made by the names of forward's arguments and the fields of the config",
+        remedy="Give module:function, whose function returns (model_fn, batch_fn)",
+    )

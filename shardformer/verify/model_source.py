@@ -23,10 +23,12 @@ from shardformer.policies.policy import Policy
 from shardformer.testing.zoo import FAMILY_OF, HEADS, MAIN, NEEDS, SMALL, Batches, Sample, sample_loss, sees_alone
 from shardformer.testing.zoo.depth import depth_of
 from shardformer.testing.zoo.shrink import first_architecture, model_class
-from shardformer.verify.any_type import SmallBatches, SmallOf, all_classes
+from shardformer.verify.any_type import SmallBatches, SmallOf, all_classes, reads_together
 from shardformer.verify.hub import hub, hub_answers
 from shardformer.verify.modules import FORMS, called, module_of
 
+TOKENS = 13
+"""Of a sample."""
 MOST_LAYERS, MOST_STAGES = 10_000, 256
 _GIVEN = ("model_fn", "batch_fn", "loss_fn", "policy", "loss_weight")
 
@@ -160,11 +162,11 @@ class ModelSource:
         title = f"{self.title}, {depth_of(model_fn.family, self.head, layers)} layers"
         return replace(self, title=title, model_fn=model_fn, config=model_fn.config())
 
-    def batches(self, batch: int = 4, sequence: int = 13) -> Callable[[int], Mapping[str, Any]]:
+    def batches(self, batch: int = 4, sequence: int = TOKENS) -> Callable[[int], Mapping[str, Any]]:
         """step -> a global batch: the function's own, or random tokens of the model's vocabulary with labels.
 
-        For the families of ``shardformer.testing.zoo`` also images and sounds of the sizes that the config says.
-        Raises ConfigError for any other model that does not take tokens, or takes fewer in a row.
+        Also images and sounds of the sizes that the config says, in the text where the model has them there. Raises
+        ConfigError for a model that takes something else, or fewer tokens in a row.
         """
         if "batch_fn" in self.own:
             batch_fn: Callable[[int], Mapping[str, Any]] = self.own["batch_fn"]
@@ -172,6 +174,14 @@ class ModelSource:
         sizes = self.config.to_dict() if self.head in FAMILY_OF and hasattr(self.config, "to_dict") else {}
         if sizes and sees_alone(self.head):
             return Batches(self.head, batch=batch, num_labels=self.config.num_labels, changes=sizes)
+        if isinstance(self.model_fn, Pretrained) and not sizes and reads_together(self.head):
+            if sequence != TOKENS:
+                raise ConfigError(
+                    f"sequence={sequence} for {self.title}",
+                    rule="A text with images or sounds in it has as many tokens as they ask for",
+                    remedy="Leave it out",
+                )
+            return SmallBatches(self.model_fn, batch)
         vocab_size = _vocab_size(self.config)
         if vocab_size is None:
             raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,9 +118,11 @@ def test_every_model_type_is_known_by_a_class() -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes the small model of each type in a moment: what a function gives."""
-    any_type._small.cache_clear()
+    for known in (any_type._small, any_type._fed):
+        known.cache_clear()
     yield lambda twin_of: monkeypatch.setattr(any_type, "twin_of", twin_of)
-    any_type._small.cache_clear()
+    for known in (any_type._small, any_type._fed):
+        known.cache_clear()
 
 
 def test_a_type_that_cannot_be_fed_names_the_input(small: Any) -> None:
@@ -140,3 +143,14 @@ def test_a_contrastive_model_is_fed_pairs_that_differ(small: Any) -> None:
     assert source.loss_fn is None and bool(batch["return_loss"])
     assert len({tuple(row) for row in batch["input_ids"].tolist()}) == 4
     assert (batch["input_ids"] != source.batches(4)(1)["input_ids"]).any()
+
+
+@pytest.mark.parametrize(("model_fn", "inputs"), [(clip, {"pixel_values", "return_loss"}), (qwen, {"image_grid_thw"})])
+def test_a_folder_of_such_a_model_is_fed_alike(model_fn: Any, inputs: set[str], tmp_path: Path) -> None:
+    model_fn().save_pretrained(tmp_path)
+    source = find_model(str(tmp_path))
+    batch = source.batches(3)(0)
+    assert inputs <= batch.keys() and len(batch["input_ids"]) == 3
+    assert source.loss_fn is not None and torch.isfinite(source.loss_fn(source.model_fn(), batch))
+    with pytest.raises(ConfigError, match="sequence=9"):
+        source.batches(3, 9)

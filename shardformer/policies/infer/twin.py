@@ -138,6 +138,25 @@ def _batches(twin: nn.Module) -> Iterator[Mapping[str, Tensor]]:
     yield from known
 
 
+def first_batch(model: nn.Module) -> Mapping[str, Tensor]:
+    """The first of the batches that a model as it is takes, with labels where it then makes its own loss.
+
+    Raises what the first of them failed with.
+    """
+    problem: Exception | None = None
+    for given in _batches(model):
+        for candidate in (*labelled(model, given), given):
+            try:
+                with torch.no_grad():
+                    output = runner(model, candidate)(model)
+                if candidate is given or getattr(output, "loss", None) is not None:
+                    return candidate
+            except Exception as error:
+                problem = problem or error
+    assert problem is not None
+    raise problem
+
+
 def _train(twin: nn.Module, run: Forward) -> None:
     """Puts the twin in training mode without dropout; or in eval mode, where it is random even so, or fails."""
     silence_dropout(twin.train())
