@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,30 @@ from shardformer.errors import ConfigError
 from shardformer.pipeline.microbatches import batch_size_of, sizes_of, split_batch
 from shardformer.pipeline.targets import tensors_of
 
-if TYPE_CHECKING:
-    from shardformer.verify.run import Job
+
+class _Micro(Protocol):
+    @property
+    def num_parts(self) -> int: ...
 
 
-def check_batch(job: Job) -> None:
+class Shares(Protocol):
+    """What of a ``Job`` says how batches are made and shared out."""
+
+    @property
+    def batch_fn(self) -> Callable[[int], Mapping[str, Any]]: ...
+    @property
+    def data(self) -> int: ...
+    @property
+    def num_parts(self) -> int: ...
+    @property
+    def pipeline(self) -> _Micro | None: ...
+    @property
+    def ids(self) -> Mapping[str, int]: ...
+    @property
+    def computes_in(self) -> torch.dtype: ...
+
+
+def check_batch(job: Shares) -> None:
     """Raises ConfigError for a first batch that data ranks and micro-batches cannot share.
 
     One that fails is left to the workers.
@@ -28,7 +47,7 @@ def check_batch(job: Job) -> None:
     _micro_batches(job, part_of(job, batch, 0, job.data))
 
 
-def part_of(job: Job, batch: Mapping[str, Any], rank: int, parts: int) -> dict[str, Any]:
+def part_of(job: Shares, batch: Mapping[str, Any], rank: int, parts: int) -> dict[str, Any]:
     """What one of so many data ranks gets of a batch, in the precision of the models."""
     size = _batch_size(batch)
     if size % parts:
@@ -42,7 +61,7 @@ def part_of(job: Job, batch: Mapping[str, Any], rank: int, parts: int) -> dict[s
     return {**part, **{name: x.to(job.computes_in) for name, x in floats.items()}}
 
 
-def check_apart(job: Job, model: nn.Module) -> None:
+def check_apart(job: Shares, model: nn.Module) -> None:
     """Raises ConfigError for a model that compares the samples of a batch, which is then cut, with each other."""
     whole = part_of(job, job.batch_fn(0), 0, job.num_parts)
     part = part_of(job, job.batch_fn(0), 0, job.data)
@@ -75,7 +94,7 @@ def _tables(model: nn.Module, larger: Mapping[str, Any], smaller: Mapping[str, A
                 yield name
 
 
-def _micro_batches(job: Job, part: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _micro_batches(job: Shares, part: Mapping[str, Any]) -> list[dict[str, Any]]:
     if job.pipeline is None:
         return [dict(part)]
     return split_batch(part, sizes_of(batch_size_of(part), job.pipeline.num_parts, None), ids=job.ids)

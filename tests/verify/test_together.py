@@ -89,7 +89,10 @@ def test_a_model_without_tokens_for_images_has_nothing_in_its_text() -> None:
 
 def test_data_ranks_get_the_patches_of_their_own_images() -> None:
     job = Job(qwen, of_qwen, 1, 2, 1, torch.float64, None, None, {}, ids=ids_of(qwen().config))
-    parts = [part_of(job, {k: x for k, x in of_qwen(0).items() if k != "mm_token_type_ids"}, r, 2) for r in (0, 1)]
+    batch = {name: x for name, x in of_qwen(0).items() if name != "mm_token_type_ids"}
+    words = batch["input_ids"] = batch["input_ids"].masked_fill(batch["input_ids"] == 7, 8)
+    words[1, -3:] = 7  # as if each stood for 16 patches, all of the second sample: the config says that they do not
+    parts = [part_of(job, batch, rank, 2) for rank in (0, 1)]
     assert [len(part["pixel_values"]) for part in parts] == [16, 32]
     assert [part["image_grid_thw"].tolist() for part in parts] == [[[1, 4, 4]], [[1, 4, 8]]]
 
