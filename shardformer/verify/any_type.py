@@ -185,10 +185,11 @@ def _small(small: SmallOf) -> Twin:
 
 
 def _unknown(model: nn.Module, why: str) -> ConfigError:
-    unknown = ", ".join(unknown_inputs(model)) or "its inputs"
+    needed, taken = unknown_inputs(model)
+    lacks = f"; nothing is known of {', '.join(needed)}, which its forward needs" if needed else ""
+    lacks += f"; without {', '.join(taken)}, of which nothing is known" if taken and not needed else ""
     return ConfigError(
-        f"What {type(model).__name__} is fed is not known: it takes none of the batches made of its config, and "
-        f"nothing is known of {unknown} ({why:.400})",
+        f"{type(model).__name__} ran with none of the batches that are made of its config{lacks} ({why:.400})",
         rule="Tokens, images and sounds are made by the names of forward's arguments and the fields of the config",
         remedy="Give module:function, whose function returns (model_fn, batch_fn)",
     )

@@ -133,9 +133,11 @@ def test_a_type_that_cannot_be_fed_names_the_input(small: Any) -> None:
         raise PolicyError("TypeError", rule="", remedy="")
 
     small(none)
-    with pytest.raises(ConfigError, match=r"nothing is known of bbox.*TypeError") as caught:
+    with pytest.raises(ConfigError, match=r"ran with none of the batches.*; without bbox, .*TypeError") as caught:
         SmallOf("bros").config()
     assert "module:function" in caught.value.remedy
+    with pytest.raises(ConfigError, match=r"nothing is known of qformer_input_ids, which its forward needs"):
+        SmallOf("instructblip").config()
 
 
 def test_a_contrastive_model_is_fed_pairs_that_differ(small: Any) -> None:

@@ -50,13 +50,13 @@ def batches_for(model: nn.Module) -> list[dict[str, Tensor]]:
     return ways
 
 
-def unknown_inputs(model: nn.Module) -> list[str]:
-    """The arguments of forward that nothing is made for: those that it needs, or else the tensors that it may take."""
+def unknown_inputs(model: nn.Module) -> tuple[list[str], list[str]]:
+    """The arguments of forward that nothing is made for: those that it needs, and the tensors that it may take."""
     known = {name for name, _ in inputs_of(model)}
     others = {n: p for n, p in inspect.signature(model.forward).parameters.items() if n not in known}
-    needed = [n for n, p in others.items() if p.default is p.empty and p.kind < p.VAR_KEYWORD]
+    needed = [n for n, p in others.items() if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
     tensors = [n for n, p in others.items() if "Tensor" in str(p.annotation) and not any(w in n for w in NO_INPUTS)]
-    return needed or tensors
+    return needed, [name for name in tensors if name not in needed]
 
 
 def labelled(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
