@@ -50,7 +50,7 @@ def cut_of(given: str) -> str | Sequence[int]:
     if given in CUTS:
         return given
     counts = [part.strip() for part in given.split(",")]
-    if all(count.isdecimal() for count in counts):
+    if all(count.isdecimal() and len(count) < 5 for count in counts):
         return [int(count) for count in counts]
     hint = nearest(given, CUTS) if given.isalpha() else ""
     raise ConfigError(

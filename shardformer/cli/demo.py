@@ -12,6 +12,7 @@ import typer
 
 from shardformer.cli._fields import takes
 from shardformer.cli._folder import check_folder
+from shardformer.cli._processes import check_count
 from shardformer.demo.settings import Settings
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def demo(settings: Settings) -> None:
         os.environ.setdefault(name, level)
     start = time.perf_counter()
     console = Console(highlight=False)
+    check_count("The product of the axes", settings.num_processes)
     if settings.model is not None:
         check_folder(settings.model)
     chosen = choose(settings)

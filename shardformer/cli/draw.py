@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MOST = 2**14
 """Micro-batches on all stages that a picture has room for."""
+MOST_CELLS = 2**15
+MOST_ROWS = 2**10
 
 
 def draw(
@@ -66,7 +68,7 @@ def draw(
 
     if out is not None:
         check_file(out)
-    _check_size(stages, micro_batches)
+    _check_size(stages, micro_batches, chunks or (2 if schedule in ("interleaved", "interleaved_zb", "zbv") else 1))
     chosen = make_schedule(schedule, stages, micro_batches, chunks)
     timeline = simulate(chosen, _durations(durations, chosen), send)
     console = Console(highlight=False)
@@ -76,12 +78,20 @@ def draw(
         console.print(f"\nThe chart is in {out}", soft_wrap=True, markup=False)
 
 
-def _check_size(stages: int, micro_batches: int) -> None:
+def _check_size(stages: int, micro_batches: int, chunks: int) -> None:
     if stages > 0 and micro_batches * stages > MOST:
         raise ConfigError(
             f"{micro_batches} micro-batches over {stages} stages",
             rule=f"A picture shows each of them on each stage: {MOST} at the most",
             remedy=f"Use --micro-batches {max(MOST // stages, 1)} or fewer: the pattern repeats",
+        )
+
+    if stages * chunks * (stages + micro_batches) > MOST_CELLS:
+        raise ConfigError(
+            f"{micro_batches} micro-batches over {stages} stages" + (f" of {chunks} chunks each" if chunks > 1 else ""),
+            rule=f"A picture has a row for each stage, and columns for what fills and empties it: {MOST_CELLS} cells "
+            "at the most",
+            remedy="Use fewer stages, such as --stages 16, or fewer chunks: the pattern repeats",
         )
 
 
@@ -90,9 +100,15 @@ def _draw_grid(console: Console, given: str, mode: str) -> None:
     from rich.table import Table
 
     from shardformer.mesh.grid_picture import formulas, holdings
-    from shardformer.mesh.sizes import parsed
+    from shardformer.mesh.sizes import parsed, total_of
 
     sizes = parsed(given, "grid")
+    if (ranks := total_of(sizes, "grid")) > MOST_ROWS:
+        raise ConfigError(
+            f"--grid {given}, of {ranks} ranks",
+            rule=f"The table has a row for each rank: {MOST_ROWS} at the most",
+            remedy="Draw a smaller one, such as 4x4: the pattern repeats",
+        )
     table = Table(box=SIMPLE_HEAD, caption_justify="left", caption="Each as: which part of how many.")
     third = "row, column" if mode == "2d" else "row, column, depth"
     for name in ("rank", third, "between blocks:\nsamples, hidden", "in a block:\nsamples, heads"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from keyword import iskeyword
 from typing import Annotated
 
 import typer
 
 from shardformer.cli._folder import check_folder
+from shardformer.errors import ConfigError
 
 
 def infer(
@@ -24,11 +26,16 @@ def infer(
     from shardformer.policies.infer.infer import infer as infer_policy
     from shardformer.policies.infer.write import python_of
     from shardformer.verify.model_source import find_model
+    from shardformer.verify.modules import called
 
+    if not name.isidentifier() or iskeyword(name):
+        raise ConfigError(
+            f"--name {name!r}", rule="It is the name of a class of Python", remedy="Write it as --name MyPolicy"
+        )
     check_folder(model)
     source = find_model(model, dropout=False)
     if source.config is None:
-        policy = infer_policy(source.model_fn())
+        policy = infer_policy(called(source.model_fn, f"model_fn of {model}"))
     else:  # the weights are of no account
         source.config.architectures = [source.head]
         policy = infer_policy(source.config)

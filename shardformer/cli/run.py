@@ -20,6 +20,7 @@ import typer
 
 from shardformer.cli._ending import STUCK, end_soon, places
 from shardformer.cli._failures import FEW, describe_failures
+from shardformer.cli._launcher_options import check_options
 from shardformer.errors import LaunchError, first_line, nearest
 
 # Everything goes to the launcher's own parser, and everything after the script to the script.
@@ -32,7 +33,7 @@ taken. Without a port or a rendezvous, a run on one machine picks a free port. O
 command on each of them (nothing is started over ssh): --hostfile then says how many there are, which comes first and
 which of them this one is.
 """
-_HOST_LINE = re.compile(r"(?P<name>[^\s=]+)(?:\s+slots\s*=\s*(?P<slots>\d+))?")
+_HOST_LINE = re.compile(r"(?P<name>[^\s=]+)(?:\s+slots\s*=\s*(?P<slots>\d{1,9}))?")
 
 
 def run(arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] SCRIPT [ARGS]...")] = None) -> None:
@@ -185,13 +186,11 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """torch's own options, with what ``--hostfile`` and ``--host`` say filled in where the options do not say it."""
-    from torch.distributed.run import get_args_parser
-
     parser = _Parser(
         prog="shardformer run",
         usage=USAGE,
         description=DESCRIPTION,
-        parents=[get_args_parser()],
+        parents=[_torch_options()],
         conflict_handler="resolve",
     )
     ours = parser.add_argument_group("hosts")
@@ -207,10 +206,23 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name, value in held_back.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    _check_counts(options)
+    check_options(options)
     if _is_alone(options) and options.local_addr is None:
         options.local_addr = "127.0.0.1"  # Else the machine's own name is looked up, which not every machine can.
     return options
+
+
+def _torch_options() -> argparse.ArgumentParser:
+    from torch.distributed.run import get_args_parser
+
+    try:
+        return get_args_parser()
+    except ValueError as error:
+        raise LaunchError(
+            f"A variable of the environment that begins with PET_ is no number: {first_line(error)}",
+            rule="PET_ and the name of an option of torchrun is its default; that of a switch is 0 or 1",
+            remedy="Correct it, or unset it",
+        ) from error
 
 
 def _apply_hosts(options: argparse.Namespace) -> None:
@@ -245,41 +257,6 @@ def _apply_hosts(options: argparse.Namespace) -> None:
         options.node_rank = find_this_host(chosen)
 
 
-def _check_counts(options: argparse.Namespace) -> None:
-    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
-
-    try:
-        num_processes = determine_local_world_size(options.nproc_per_node)
-    except ValueError as error:
-        raise LaunchError(
-            f"--nproc_per_node is {options.nproc_per_node!r}: {error}",
-            rule="It is a number of processes, or a kind of device that this machine has: auto, cpu, gpu",
-            remedy="Write --nproc_per_node 2",
-        ) from error
-    if num_processes < 1:
-        raise LaunchError(
-            f"--nproc_per_node is {options.nproc_per_node} and gives {num_processes} processes",
-            rule="A run has one process at the least",
-            remedy="Write --nproc_per_node 2",
-        )
-    try:
-        least, most = parse_min_max_nnodes(options.nnodes)
-    except (ValueError, RuntimeError):
-        least, most = 0, 0
-    if not 1 <= least <= most:
-        raise LaunchError(
-            f"--nnodes is {options.nnodes!r}",
-            rule="It is a number of machines from 1, or the least and the most as 1:4",
-            remedy="Write --nnodes 2, or leave it out to run on this machine alone",
-        )
-    if options.rdzv_backend == "static" and not 0 <= options.node_rank < most:
-        raise LaunchError(
-            f"--node_rank is {options.node_rank} and --nnodes {options.nnodes}",
-            rule="The ranks of the machines count from 0 and stay below their number",
-            remedy=f"Use a number from 0 to {most - 1}" if most > 1 else "Leave it out, or give --nnodes as well",
-        )
-
-
 def _is_alone(options: argparse.Namespace) -> bool:
     on_free_port = options.rdzv_backend == "static" and not options.rdzv_endpoint and options.master_port is None
     return bool(options.standalone or (on_free_port and options.nnodes in ("1", "1:1")))
@@ -294,6 +271,12 @@ def _check_script(options: argparse.Namespace) -> None:
         found = shutil.which(script) is not None
     else:
         found = os.path.exists(script)
+        if Path(script).is_fifo():
+            raise LaunchError(
+                f"{script!r} is a pipe",
+                rule="Every process reads the script, and what one has read is gone for the others",
+                remedy="Write it to a file",
+            )
         if os.path.isdir(script) and not os.path.isfile(os.path.join(script, "__main__.py")):
             raise LaunchError(
                 f"{script!r} is a folder without a __main__.py",
@@ -372,9 +355,9 @@ def _launch(options: argparse.Namespace) -> int:
             rule="Every machine runs the same command, and all reach the first one at one free port",
             remedy="Check --master_addr, the firewall of the first machine and --master_port (another if it is taken)",
         ) from error
-    except (AssertionError, ValueError) as error:  # the errors of the script are ChildFailedError
+    except Exception as error:  # what options are out of torch's range end in; those of the script are ChildFailedError
         raise LaunchError(
-            f"torch's launcher cannot start this: {error}",
+            f"torch's launcher cannot start this: {type(error).__name__}: {first_line(error)}",
             rule="All options of torchrun are taken, and mean what they mean there",
             remedy="See shardformer run --help",
         ) from error

@@ -15,6 +15,7 @@ import typer
 from shardformer.cli._fields import takes
 from shardformer.cli._folder import check_folder
 from shardformer.cli._pipeline import pipelined
+from shardformer.cli._processes import check_count
 from shardformer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -111,7 +112,9 @@ class VerifyOptions:
         str | None,
         typer.Option(metavar="WHERE", help="With --zero: cpu, or nvme:DIR, for masters and the optimizer's state."),
     ] = None
-    micro_steps: Annotated[int, typer.Option(min=1, help="Backwards of a step, each of a batch of its own.")] = 1
+    micro_steps: Annotated[
+        int, typer.Option(min=1, max=2**14, help="Backwards of a step, each of a batch of its own.")
+    ] = 1
     checkpointing: Annotated[bool, "Let the sharded model compute its layers again in the backward."] = False
     frozen: Annotated[
         str, typer.Option(metavar="NAMES", help="A regular expression: parameters that do not train, by whole names.")
@@ -177,6 +180,10 @@ class VerifyOptions:
 
         return total_of(self.sequence_sizes)
 
+    @property
+    def num_processes(self) -> int:
+        return self.tensor_size * (self.pipe or 1) * self.data * self.sequence_ranks
+
     def pipelined(self, loss_weight: LossWeight | None = None) -> Pipelined | None:
         return pipelined(self.pipe, self.micro_batches, self.schedule, self.chunks, self.cut, loss_weight)
 
@@ -224,7 +231,7 @@ def verify(options: VerifyOptions) -> None:
     sources = _sources(options)
     policy = find_policy(options.policy) if options.policy else sources[0].own.get("policy")
     console, reports = Console(highlight=False), []
-    num_processes = options.tensor_size * (options.pipe or 1) * options.data * options.sequence_ranks
+    num_processes = options.num_processes
     with WorkerPool(num_processes, timeout_s=TIMEOUT_S, imports=("torch", "transformers")) as pool:
         for source in sources:
             with _waiting(f"{source.head or source.title}: whole in one process and over {num_processes}"):
@@ -258,7 +265,7 @@ def _check(options: VerifyOptions) -> None:
             rule="--all-heads runs every head, --head one",
             remedy="Leave one of the two out",
         )
-    options.tensor_size, options.sequence_ranks  # noqa: B018  # what is no size is refused
+    check_count("The product of the axes", options.num_processes)
     ShardConfig(**options.config())  # refuses a combination that cannot be before anything is loaded
     options.pipelined()
     options.training()
@@ -295,6 +302,7 @@ def _verify_one(options: VerifyOptions, source: ModelSource, policy: Any, pool: 
 
     from shardformer.testing.zoo import counts_by_sample, num_samples, sample_loss
     from shardformer.verify import verify as run_verify
+    from shardformer.verify.model_source import TOKENS
 
     weight = source.own.get("loss_weight")
     if weight is None and source.loss_fn is sample_loss and counts_by_sample(source.head):
@@ -304,7 +312,7 @@ def _verify_one(options: VerifyOptions, source: ModelSource, policy: Any, pool: 
     batch = options.batch or of_rank * options.data
     return run_verify(
         source.model_fn,
-        source.batches(batch, options.tokens or 13),
+        source.batches(batch, options.tokens or TOKENS),
         {"tensor": options.tensor_sizes, "sequence": options.sequence_sizes},
         options.data,
         options.steps,

@@ -11,6 +11,9 @@ FAMILIES = ("bert", "gpt2", "llama", "t5")
 HEAD_DIM = 32
 
 
+MOST = {"layers": 256, "hidden": 8192, "batch": 2**14, "sequence": 2**16, "steps": 10**7}
+
+
 @dataclass(frozen=True)
 class Settings:
     """The sizes of the demo. None is the default, which an option that excludes it does not collide with.
@@ -47,6 +50,14 @@ class Settings:
                     f"{name}={size}",
                     rule=f"The demo takes {name} from {smallest}",
                     remedy=f"Use --{name.replace('_', '-')} {smallest} or more",
+                )
+        for name, largest in MOST.items():
+            size = getattr(self, name)
+            if size is not None and size > largest:
+                raise ConfigError(
+                    f"{name}={size}",
+                    rule=f"The demo is a small run, of {name} up to {largest}",
+                    remedy=f"Use --{name} {largest} or less",
                 )
         if self.micro_batches is not None and self.pipe is None:
             raise ConfigError(

@@ -39,6 +39,8 @@ def read_text(path: str | None) -> tuple[str, bytes]:
     if path is None:
         return "English text that Python carries (pydoc_data.topics)", _text_of_python()
     try:
+        if Path(path).is_fifo():  # whose end may never come
+            raise OSError("it is a pipe")
         with Path(path).open("rb") as file:
             raw = file.read(MOST_BYTES + 1)
     except OSError as error:

@@ -18,6 +18,7 @@ RingOfGroups = int | tuple[int, int] | list[int]
 """The size of the sequence axis: how many ranks, or how many in a ring of groups, and how many in each group."""
 GridSizes = int | Sequence[int]
 """The size of the tensor axis: how many ranks, or how many rows, columns and layers of a grid."""
+MOST_RANKS = 2**20
 SEVERAL = {
     "sequence": ((2,), "two: of a ring, and of the groups in it", "(2, 2)"),
     "tensor": ((2, 3), "two or three: of rows, of columns, and of a third axis", "(2, 2)"),
@@ -48,7 +49,7 @@ def parsed(given: str, axis: str) -> int | tuple[int, ...]:
         raise ConfigError(f"{axis}={given}", rule="An axis has one rank or more", remedy=f"Use --{axis} 1 or more")
     try:
         sizes = tuple(int(part) for part in given.split("x"))
-        total_of(sizes, axis)
+        total = total_of(sizes, axis)
     except (ValueError, ConfigError):
         _, meaning, example = SEVERAL[axis]
         raise ConfigError(
@@ -56,6 +57,12 @@ def parsed(given: str, axis: str) -> int | tuple[int, ...]:
             rule=f"It is a number of ranks, or {meaning}",
             remedy=f"Write --{axis} 4, or --{axis} {example.strip('()').replace(', ', 'x')}",
         ) from None
+    if total > MOST_RANKS:
+        raise ConfigError(
+            f"--{axis} {given:.40}",
+            rule=f"An axis has {MOST_RANKS:,} ranks at the most, each of them a process",
+            remedy=f"Use --{axis} 4, or as many as you have devices",
+        )
     return sizes[0] if len(sizes) == 1 else sizes
 
 

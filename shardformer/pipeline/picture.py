@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from math import floor
 from pathlib import Path
@@ -25,6 +26,7 @@ NAMES = {
     Kind.WEIGHT: "backward (weights)",
 }
 GOES_ON = "--"
+MOST_COLUMNS = 2**15
 SUFFIXES = (".svg", ".png")
 # Blue and orange of Okabe and Ito, green of Tol: they and their shades differ for colour-blind eyes too.
 _COLOURS = {Kind.FORWARD: "#0072B2", Kind.BACKWARD: "#E69F00", Kind.INPUT: "#E69F00", Kind.WEIGHT: "#117733"}
@@ -121,6 +123,12 @@ def _unit(timeline: Timeline) -> float:
 def _cells(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
     """What stands in each column of each rank. No action is shorter than a column, so each has one at least."""
     unit = _unit(timeline)
+    if not 0 < timeline.makespan < MOST_COLUMNS * unit:
+        raise ConfigError(
+            f"A schedule that takes {timeline.makespan:g} units of time, with an action of {unit:g}",
+            rule=f"A column of the picture is the shortest action: {MOST_COLUMNS} columns at the most",
+            remedy="Give durations, and the time that sending takes, that are nearer to each other",
+        )
     rows = [["."] * _column(timeline.makespan, unit) for _ in timeline.spans]
     for row, spans in zip(rows, timeline.spans):
         for action, start, end in spans:
@@ -158,6 +166,19 @@ def check_file(path: Path) -> None:
         )
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises ConfigError where a file cannot be written after all."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"The file {str(path)!r} cannot be written: {error.strerror or error}",
+            rule="A chart is a file in a folder that exists and can be written to",
+            remedy="Name another file",
+        ) from error
+
+
 def save(schedule: Schedule, timeline: Timeline, path: Path) -> None:
     """Draws a chart, a lane for each rank, into a file whose name ends in .svg or .png.
 
@@ -179,7 +200,8 @@ def save(schedule: Schedule, timeline: Timeline, path: Path) -> None:
         _draw_frame(axes, schedule, timeline)
         _draw_legend(axes, schedule)
         metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
-        figure.savefig(path, dpi=160, metadata=metadata)
+        with writing(path):
+            figure.savefig(path, dpi=160, metadata=metadata)
 
 
 def _draw_boxes(axes: Axes, schedule: Schedule, timeline: Timeline, points_per_unit: float) -> None:

@@ -51,6 +51,10 @@ class Schedule:
         return stage // self.stages
 
 
+MOST_ACTIONS = 2**20
+"""Forwards of a schedule, on all stages."""
+
+
 @lru_cache(maxsize=256)
 def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
     """The schedule ``name`` for p stages and m micro-batches.
@@ -63,6 +67,12 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None
     chunks = default_chunks(name) if chunks is None else chunks
     check_names(name, stages, chunks)
     _check_micro_batches(name, stages, micro_batches, chunks)
+    if stages * chunks * micro_batches > MOST_ACTIONS:
+        raise ConfigError(
+            f"{micro_batches} micro-batches over {stages} stages of {chunks} chunks",
+            rule=f"A schedule names each of them on each virtual stage: {MOST_ACTIONS:,} at the most",
+            remedy="Use fewer micro-batches, stages or chunks",
+        )
     placement = placement_of(name, stages, chunks)
     if name == "gpipe":
         orders = _gpipe(stages, micro_batches)

@@ -24,6 +24,8 @@ def read_config(file: str | Path, changes: Sequence[str] = ()) -> RunConfig:
     """
     path = Path(file)
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():  # a pipe: each process reads it, and would wait
+            raise OSError("it is no regular file")
         said = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         near = nearest(path.name, (other.name for other in path.absolute().parent.glob("*.toml")))
@@ -32,7 +34,7 @@ def read_config(file: str | Path, changes: Sequence[str] = ()) -> RunConfig:
             rule="A run is said by a file in TOML",
             remedy=near if near.startswith("Did") else "Correct the path",
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"The config {str(file)!r} is no TOML: {error}",
             rule='A table begins with its name in brackets, and holds lines such as steps = 100 or name = "gpt2"',

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline.picture import check_file
+from shardformer.pipeline.picture import check_file, writing
 from shardformer.trainer.records import Record
 
 if TYPE_CHECKING:
@@ -164,7 +164,8 @@ def draw(runs: Runs, path: Path, names: Sequence[str] | None = None) -> None:
             _draw_panel(figure.add_subplot(cell), runs, name, is_lowest)
         _draw_legend(figure, runs, names)
         try:
-            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
+            with writing(path):
+                figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
         except OSError as error:
             raise ConfigError(
                 f"The picture cannot be written into {str(path)!r}: {error.strerror or error}",

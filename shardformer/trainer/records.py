@@ -125,7 +125,10 @@ def _to_json(value: float) -> float | str:
 
 def _parse(line: bytes) -> Record:
     """Raises ValueError with what is wrong, OverflowError for a number that is no float."""
-    found = json.loads(line.decode("utf-8"))
+    try:
+        found = json.loads(line.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("it has lists in lists in lists") from None
     if not isinstance(found, dict) or sorted(found) != sorted(_KEYS):
         raise ValueError(f"its keys are not {', '.join(_KEYS)}")
     for name in ("step", "epoch"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,14 +16,16 @@ import torch
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, ShardFormerError, WorkerError, nearest, wants_traceback
 from shardformer.mesh.sizes import total_of
+from shardformer.pipeline.flat import ids_of
 from shardformer.policies.policy import Policy
 from shardformer.testing.pool import WorkerPool
 from shardformer.testing.pool_worker import RemoteCall
 from shardformer.verify.ahead import AskedStages, check_split
 from shardformer.verify.compare import compare
 from shardformer.verify.guard import refuse_import, watch_workers
+from shardformer.verify.parts import check_batch
 from shardformer.verify.report import Bounds, Difference, Report, bounds_for
-from shardformer.verify.run import BatchFn, Job, LossFn, ModelFn, Pipelined, check_batch, run_job
+from shardformer.verify.run import BatchFn, Job, LossFn, ModelFn, Pipelined, run_job
 from shardformer.verify.training import Training
 
 __all__ = ["Bounds", "Difference", "Pipelined", "Report", "Training", "verify"]
@@ -74,7 +77,7 @@ def verify(
     stages = None if pipeline is None else _stages_of(pipeline)
     start = time.perf_counter()
     RemoteCall.of(report_here, (job,), {})  # refuses what cannot be sent
-    check_split(model_fn, grid, policy, job.config, stages)
+    job = replace(job, ids=ids_of(check_split(model_fn, grid, policy, job.config, stages)))
     check_batch(job)
     if pool is not None:
         report = _run_in(pool, job)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardformer.config import ShardConfig
-from shardformer.errors import ShardFormerError
+from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.mesh.context import ParallelContext, with_tensor
 from shardformer.mesh.sizes import total_of
 from shardformer.mesh.tensor_grid import GRID_MODES, with_grid
@@ -53,10 +53,10 @@ def check_split(
     policy: Policy | type[Policy] | None = None,
     options: Mapping[str, Any] | None = None,
     stages: AskedStages | None = None,
-) -> None:
+) -> Any:
     """Makes the plan of the first of ``tensor`` ranks for a model that is built here once and thrown away.
 
-    And cuts it into ``stages``, where a pipeline is asked for.
+    And cuts it into ``stages``, where a pipeline is asked for. Returns the model's config, None without one.
 
     Raises what sharding raises in every process, in the seconds that the model takes to build. A ``model_fn`` that
     itself fails here is left to the processes: it may need one.
@@ -67,7 +67,13 @@ def check_split(
         except ShardFormerError:
             raise
         except Exception:  # told by the workers, with the rank that it happened on
-            return
+            return None
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model_fn gave a {type(model).__name__}",
+            rule="It builds the plain model, a torch.nn.Module, in every process",
+            remedy="Return the model",
+        )
     check_plain(model)
     ranks = total_of(tensor, "tensor")
     # a copy: the one that was given is sent to the workers, without this model in it
@@ -78,3 +84,4 @@ def check_split(
     plan = checked_plan(model, chosen, config)
     if stages is not None:
         cut_into(plan.model, chosen, stages)
+    return getattr(model, "config", None)

@@ -23,10 +23,13 @@ from shardformer.policies.policy import Policy
 from shardformer.testing.zoo import FAMILY_OF, HEADS, MAIN, NEEDS, SMALL, Batches, Sample, sample_loss, sees_alone
 from shardformer.testing.zoo.depth import depth_of
 from shardformer.testing.zoo.shrink import first_architecture, model_class
-from shardformer.verify.any_type import SmallBatches, SmallOf, main_classes
+from shardformer.verify.any_type import SmallBatches, SmallOf, all_classes, reads_together
 from shardformer.verify.hub import hub, hub_answers
-from shardformer.verify.modules import FORMS, module_of
+from shardformer.verify.modules import FORMS, called, module_of
 
+TOKENS = 13
+"""Of a sample."""
+MOST_LAYERS, MOST_STAGES = 10_000, 256
 _GIVEN = ("model_fn", "batch_fn", "loss_fn", "policy", "loss_weight")
 
 
@@ -149,15 +152,21 @@ class ModelSource:
         """A family's small model with so many layers or more; any other model is as deep as it is."""
         if not isinstance(self.model_fn, Sample):
             return self
+        if layers > MOST_STAGES:
+            raise ConfigError(
+                f"{layers} layers for {self.title}",
+                rule=f"A small model is made as deep as its stages ask for, of {MOST_STAGES} layers at the most",
+                remedy="Use fewer stages, or fewer --chunks",
+            )
         model_fn = self.model_fn.deeper(layers)
         title = f"{self.title}, {depth_of(model_fn.family, self.head, layers)} layers"
         return replace(self, title=title, model_fn=model_fn, config=model_fn.config())
 
-    def batches(self, batch: int = 4, sequence: int = 13) -> Callable[[int], Mapping[str, Any]]:
+    def batches(self, batch: int = 4, sequence: int = TOKENS) -> Callable[[int], Mapping[str, Any]]:
         """step -> a global batch: the function's own, or random tokens of the model's vocabulary with labels.
 
-        For the families of ``shardformer.testing.zoo`` also images and sounds of the sizes that the config says.
-        Raises ConfigError for any other model that does not take tokens, or takes fewer in a row.
+        Also images and sounds of the sizes that the config says, in the text where the model has them there. Raises
+        ConfigError for a model that takes something else, or fewer tokens in a row.
         """
         if "batch_fn" in self.own:
             batch_fn: Callable[[int], Mapping[str, Any]] = self.own["batch_fn"]
@@ -165,6 +174,14 @@ class ModelSource:
         sizes = self.config.to_dict() if self.head in FAMILY_OF and hasattr(self.config, "to_dict") else {}
         if sizes and sees_alone(self.head):
             return Batches(self.head, batch=batch, num_labels=self.config.num_labels, changes=sizes)
+        if isinstance(self.model_fn, Pretrained) and not sizes and reads_together(self.head):
+            if sequence != TOKENS:
+                raise ConfigError(
+                    f"sequence={sequence} for {self.title}",
+                    rule="A text with images or sounds in it has as many tokens as they ask for",
+                    remedy="Leave it out",
+                )
+            return SmallBatches(self.model_fn, batch)
         vocab_size = _vocab_size(self.config)
         if vocab_size is None:
             raise ConfigError(
@@ -205,7 +222,7 @@ def find_model(name: str, *, dropout: bool = True) -> ModelSource:
     path = Path(name).expanduser()
     if path.exists():
         return _from_pretrained(name, Pretrained(str(path), "", path.is_file(), dropout))
-    if name in main_classes():
+    if name in all_classes():
         return _of_type(name)
     if ":" in name:
         return _from_function(name)
@@ -240,7 +257,7 @@ def read_config(where: str, local: bool = True) -> Any:
     import transformers
 
     try:
-        return transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, local_files_only=local)
+        config = transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, local_files_only=local)
     except Exception as error:  # a file may hold anything, and its fields any value
         if Path(where).exists():
             raise ConfigError(
@@ -256,6 +273,14 @@ def read_config(where: str, local: bool = True) -> Any:
             remedy=f"{_did_you_mean(where)}Correct the name. For a machine without network, fetch the model on another "
             f"with `hf download {where} --local-dir DIR` and give DIR",
         ) from error
+    layers = getattr(config, "num_hidden_layers", None)
+    if type(layers) is int and layers > MOST_LAYERS:
+        raise ConfigError(
+            f"{where!r} asks for {layers} layers",
+            rule=f"A model has {MOST_LAYERS} layers at the most: each is built, one after the other",
+            remedy="Correct num_hidden_layers, or what this family calls it",
+        )
+    return config
 
 
 def first_token(tokens: int | list[int] | None, default: int) -> int:
@@ -291,7 +316,7 @@ def _check_class(head: str, title: str) -> None:
         raise ConfigError(
             f"{title} names the class {head!r}" if head else f"The config of {title} names no class",
             rule="A model's class stands in its config under architectures, and transformers has it",
-            remedy=f"{_did_you_mean(head, dir(transformers))}Give module:function for a class of your own",
+            remedy=f"{_did_you_mean(head, {*dir(transformers)} - {head})}Give module:function for a class of your own",
         )
 
 
@@ -314,16 +339,13 @@ def _from_function(name: str) -> ModelSource:
             rule="module:function names a function at the top of a module",
             remedy=nearest(function_name, known),
         )
-    if any(
-        p.default is Parameter.empty and p.kind <= Parameter.KEYWORD_ONLY and p.kind != Parameter.VAR_POSITIONAL
-        for p in signature(function).parameters.values()
-    ):
+    if _takes_arguments(function):
         raise ConfigError(
             f"{name} takes the arguments {signature(function)}",
             rule="The function is called without arguments, in every process",
             remedy="Give its parameters defaults, or write a function around it",
-        )  # fmt: skip
-    given = function()
+        )
+    given = called(function, name)
     if isinstance(given, nn.Module):
         return ModelSource(name, function, type(given).__name__, getattr(given, "config", None))
     own = dict(given) if isinstance(given, Mapping) else {}
@@ -338,8 +360,17 @@ def _from_function(name: str) -> ModelSource:
     model_fn = own.pop("model_fn")
     if "batch_fn" in own:
         return ModelSource(name, model_fn, "", own=own)
-    model = model_fn()
+    model = called(model_fn, f"model_fn of {name}")
     return ModelSource(name, model_fn, type(model).__name__, getattr(model, "config", None), own)
+
+
+def _takes_arguments(function: Callable[..., Any]) -> bool:
+    try:
+        parameters = signature(function).parameters.values()
+    except ValueError:  # a function of C does not say
+        return False
+    needed = (p for p in parameters if p.default is Parameter.empty and p.kind != Parameter.VAR_POSITIONAL)
+    return any(p.kind <= Parameter.KEYWORD_ONLY for p in needed)
 
 
 def _describe(given: Any) -> str:

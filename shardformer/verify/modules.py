@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from shardformer.errors import ConfigError
+from shardformer.errors import TRACEBACK_VARIABLE, ConfigError, ShardFormerError
 
 FORMS = (
     "MODEL is a family, a model type of transformers, a folder, a config.json, a name on the Hugging Face hub, or "
     "module:function"
 )
+
+
+MOST_SAID = 600
+"""Characters of an error of the user's."""
 
 
 def module_of(where: str) -> ModuleType:
@@ -26,8 +34,9 @@ def _module(name: str) -> ModuleType:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        return import_module(name)
-    except Exception as error:
+        with _alone():
+            return import_module(name)
+    except (Exception, SystemExit) as error:
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         if name and (missing is None or not f"{name}.".startswith(f"{missing}.")):
             raise _not_imported(f"The module {name!r}", error) from error  # it is there, and fails
@@ -38,11 +47,44 @@ def _module(name: str) -> ModuleType:
         ) from error
 
 
-def _not_imported(what: str, error: Exception) -> ConfigError:
+def called(function: Callable[[], Any], name: str) -> Any:
+    """What a user's function returns. Raises ConfigError where it fails, ends the process, or asks for input."""
+    try:
+        with _alone():
+            return function()
+    except ShardFormerError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{name} failed: {_said(error)}",
+            rule="The function is called without arguments and without input, in every process",
+            remedy=f"Mend it: `python -c 'import ...'` shows where it fails, and {TRACEBACK_VARIABLE}=1 here",
+        ) from error
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """In here nobody is asked: what reads from the terminal finds its end."""
+    before = sys.stdin
+    with open(os.devnull, encoding="utf-8") as nothing:
+        sys.stdin = nothing
+        try:
+            yield
+        finally:
+            sys.stdin = before
+
+
+def _said(error: BaseException) -> str:
+    """The error, and the line of the user's file that it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     line = getattr(error, "lineno", None) or (frames[-1].lineno if frames else None)
+    ends = f"it ends the process: {type(error).__name__}" if isinstance(error, SystemExit) else type(error).__name__
+    return f"{ends}: {error}"[:MOST_SAID] + (f" (line {line})" if line else "")
+
+
+def _not_imported(what: str, error: BaseException) -> ConfigError:
     return ConfigError(
-        f"{what} cannot be imported: {type(error).__name__}: {error}" + (f" (line {line})" if line else ""),
+        f"{what} cannot be imported: {_said(error)}",
         rule="What a command is given as a file or a module of Python is imported, in every process",
         remedy="Mend it: `python -c 'import ...'` shows where it fails",
     )
@@ -61,8 +103,9 @@ def _module_from_file(path: Path) -> ModuleType:
     module = sys.modules[spec.name] = module_from_spec(spec)
     assert spec.loader is not None
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        with _alone():
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
         del sys.modules[spec.name]
         raise _not_imported(str(path), error) from error
     return module

@@ -27,14 +27,13 @@ from shardformer.optim.grad_norm import clip_grad_norm_
 from shardformer.optim.optimizer import ZeroOptimizer
 from shardformer.optim.zero import zero
 from shardformer.pipeline.loss import LossWeight
-from shardformer.pipeline.microbatches import batch_size_of, sizes_of, split_batch
 from shardformer.pipeline.stage_manager import PipelineStageManager
-from shardformer.pipeline.targets import tensors_of
 from shardformer.policies.policy import Policy
 from shardformer.reduce.pause import no_sync
 from shardformer.sharder import shard_model
 from shardformer.sharding.save import full_state_dict
 from shardformer.verify.arithmetic import RandomRounding, WithoutCasts
+from shardformer.verify.parts import check_apart, part_of
 from shardformer.verify.replay import Replay
 from shardformer.verify.report import Bounds, bounds_for, bounds_of_16_bits
 from shardformer.verify.training import Plain, Training, optimizers_of
@@ -95,6 +94,7 @@ class Job:
     training: Training = field(default_factory=Training)
     sequence: int | tuple[int, int] = 1
     grid: int | tuple[int, ...] = 1
+    ids: Mapping[str, int] = field(default_factory=dict)  # field of the config -> a token that stands for images
 
     def __post_init__(self) -> None:
         self.training.check_pipeline(self.pipe)
@@ -206,6 +206,7 @@ def _run_plain(job: Job) -> Trajectory:
     model, trace = build(job), Trajectory()
     optimizer = Plain(model, job.training)
     _check_repeats(job, model)
+    check_apart(job, model)
     trace.before = {n: p.detach().clone() for n, p in model.named_parameters()}
     for step in range(job.steps):
         _backward(job, model, step, trace)
@@ -242,7 +243,7 @@ def _plain_loss(job: Job, model: nn.Module, step: int, seed: int = 0) -> Tensor:
     for backward in job.training.backwards(step):
         batch = job.batch_fn(backward)
         for rank in range(job.num_parts):
-            part = _part(job, batch, rank, job.num_parts)
+            part = part_of(job, batch, rank, job.num_parts)
             losses.append(_loss_of_step(job, model, part, backward, rank, seed).double())
     return torch.stack(losses).mean()
 
@@ -300,7 +301,7 @@ def _backwards(job: Job, model: nn.Module, optimizer: Any, step_of: StepOf, step
     rank, last = state_of(model).context.data.rank, job.training.backwards(step)[-1]
     losses = []
     for backward in job.training.backwards(step):
-        part = _part(job, job.batch_fn(backward), rank, job.data)
+        part = part_of(job, job.batch_fn(backward), rank, job.data)
         waits = nullcontext() if backward == last else own.no_sync() if own is not None else no_sync(model)
         with waits:
             losses.append(step_of(part, backward, rank).detach())
@@ -352,40 +353,3 @@ def _gathered(model: nn.Module, context: ParallelContext, own: Mapping[str, Tens
             if before is not t and (before is None or t is None or not torch.equal(before, t)):
                 out[first] = None if t is None else torch.full_like(t, float("nan"))
     return {name: out[name] for name in stages.state if name in out}
-
-
-def check_batch(job: Job) -> None:
-    """Raises ConfigError for a first batch that data ranks and micro-batches cannot share.
-
-    One that fails is left to the workers.
-    """
-    try:
-        batch = job.batch_fn(0)
-    except Exception:
-        return
-    part = _part(job, batch, 0, job.data)
-    if job.pipeline is not None:
-        split_batch(part, sizes_of(batch_size_of(part), job.pipeline.num_parts, None))
-
-
-def _part(job: Job, batch: Mapping[str, Any], rank: int, parts: int) -> dict[str, Any]:
-    size = _batch_size(batch)
-    if size % parts:
-        raise ConfigError(
-            f"A batch of {size} samples over data={parts}",
-            rule="Every data rank gets the same number of samples",
-            remedy=f"Let batch_fn give a multiple of {parts}",
-        )
-    part = split_batch(batch, [size // parts] * parts)[rank]
-    floats = {name: x for name, x in part.items() if isinstance(x, Tensor) and x.is_floating_point()}
-    return {**part, **{name: x.to(job.computes_in) for name, x in floats.items()}}
-
-
-def _batch_size(batch: Mapping[str, Any]) -> int:
-    if not any(x.dim() for _, x in tensors_of(batch)):
-        raise ConfigError(
-            f"The batch holds {', '.join(batch) or 'nothing'} and no tensor",
-            rule="A batch is a dict of tensors whose first dim is the batch",
-            remedy="Let batch_fn return what the model's forward takes",
-        )
-    return batch_size_of(batch)

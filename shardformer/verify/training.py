@@ -60,6 +60,14 @@ class Training:
             raise ConfigError(
                 f"zero={self.zero}", rule="The stages are 0, 1, 2 and 3", remedy="Write zero=1, or leave it out"
             )
+        try:
+            re.compile(self.frozen)
+        except re.error as error:
+            raise ConfigError(
+                f"frozen={self.frozen!r}: {error}",
+                rule="It is a regular expression that whole names of parameters fit",
+                remedy="Write it as embeddings.*",
+            ) from error
         if self.optimizer not in _known():
             rule = "The optimizer is one of torch.optim, LAMB or LARS"
             raise ConfigError(f"optimizer={self.optimizer!r}", rule=rule, remedy=nearest(self.optimizer, _known()))

@@ -118,6 +118,7 @@ def test_a_text_that_cannot_be_trained_on_is_an_error(
         (["--tensor", "99"], "A tensor size of 99 is more than the 8 attention heads"),
         (["--pipe", "5"], "5 pipeline stages for 4 layers"),
         (["--model", os.path.dirname(__file__)], "There is no config.json in the folder"),
+        (["--layers", "100000000"], "layers up to 256"),
         (["--family", "t5", "--model", "x"], "Keep --model x alone to train that model, or --family t5 alone"),
     ],
 )

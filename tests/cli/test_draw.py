@@ -84,6 +84,12 @@ def test_a_chart_is_written_and_named(tmp_path: Path, capsys: pytest.CaptureFixt
         (("--send", "-1"), "send=-1"),
         (("--out", "chart.pdf"), "chart.svg"),
         (("--micro-batches", "100000"), "Use --micro-batches 4096 or fewer"),
+        (("--stages", "16384", "--micro-batches", "1"), "cells at the most"),
+        (("--schedule", "interleaved", "--chunks", "1000000"), "cells at the most"),
+        (("--schedule", "zbv", "--stages", "16", "--micro-batches", "1024"), "cells at the most"),
+        (("--durations", "F=1e308,B=1e308"), "takes inf units"),
+        (("--durations", "F=1e-308"), "nearer to each other"),
+        (("--send", "1e9"), "columns at the most"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_drawn(
@@ -113,7 +119,12 @@ def test_what_the_ranks_of_a_grid_hold(
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--grid", "2x2", "--mode", "3d"], "Give three numbers"), (["--grid", "ax2"], "--grid 4, or --grid 2x2")],
+    [
+        (["--grid", "2x2", "--mode", "3d"], "Give three numbers"),
+        (["--grid", "ax2"], "--grid 4, or --grid 2x2"),
+        (["--grid", "200x200"], "1024 at the most"),
+        (["--grid", "99999999999999999999x2"], "ranks at the most"),
+    ],
 )
 def test_a_grid_that_cannot_be(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*arguments) == 2

@@ -29,6 +29,13 @@ def test_it_prints_a_policy_that_can_be_saved(tmp_path: Path, capsys: pytest.Cap
     assert issubclass(names["MistralPolicy"], RolePolicy) and names["MistralPolicy"].embeddings == ("embed_tokens",)
 
 
+def test_a_name_that_is_none_in_python(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a b", "class", ""):
+        with pytest.raises(SystemExit):
+            main(["infer", "bert", "--name", name])
+        assert f"--name {name!r}" in capsys.readouterr().err
+
+
 def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["infer", str(tmp_path)])

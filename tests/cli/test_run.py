@@ -396,6 +396,14 @@ def test_without_hosts_the_options_are_torchruns_own() -> None:
         (["--host", "127.0.0.1", "--standalone", "a.py"], "--standalone"),
         (["--host", "127.0.0.1", "--rdzv_endpoint", "x:1", "a.py"], "rendezvous"),
         (["--host", "127.0.0.1", "--nnodes", "2", "a.py"], "--nnodes is 2"),
+        (["--nproc_per_node", "99999999999999999999", "a.py"], "too many processes"),
+        (["--nproc_per_node", "1000000", "a.py"], "1000000 processes"),
+        (["--nnodes", "99999999999999999999", "a.py"], "--nnodes is"),
+        (["--standalone", "--nnodes", "2", "a.py"], "--standalone stands beside"),
+        (["--monitor-interval", "inf", "a.py"], "--monitor-interval is inf"),
+        (["--shutdown-timeout", "99999999999999", "a.py"], "--shutdown-timeout"),
+        (["--signals-to-handle", "SIGKILL", "a.py"], "'SIGKILL'"),
+        (["--local-addr", "nowhere.invalid", "a.py"], "'nowhere.invalid'"),
     ],
 )
 def test_options_that_cannot_be_are_refused(arguments: list[str], value: str) -> None:
@@ -411,6 +419,8 @@ def test_options_that_cannot_be_are_refused(arguments: list[str], value: str) ->
         (["--master_port", "99999999"], "99999999"),
         (["--redirects", "9x"], "9x"),
         (["--max_restarts", "-1"], "max_restarts"),
+        (["--log-dir", __file__], "is a file"),
+        (["--rdzv_backend", "etcd", "--rdzv_endpoint", "localhost:1"], "etcd"),
     ],
 )
 def test_what_the_launcher_itself_refuses_is_an_error_of_ours(tmp_path: Path, options: list[str], said: str) -> None:
@@ -418,6 +428,20 @@ def test_what_the_launcher_itself_refuses_is_an_error_of_ours(tmp_path: Path, op
     with pytest.raises(LaunchError) as caught:
         cli_run._launch(parse([*options, str(tmp_path / "a.py")]))
     assert_four_parts(caught.value, said)
+
+
+def test_a_variable_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_STANDALONE", "x")
+    with pytest.raises(LaunchError) as caught:
+        parse(["a.py"])
+    assert_four_parts(caught.value, "begins with PET_")
+
+
+def test_a_pipe_is_not_a_script(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.py")
+    with pytest.raises(LaunchError) as caught:
+        cli_run._check_script(parse([str(tmp_path / "a.py")]))
+    assert_four_parts(caught.value, "is a pipe")
 
 
 def test_a_folder_is_not_a_script(tmp_path: Path) -> None:

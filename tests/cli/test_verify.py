@@ -200,6 +200,11 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["gpt_neo", "--pipe", "2", "--cut", "2,3"], "skips layer 5"),
         ([os.path.dirname(__file__)], "There is no config.json in the folder"),
         (["bert", "--tokens", "99"], "64 positions"),
+        (["bert", "--pipe", "2", "--micro-batches", "1000000"], "at the most"),
+        (["bert", "--pipe", "2", "--schedule", "interleaved", "--chunks", "10000"], "256 layers at the most"),
+        (["bert", "--pipe", "2", "--cut", "1,99999999999"], "--cut 3,5"),
+        (["bert", "--frozen", "("], "regular expression"),
+        (["bert", "--tensor", "99999999999999999999"], "ranks at the most"),
         (["nowhere:model"], "There is no module 'nowhere'"),
         ([":model"], "There is no module ''"),
         (["bret"], "There is no model 'bret'"),
@@ -220,12 +225,30 @@ def test_what_cannot_be_is_an_error_before_any_process_starts(
         ("import no_such_library\n", "No module named 'no_such_library'"),
         ("def (:\n", "SyntaxError"),
         ("1 / 0\n", "line 1"),
+        ("import sys; sys.exit(3)\n", "it ends the process: SystemExit: 3"),
+        ("input()\n", "EOFError"),
     ],
 )
 def test_a_file_that_cannot_be_imported_is_named(run: Run, tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "broken.py").write_text(text)
     status, _, err = run("verify", f"{tmp_path / 'broken.py'}:model")
     assert status == 2 and "broken.py cannot be imported" in err and said in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("sys.exit(4)", "SystemExit: 4"),
+        ("input()", "EOFError"),
+        ("{'model_fn': lambda: 1 / 0}", "model_fn of"),
+    ],
+)
+@pytest.mark.parametrize("command", ["verify", "infer"])
+def test_a_function_that_gives_nothing_is_named(run: Run, tmp_path: Path, command: str, body: str, said: str) -> None:
+    (tmp_path / "given.py").write_text(f"import sys\ndef model(): return {body}\n")
+    status, _, err = run(command, f"{tmp_path / 'given.py'}:model")
+    assert status == 2 and said in err and " failed: " in err and "Traceback" not in err
 
 
 def test_a_model_is_as_deep_as_it_is(monkeypatch: pytest.MonkeyPatch, run: Run, bert: Path) -> None:

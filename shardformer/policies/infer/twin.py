@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -17,11 +17,23 @@ from shardformer.errors import PolicyError, first_line
 from shardformer.layers.dropout import silence_dropout
 from shardformer.lazy.materialize import copy_with_values, is_lazy
 from shardformer.policies.infer.prove import Reference, loss_of
-from shardformer.testing.zoo.inputs import Forward, UnknownInputsError, batches_for, guessed_for, labelled, runner
+from shardformer.policies.infer.together import feature_width, in_text, text_width
+from shardformer.testing.zoo.inputs import (
+    Forward,
+    UnknownInputsError,
+    batches_for,
+    guessed_for,
+    inputs_of,
+    labelled,
+    runner,
+)
 from shardformer.testing.zoo.layers import kinds_of_layers, more_layers
+from shardformer.testing.zoo.measure import changed, numbers
 from shardformer.testing.zoo.shrink import SMALL_NUMEL, Shrinker
 
 PRECISIONS = (torch.float64, torch.float32)
+MOST_NUMEL = 10 * SMALL_NUMEL
+"""Of one whose parts are not joined yet."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +132,28 @@ def _shrunk_twins(model: nn.Module) -> Iterator[Callable[[], nn.Module]]:
 
 def _shrunk_twin(shrinker: Shrinker, **how: Any) -> nn.Module:
     small = shrinker.config(**how)
-    if (numel := shrinker.numel(small)) > SMALL_NUMEL:
+    if (numel := shrinker.numel(small)) <= MOST_NUMEL:  # of them, some may be what joins two parts
+        model = type(shrinker.model)(small)
+        model = _joined(model, small) if hasattr(model, "get_input_embeddings") else model
+        numel = sum(p.numel() for p in model.parameters())
+    if numel > SMALL_NUMEL:
         raise ValueError(f"with its config shrunk it still has {numel:,} parameters")
-    return type(shrinker.model)(small)
+    return model
+
+
+def _joined(model: nn.Module, small: Any) -> nn.Module:
+    """The model with features of images as wide as its text, which the number that says it does not tell by itself."""
+    made = dict(inputs_of(model))
+    if width := feature_width(model, made):
+        for path, value in numbers(small):
+            if value == width and len(path) > 1:
+                try:
+                    other: nn.Module = type(model)(changed(small, {path: text_width(model)}))
+                    if not feature_width(other, made):
+                        return other
+                except Exception:  # another number of this size
+                    continue
+    return model
 
 
 def _runs(
@@ -149,14 +180,37 @@ def _runs(
     raise problem
 
 
-def _batches(twin: nn.Module, *, guesses: bool) -> Sequence[Mapping[str, Tensor]]:
+def _batches(twin: nn.Module, *, guesses: bool) -> Iterator[Mapping[str, Tensor]]:
+    """First those in whose texts images and sounds stand; last, where that is asked for, what it might be."""
     guessed = guessed_for(twin) if guesses else []
     try:
-        return [*batches_for(twin), *guessed]
+        known = batches_for(twin)
     except UnknownInputsError:
-        if guessed:
-            return guessed
-        raise
+        if not guessed:
+            raise
+        known = []
+    yield from in_text(twin, dict(inputs_of(twin)))
+    yield from known
+    yield from guessed
+
+
+def first_batch(model: nn.Module) -> Mapping[str, Tensor]:
+    """The first of the batches that a model as it is takes, with labels where it then makes its own loss.
+
+    Raises what the first of them failed with.
+    """
+    problem: Exception | None = None
+    for given in _batches(model):
+        for candidate in (*labelled(model, given), given):
+            try:
+                with torch.no_grad():
+                    output = runner(model, candidate)(model)
+                if candidate is given or getattr(output, "loss", None) is not None:
+                    return candidate
+            except Exception as error:
+                problem = problem or error
+    assert problem is not None
+    raise problem
 
 
 def _train(twin: nn.Module, run: Forward) -> None:

@@ -16,6 +16,8 @@ Forward = Callable[[nn.Module], Any]
 BATCH, LENGTH, TARGET_LENGTH = 2, 9, 7
 SIDE = 64
 """Of an image, where the config does not say it."""
+NO_INPUTS = ("embeds", "past", "labels", "position", "head_mask", "outputs", "logits_to_keep", "attention_mask")
+"""In the names of what forward may take instead of its inputs, or beside them."""
 SOUND = 3200
 """Samples of sound, of which feature extractors make a few frames."""
 
@@ -30,7 +32,7 @@ def batches_for(model: nn.Module) -> list[dict[str, Tensor]]:
     Raises UnknownInputsError for a model whose inputs are not known.
     """
     names = inspect.signature(model.forward).parameters
-    made = dict(_inputs(model, set(names)))
+    made = dict(inputs_of(model))
     if not made:
         raise UnknownInputsError(
             f"What to feed {type(model).__name__} is not known: its forward takes {', '.join(names)}",
@@ -70,6 +72,15 @@ def guessed_for(model: nn.Module) -> list[dict[str, Tensor]]:
     return [{name: torch.randn(*shape, generator=generator) for name in needed} for shape in shapes]
 
 
+def unknown_inputs(model: nn.Module) -> tuple[list[str], list[str]]:
+    """The arguments of forward that nothing is made for: those that it needs, and the tensors that it may take."""
+    known = {name for name, _ in inputs_of(model)}
+    others = {n: p for n, p in inspect.signature(model.forward).parameters.items() if n not in known}
+    needed = [n for n, p in others.items() if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+    tensors = [n for n, p in others.items() if "Tensor" in str(p.annotation) and not any(w in n for w in NO_INPUTS)]
+    return needed, [name for name in tensors if name not in needed]
+
+
 def labelled(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
     """The batch with labels, such that the model could make its own loss of them: tokens, or a class of each sample.
 
@@ -86,7 +97,9 @@ def labelled(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Mapping[
     yield {**batch, "labels": torch.arange(next(iter(batch.values())).shape[0]) % 2}
 
 
-def _inputs(model: nn.Module, names: set[str]) -> Iterator[tuple[str, Tensor]]:
+def inputs_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What the names of its forward's arguments say, each by itself."""
+    names = inspect.signature(model.forward).parameters
     config: Any = getattr(model, "config", None)
     generator = torch.Generator().manual_seed(0)
     vocab = _field(config, "vocab_size", "text_config", "decoder", "encoder") or _words(model)

@@ -10,9 +10,11 @@ from typing import Any
 from torch import nn
 
 from shardformer.testing.zoo.kinds import Path
-from shardformer.testing.zoo.measure import changed, inner, lists, numbers
+from shardformer.testing.zoo.measure import changed, configs, inner, is_config, lists, numbers
 
 LAYERS, MOST_LAYERS = 2, 8
+PATCHES = 4
+"""On a side of an image that a part of a model sees."""
 STAGES = {"image_size": 64, "window_size": 2}
 """Fields of the image, whose size no measurement tells apart from others; stages halve it."""
 KV_SHARED = "num_kv_shared_layers"
@@ -90,12 +92,43 @@ def fewer_layers(config: Any, model: nn.Module, make: Callable[[Any], nn.Module]
 
 
 def small_images(config: Any) -> None:
-    """Cuts the image with which a model of stages begins: one whose config has lists, with a number for each stage."""
+    """Cuts the image that a part of a model sees, and the one with which a model of stages begins.
+
+    The config of such a model has lists, with a number for each stage.
+    """
+    for path, size in [*numbers(config)]:
+        place = inner(config, path[:-1])
+        patch = vars(place).get("patch_size")
+        if path[-1] == "image_size" and len(path) > 1 and type(patch) is int:  # of a part, beside a text
+            place.image_size = min(size, PATCHES * patch)
+            if points := getattr(config, "image_grid_pinpoints", None):  # sizes that images are cut into tiles of
+                config.image_grid_pinpoints = [[n * place.image_size // size for n in point] for point in points]
     for path in {path[:-1] for path, values in lists(config) if len(values) > 1}:
         place = inner(config, path)
-        for name, size in STAGES.items():
-            if (old := vars(place).get(name)) is not None:
-                setattr(place, name, type(old)([size] * len(old)) if isinstance(old, list | tuple) else size)
+        if "image_size" in vars(place):
+            for name, size in STAGES.items():
+                if (old := vars(place).get(name)) is not None:
+                    setattr(place, name, type(old)([size] * len(old)) if isinstance(old, list | tuple) else size)
+
+
+def small_rotations(config: Any, model: nn.Module) -> None:
+    """Cuts the lists of how many features of a head are turned by each of several positions: time, height, width.
+
+    ``model`` is the large one: modules of it have them, where no config does.
+    """
+    for module in model.modules():
+        sections: Any = getattr(module, "mrope_section", None)
+        large: Any = getattr(module, "config", None)
+        if isinstance(sections, list | tuple) and len(sections) and is_config(large):
+            for small in (place for place in configs(config) if place.model_type == large.model_type):
+                if isinstance(rope := getattr(small, "rope_parameters", None), dict):
+                    share = rope.get("partial_rotary_factor", getattr(small, "partial_rotary_factor", None)) or 1
+                    total, rest = int(_head_dim(small) * share) // 2, len(sections) - 1
+                    rope["mrope_section"] = [total - rest * (total // (rest + 1)), *[total // (rest + 1)] * rest]
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _lengths(model: nn.Module) -> dict[str, int]:

@@ -77,6 +77,14 @@ def inner(config: Any, path: Path) -> Any:
     return config
 
 
+def configs(config: Any) -> Iterator[Any]:
+    """A config and those inside of it."""
+    yield config
+    for value in vars(config).values():
+        if is_config(value):
+            yield from configs(value)
+
+
 def is_config(value: Any) -> bool:
     return hasattr(value, "to_dict") and hasattr(value, "model_type")
 

@@ -26,6 +26,7 @@ from shardformer.testing.zoo.layers import (
     kinds_of_layers,
     more_layers,
     small_images,
+    small_rotations,
 )
 from shardformer.testing.zoo.measure import (
     changed,
@@ -74,6 +75,8 @@ NAMED: Mapping[str, Mapping[str, int]] = {
     "num_random_blocks": {"num_random_blocks": 1, "block_size": 1},  # a short batch is attended to without blocks
 }
 """Field -> numbers that a config with it gets: they show in no size of a model, and a short batch needs them small."""
+RESERVED = 8
+"""Of the last words of a small vocabulary: tokens that stand for images and the like, and nothing else in a batch."""
 SMALL_NUMEL = 20_000_000
 """Of parameters; a model up to this size is its own twin where its config cannot be shrunk."""
 FEWER_CHANNELS = 4
@@ -120,11 +123,14 @@ class Shrinker:
             small = changed(
                 few, small_numbers(self.found, self.kinds, replace(sizes, fewer_channels=FEWER_CHANNELS)) | named
             )
+        given: dict[str, int] = {}
         for path, value in numbers(small):
             if path[-1].endswith(("token_id", "token_index")) and value >= sizes.words:
-                new = 3 if path[-1].startswith(("bos", "eos", "pad", "decoder")) else sizes.words - 1
+                last = sizes.words - 1 - len(given) % RESERVED  # another one for images than for sounds
+                new = 3 if path[-1].startswith(("bos", "eos", "pad", "decoder")) else given.setdefault(path[-1], last)
                 setattr(inner(small, path[:-1]), path[-1], new)
         small_images(small)
+        small_rotations(small, self.model)
         if anew:
             heads = {path for path, kind in self.kinds.items() if kind is Kind.HEADS}
             small = derived_anew(small, {path[-1] for path in heads})
@@ -195,6 +201,8 @@ def derived_anew(small: Any, kept: Collection[str]) -> Any:
 
 HEAD = (Place.MATRIX, Place.VECTOR)
 """Where words show, beside the embedding: in a head and its bias."""
+LEAST_HEAD = 4
+"""Features of a head: fewer are the side of a square of patches that are merged to one."""
 MOST_FEATURES = 256
 """Of a head, where nothing tells that a number counts them but the width of all heads."""
 BY_CHANCE = 32
@@ -215,7 +223,8 @@ def small_numbers(found: Sequence[Number], kinds: Mapping[Path, Kind], sizes: Si
     for number in of[Kind.HEADS]:
         small[number.path] = _chain({n.value for n in beside(number, of[Kind.HEADS])}, sizes)[number.value]
     for number in of[Kind.HEAD_DIM]:
-        small[number.path] = sizes.head_dim * _parts(number, beside(number, of[Kind.HEAD_DIM]))
+        dim = sizes.head_dim * _parts(number, beside(number, of[Kind.HEAD_DIM]))
+        small[number.path] = dim if number.value >= LEAST_HEAD else number.value
     small |= {n.path: _hidden(n, of[Kind.HIDDEN], sizes) for n in of[Kind.HIDDEN]}
     for number in of[Kind.ROWS]:
         small[number.path] = min(number.value, sizes.words if number.value in words else sizes.positions)

@@ -1,0 +1,190 @@
+"""Images and sounds that stand in a text: a token for each feature that the model itself makes of them.
+
+How many there are is not worked out from a config: the model's own ``get_image_features`` or ``get_audio_features`` is
+called, with one way after another to lay out an image, until one is taken.
+"""
+
+# B batch, S sequence, C channels, P patches of all images, D numbers in a patch
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardformer.comm.values import numbers_in
+from shardformer.pipeline.flat import KINDS, ids_of
+
+MODALITIES = {"image": 1, "audio": 3}
+"""What stands in a text -> its number in ``mm_token_type_ids``."""
+BEFORE = 2
+"""Tokens of a text before what stands in it."""
+TILES = (1, 2, 3, 5)
+"""Into which an image is cut."""
+Way = dict[str, Tensor]
+"""Inputs that go together."""
+
+
+def in_text(model: nn.Module, made: Mapping[str, Tensor]) -> Iterator[Way]:
+    """The batch ``made`` with as many tokens for images and sounds in its texts as the model asks for.
+
+    One for each way to lay out an image that the model could take; nothing for a model whose config names no such
+    tokens.
+    """
+    names = inspect.signature(model.forward).parameters
+    config, text = getattr(model, "config", None), made.get("input_ids")
+    if text is None:
+        return
+    known = [[(kind, way, counts) for way, counts in _taken(model, kind, made)] for kind in MODALITIES]
+    for chosen in product(*(ways for ways in known if ways)):
+        if chosen:
+            places = {kind: (_token(config, kind), counts) for kind, _, counts in chosen}
+            out = _placed(text, places)
+            if "attention_mask" in made:
+                mask_BS = made["attention_mask"]
+                added = out["input_ids"].shape[1] - text.shape[1]
+                out["attention_mask"] = torch.cat([torch.ones(len(text), added).long(), mask_BS], 1)
+            out["token_type_ids"] = (out[KINDS] > 0).long()
+            own = {name: x for name, x in made.items() if name not in out and name not in _LAYOUT}
+            found = {name: x for _, way, _ in chosen for name, x in way.items()}
+            yield {name: x for name, x in {**out, **own, **found}.items() if name in names}
+
+
+def feature_width(model: nn.Module, made: Mapping[str, Tensor]) -> int:
+    """How many numbers the model's features of an image have, where that is not as many as its text's; else 0."""
+    features = _method(model, "get_image_features")
+    if features is None or _token(getattr(model, "config", None), "image") is None:
+        return 0
+    for way in _ways("image", model, made):
+        if parts := _features(model, features, way):
+            return 0 if parts[0].shape[-1] == text_width(model) else parts[0].shape[-1]
+    return 0
+
+
+def _taken(model: nn.Module, kind: str, made: Mapping[str, Tensor]) -> Iterator[tuple[Way, list[int]]]:
+    """The ways that a model takes what stands in a text, and how many tokens each sample has of it then."""
+    features = _method(model, f"get_{kind}_features")
+    if features is not None and _token(getattr(model, "config", None), kind) is not None:
+        for way in _ways(kind, model, made):
+            if counts := _counted(model, features, way):
+                yield way, counts
+
+
+def _token(config: Any, kind: str) -> int | None:
+    ids = ids_of(config)
+    return next((ids[name] for name in ids if name.startswith(f"{kind}_token")), None)
+
+
+_LAYOUT = ("pixel_values", "spatial_shapes", "pixel_attention_mask", "input_features")
+
+
+def _placed(text_BS: Tensor, places: Mapping[str, tuple[int | None, list[int]]]) -> Way:
+    """Texts of one length, with the tokens in them, and which of them stand for what."""
+    longest = max(sum(counts[row] for _, counts in places.values()) for row in range(len(text_BS)))
+    rows, kinds = [], []
+    for row, words in enumerate(text_BS):
+        put = [(token, MODALITIES[kind], counts[row]) for kind, (token, counts) in places.items()]
+        missing = longest - sum(count for _, _, count in put)
+        ids = [*words[:BEFORE], *(token for token, _, count in put for _ in range(count))]
+        of = [0] * BEFORE + [kind for _, kind, count in put for _ in range(count)]
+        rest = [*words[torch.arange(missing) % len(words)], *words[BEFORE:]]
+        rows.append([int(token) for token in (*ids, *rest) if token is not None])
+        kinds.append(of + [0] * len(rest))
+    return {"input_ids": torch.tensor(rows), KINDS: torch.tensor(kinds)}
+
+
+def _ways(kind: str, model: nn.Module, made: Mapping[str, Tensor]) -> Iterator[Way]:
+    names = {*inspect.signature(model.forward).parameters}
+    return _images(getattr(model, "config", None), made, names) if kind == "image" else _sounds(made, names)
+
+
+def _sounds(made: Mapping[str, Tensor], names: set[str]) -> Iterator[Way]:
+    if (sound := made.get("input_features")) is not None:
+        masks = {n: torch.ones(len(sound), sound.shape[-1]).long() for n in names if _is_mask_of_sound(n)}
+        yield {"input_features": sound, **masks}
+        yield {"input_features": sound.mT.contiguous(), **masks}
+
+
+def _is_mask_of_sound(name: str) -> bool:
+    return "mask" in name and "feature" in name
+
+
+def _images(config: Any, made: Mapping[str, Tensor], names: set[str]) -> Iterator[Way]:
+    vision = getattr(config, "vision_config", config)
+    patch, merge = _number(vision, "patch_size"), _number(vision, "spatial_merge_size", "merge_size") or 2
+    pixels = made.get("pixel_values")
+    generator = torch.Generator().manual_seed(0)
+    samples = len(made["input_ids"])
+    if "image_grid_thw" in names and patch:
+        grids = torch.tensor([[1, 2 * merge, (2 + 2 * (i % 2)) * merge] for i in range(samples)])
+        patches = int(grids.prod(-1).sum())
+        channels = _number(vision, "in_channels", "num_channels", "in_chans") or 3
+        for shape in ((channels * (_number(vision, "temporal_patch_size") or 1) * patch**2,), (channels, patch, patch)):
+            flat = torch.randn(patches, *shape, generator=generator)
+            yield {"pixel_values": flat, "image_grid_thw": grids}
+    if "spatial_shapes" in names and patch:
+        shapes = torch.tensor([[4, 4], [2, 4]])[torch.arange(samples) % 2]
+        mask = (torch.arange(16) < shapes.prod(-1, keepdim=True)).long()
+        values = torch.randn(samples, 16, 3 * patch**2, generator=generator)
+        yield {"pixel_values": values, "spatial_shapes": shapes, "pixel_attention_mask": mask}
+    if pixels is None or pixels.dim() != 4:
+        return
+    height, width = pixels.shape[-2:]
+    for images in (pixels, *(pixels[:, None].repeat(1, tiles, 1, 1, 1) for tiles in TILES)):
+        yield {"pixel_values": images}
+        if "image_sizes" in names:
+            yield {"pixel_values": images, "image_sizes": torch.tensor([[height, width]] * samples)}
+
+
+def _features(model: nn.Module, features: Callable[..., Any], way: Way) -> list[Tensor]:
+    """What the model makes of images or sounds, one tensor or one for each; nothing where it does not take them so."""
+    dtype, known = next(model.parameters()).dtype, inspect.signature(features).parameters
+    cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in way.items()}
+    try:
+        with torch.no_grad():
+            given = features(**{name: x for name, x in cast.items() if name in known})
+    except Exception:  # the way of another model
+        return []
+    given = getattr(given, "pooler_output", given)
+    return [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]
+
+
+def _counted(model: nn.Module, features: Callable[..., Any], way: Way) -> list[int]:
+    """How many features the model makes of what each sample has; nothing where it does not take them so."""
+    parts, width = _features(model, features, way), text_width(model)
+    units = _units(way)
+    samples = len(units) or len(next(iter(way.values())))
+    if len(parts) == 1 and units:
+        share, rest = divmod(sum(units) * width, parts[0].numel())
+        return [] if rest or not share else [n // share for n in units]
+    if len(parts) == 1:
+        return [parts[0].numel() // width // samples] * samples
+    counts = [x.numel() // width for x in parts]
+    return counts if len(counts) == samples and all(counts) else []
+
+
+def _units(way: Way) -> list[int]:
+    """Of how many patches each image is, where they lie one behind the other."""
+    return numbers_in(way["image_grid_thw"].prod(-1)) if "image_grid_thw" in way else []
+
+
+def text_width(model: nn.Module) -> int:
+    """How many numbers a token is."""
+    table: Any = model.get_input_embeddings()  # type: ignore[operator]  # a method of transformers' models
+    return int(table.weight.shape[-1])
+
+
+def _method(model: nn.Module, name: str) -> Callable[..., Any] | None:
+    """Of the model, or of what it is built around."""
+    around = (model, getattr(model, "model", None), getattr(model, "base_model", None))
+    return next((method for m in around if callable(method := getattr(m, name, None))), None)
+
+
+def _number(config: Any, *names: str) -> int:
+    found = (getattr(config, name, None) for name in names)
+    return next((x for x in found if type(x) is int), 0)

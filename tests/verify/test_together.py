@@ -1,0 +1,161 @@
+"""Models that read several inputs: what they are fed, and how that is shared out among data ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from shardformer.errors import ConfigError, PolicyError
+from shardformer.pipeline.flat import ids_of
+from shardformer.policies.infer.together import in_text
+from shardformer.policies.infer.twin import Twin
+from shardformer.testing.zoo.inputs import inputs_of, runner
+from shardformer.verify import any_type
+from shardformer.verify.any_type import SmallOf, all_classes
+from shardformer.verify.model_source import find_model
+from shardformer.verify.parts import check_apart, part_of
+from shardformer.verify.run import Job, Pipelined
+from shardformer.verify.training import Training
+
+IMAGE = 126
+TEXT = dict(
+    hidden_size=24, num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=1, intermediate_size=20,
+    vocab_size=127,
+)  # fmt: skip
+
+
+def qwen() -> nn.Module:
+    vision = dict(depth=1, embed_dim=24, hidden_size=24, num_heads=3, mlp_ratio=1)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    ids = dict(image_token_id=IMAGE, video_token_id=125, vision_start_token_id=124, vision_end_token_id=123)
+    config = transformers.Qwen2VLConfig(text_config={**TEXT, "rope_parameters": rope}, vision_config=vision, **ids)
+    return transformers.Qwen2VLForConditionalGeneration(config).double()
+
+
+def llava() -> nn.Module:
+    vision = dict(
+        model_type="clip_vision_model", hidden_size=24, num_hidden_layers=2, num_attention_heads=3, image_size=28,
+        intermediate_size=20, patch_size=14,
+    )  # fmt: skip
+    config = transformers.LlavaConfig(text_config={**TEXT, "model_type": "llama"}, vision_config=vision)
+    config.image_token_id = config.image_token_index = IMAGE
+    return transformers.LlavaForConditionalGeneration(config).double()
+
+
+def clip() -> nn.Module:
+    small = dict(hidden_size=24, num_hidden_layers=1, num_attention_heads=3, intermediate_size=20)
+    text, vision = {**small, "vocab_size": 127, "eos_token_id": 2}, {**small, "image_size": 28, "patch_size": 14}
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision)).double()
+
+
+def of_clip(step: int) -> Mapping[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "input_ids": torch.randint(5, 127, (4, 9), generator=generator),
+        "pixel_values": torch.randn(4, 3, 28, 28, generator=generator),
+        "return_loss": torch.tensor(True),
+    }
+
+
+def of_qwen(step: int) -> Mapping[str, Tensor]:
+    model = qwen()
+    return next(in_text(model, dict(inputs_of(model))))
+
+
+def in_fp64(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+
+
+@pytest.mark.parametrize(("model_fn", "tokens"), [(qwen, [4, 8]), (llava, [4, 4])])
+def test_a_token_stands_in_the_text_for_each_feature(model_fn: Any, tokens: list[int]) -> None:
+    model = model_fn()
+    batch = next(in_text(model, dict(inputs_of(model))))
+    assert (batch["input_ids"] == IMAGE).sum(-1).tolist() == tokens
+    assert batch["attention_mask"].shape == batch["input_ids"].shape
+    assert torch.isfinite(model(**in_fp64(batch)).logits).all()
+
+
+def test_a_model_without_tokens_for_images_has_nothing_in_its_text() -> None:
+    model = clip()
+    assert [*in_text(model, dict(inputs_of(model)))] == []
+
+
+def test_data_ranks_get_the_patches_of_their_own_images() -> None:
+    job = Job(qwen, of_qwen, 1, 2, 1, torch.float64, None, None, {}, ids=ids_of(qwen().config))
+    batch = {name: x for name, x in of_qwen(0).items() if name != "mm_token_type_ids"}
+    words = batch["input_ids"] = batch["input_ids"].masked_fill(batch["input_ids"] == 7, 8)
+    words[1, -3:] = 7  # as if each stood for 16 patches, all of the second sample: the config says that they do not
+    parts = [part_of(job, batch, rank, 2) for rank in (0, 1)]
+    assert [len(part["pixel_values"]) for part in parts] == [16, 32]
+    assert [part["image_grid_thw"].tolist() for part in parts] == [[[1, 4, 4]], [[1, 4, 8]]]
+
+
+@pytest.mark.parametrize(
+    ("cut", "remedy"),
+    [
+        ({"data": 2, "training": Training(reference="whole")}, "--reference parts"),
+        ({"pipeline": Pipelined(1, 2)}, "--micro-batches 1"),
+    ],
+)
+def test_samples_that_are_compared_with_each_other_are_not_cut_apart(cut: dict[str, Any], remedy: str) -> None:
+    whole = Job(clip, of_clip, 1, 1, 1, torch.float64, None, None, {})
+    check_apart(whole, clip())
+    check_apart(replace(whole, data=2), clip())  # beside the plain model of the same parts
+    with pytest.raises(ConfigError, match=r"CLIPModel compares the samples of a batch.*logits_per_") as caught:
+        check_apart(replace(whole, **cut), clip())
+    assert remedy in caught.value.remedy
+
+
+def test_every_model_type_is_known_by_a_class() -> None:
+    known = {"clip": "CLIPModel", "qwen2_vl": "Qwen2VLForConditionalGeneration", "siglip": "SiglipModel"}
+    assert known.items() <= all_classes().items()
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Makes the small model of each type in a moment: what a function gives."""
+    for known in (any_type._small, any_type._fed):
+        known.cache_clear()
+    yield lambda twin_of: monkeypatch.setattr(any_type, "twin_of", twin_of)
+    for known in (any_type._small, any_type._fed):
+        known.cache_clear()
+
+
+def test_a_type_that_cannot_be_fed_names_the_input(small: Any) -> None:
+    def none(model: nn.Module) -> Twin:
+        raise PolicyError("TypeError", rule="", remedy="")
+
+    small(none)
+    with pytest.raises(ConfigError, match=r"ran with none of the batches.*; without bbox, .*TypeError") as caught:
+        SmallOf("bros").config()
+    assert "module:function" in caught.value.remedy
+    with pytest.raises(ConfigError, match=r"nothing is known of qformer_input_ids, which its forward needs"):
+        SmallOf("instructblip").config()
+
+
+def test_a_contrastive_model_is_fed_pairs_that_differ(small: Any) -> None:
+    two = {name: x[:2] for name, x in of_clip(0).items() if x.dim()}
+    small(lambda model: Twin(clip(), runner(clip(), two), two))
+    source = find_model("clip")
+    batch = source.batches(4)(0)
+    assert source.loss_fn is None and bool(batch["return_loss"])
+    assert len({tuple(row) for row in batch["input_ids"].tolist()}) == 4
+    assert (batch["input_ids"] != source.batches(4)(1)["input_ids"]).any()
+
+
+@pytest.mark.parametrize(("model_fn", "inputs"), [(clip, {"pixel_values", "return_loss"}), (qwen, {"image_grid_thw"})])
+def test_a_folder_of_such_a_model_is_fed_alike(model_fn: Any, inputs: set[str], tmp_path: Path) -> None:
+    model_fn().save_pretrained(tmp_path)
+    source = find_model(str(tmp_path))
+    batch = source.batches(3)(0)
+    assert inputs <= batch.keys() and len(batch["input_ids"]) == 3
+    assert source.loss_fn is not None and torch.isfinite(source.loss_fn(source.model_fn(), batch))
+    with pytest.raises(ConfigError, match="sequence=9"):
+        source.batches(3, 9)
