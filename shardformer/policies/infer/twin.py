@@ -180,7 +180,7 @@ def _runs(
     raise problem
 
 
-def _batches(twin: nn.Module, *, guesses: bool) -> Iterator[Mapping[str, Tensor]]:
+def _batches(twin: nn.Module, *, guesses: bool = False) -> Iterator[Mapping[str, Tensor]]:
     """First those in whose texts images and sounds stand; last, where that is asked for, what it might be."""
     guessed = guessed_for(twin) if guesses else []
     try:
