@@ -23,6 +23,8 @@ ADAPTIVE_BOUND = 1e-4
 SCALE = 2.0**14
 """Of the loss in fp16: small enough that no gradient of a small model overflows, since no step may be skipped here."""
 
+OTHERS = ("Optimizer", "LBFGS", "SparseAdam")
+"""Of torch.optim: the base of all, one that computes the loss itself, and one for sparse gradients."""
 REFERENCES = ("parts", "whole")
 
 
@@ -69,7 +71,7 @@ class Training:
                 remedy="Write it as embeddings.*",
             ) from error
         if self.optimizer not in _known():
-            rule = "The optimizer is one of torch.optim, LAMB or LARS"
+            rule = "The optimizer is one of torch.optim that steps on dense gradients without a closure, LAMB or LARS"
             raise ConfigError(f"optimizer={self.optimizer!r}", rule=rule, remedy=nearest(self.optimizer, _known()))
         if self.zero is None and self.optimizer != "SGD":
             raise ConfigError(
@@ -164,7 +166,7 @@ class Training:
 
 def _known() -> dict[str, Any]:
     found = {n: kind for n, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, Optimizer)}
-    return {**found, "LAMB": LAMB, "LARS": LARS}
+    return {**{n: kind for n, kind in found.items() if n not in OTHERS}, "LAMB": LAMB, "LARS": LARS}
 
 
 class Plain:

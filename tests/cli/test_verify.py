@@ -204,6 +204,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["bert", "--pipe", "2", "--schedule", "interleaved", "--chunks", "10000"], "256 layers at the most"),
         (["bert", "--pipe", "2", "--cut", "1,99999999999"], "--cut 3,5"),
         (["bert", "--frozen", "("], "regular expression"),
+        (["bert", "--zero", "1", "--optimizer", "LBFGS"], "without a closure"),
         (["bert", "--tensor", "99999999999999999999"], "ranks at the most"),
         (["nowhere:model"], "There is no module 'nowhere'"),
         ([":model"], "There is no module ''"),
