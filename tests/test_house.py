@@ -225,8 +225,8 @@ def test_nothing_is_left_for_later(path: Path) -> None:
 
 
 def import_seconds(statement: str) -> float:
-    """Seconds of CPU that an import takes in a fresh interpreter, the better of two."""
-    code = f"import time; start = time.process_time(); {statement}; print(time.process_time() - start)"
+    """Seconds of CPU that an import takes where torch has been imported, the better of two fresh interpreters."""
+    code = f"import time, torch; start = time.process_time(); {statement}; print(time.process_time() - start)"
     command = [sys.executable, "-W", "ignore", "-c", code]
     return min(float(subprocess.check_output(command, text=True, timeout=120)) for _ in range(2))
 
@@ -236,7 +236,7 @@ ALL_NAMES = "import shardformer; [getattr(shardformer, name) for name in getattr
 
 
 def test_importing_shardformer_costs_less_than_a_second_beside_torch() -> None:
-    assert import_seconds(ALL_NAMES) < import_seconds("import torch") + 1.0
+    assert import_seconds(ALL_NAMES) < 1.0
 
 
 def test_importing_shardformer_leaves_slow_libraries_alone() -> None:
