@@ -179,7 +179,7 @@ def _small(small: SmallOf) -> Twin:
         ) from error
     model = model_of(config)
     try:
-        return twin_of(model)
+        return twin_of(model, together=True)
     except PolicyError as error:
         raise _unknown(model, error.what) from error
 

@@ -129,7 +129,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_a_type_that_cannot_be_fed_names_the_input(small: Any) -> None:
-    def none(model: nn.Module) -> Twin:
+    def none(model: nn.Module, together: bool) -> Twin:
         raise PolicyError("TypeError", rule="", remedy="")
 
     small(none)
@@ -142,7 +142,7 @@ def test_a_type_that_cannot_be_fed_names_the_input(small: Any) -> None:
 
 def test_a_contrastive_model_is_fed_pairs_that_differ(small: Any) -> None:
     two = {name: x[:2] for name, x in of_clip(0).items() if x.dim()}
-    small(lambda model: Twin(clip(), runner(clip(), two), two))
+    small(lambda model, together: Twin(clip(), runner(clip(), two), two))
     source = find_model("clip")
     batch = source.batches(4)(0)
     assert source.loss_fn is None and bool(batch["return_loss"])

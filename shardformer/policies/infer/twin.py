@@ -50,8 +50,10 @@ class Twin:
         return Counter(len(x) for x in self.batch.values() if x.dim()).most_common(1)[0][0]
 
 
-def twin_of(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> Twin:
+def twin_of(model: nn.Module, batch: Mapping[str, Tensor] | None = None, *, together: bool = False) -> Twin:
     """A small model of the class of ``model`` that trains on the CPU, in fp64 or else in fp32: see ``_runs``.
+
+    It is fed text alone where it takes that; with ``together`` images and sounds that stand in it as well.
 
     Raises PolicyError where neither a twin can be built and run nor the model is small enough to be its own.
     """
@@ -67,7 +69,7 @@ def twin_of(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> Twin
             twin = _made(make, dtype)
             if twin is not model and (lacks := kinds_of_layers(model) - kinds_of_layers(twin)):
                 raise ValueError(f"it lacks {len(lacks)} of the kinds of layers")
-            return Twin(twin, *_runs(twin, batch))
+            return Twin(twin, *_runs(twin, batch, together=together))
         except UnknownInputsError:
             raise  # no other twin would be told
         except PolicyError as error:
@@ -157,14 +159,14 @@ def _joined(model: nn.Module, small: Any) -> nn.Module:
 
 
 def _runs(
-    twin: nn.Module, batch: Mapping[str, Tensor] | None, *, guesses: bool = False
+    twin: nn.Module, batch: Mapping[str, Tensor] | None, *, together: bool = False, guesses: bool = False
 ) -> tuple[Forward, Mapping[str, Tensor]]:
     """The call that training makes, with the first of the batches that the twin takes, and that batch.
 
     The twin comes to make its own loss, and to be in training mode, where it can.
     """
     problem: Exception | None = None
-    for given in [batch] if batch is not None else _batches(twin, guesses=guesses):
+    for given in [batch] if batch is not None else _batches(twin, together=together, guesses=guesses):
         for candidate in (*labelled(twin, given), given):
             run = runner(twin, candidate)
             try:
@@ -180,8 +182,8 @@ def _runs(
     raise problem
 
 
-def _batches(twin: nn.Module, *, guesses: bool = False) -> Iterator[Mapping[str, Tensor]]:
-    """First those in whose texts images and sounds stand; last, where that is asked for, what it might be."""
+def _batches(twin: nn.Module, *, together: bool, guesses: bool = False) -> Iterator[Mapping[str, Tensor]]:
+    """Those that have images and sounds in their texts are the first or the last; behind them what it might be."""
     guessed = guessed_for(twin) if guesses else []
     try:
         known = batches_for(twin)
@@ -189,8 +191,9 @@ def _batches(twin: nn.Module, *, guesses: bool = False) -> Iterator[Mapping[str,
         if not guessed:
             raise
         known = []
-    yield from in_text(twin, dict(inputs_of(twin)))
-    yield from known
+    ways = [in_text(twin, dict(inputs_of(twin))), known]
+    for way in ways if together else reversed(ways):
+        yield from way
     yield from guessed
 
 
@@ -200,7 +203,7 @@ def first_batch(model: nn.Module) -> Mapping[str, Tensor]:
     Raises what the first of them failed with.
     """
     problem: Exception | None = None
-    for given in _batches(model):
+    for given in _batches(model, together=True):
         for candidate in (*labelled(model, given), given):
             try:
                 with torch.no_grad():
