@@ -65,7 +65,7 @@ def places() -> list[str]:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "ranks 0, 2 and 5 more"."""
+    """As "rank 3", or "ranks 0, 2 and 5 more"."""
     shown = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

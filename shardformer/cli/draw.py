@@ -63,12 +63,12 @@ def draw(
         return
 
     from shardformer.pipeline.picture import as_text, check_file, save
-    from shardformer.pipeline.schedule import make_schedule
+    from shardformer.pipeline.schedule import default_chunks, make_schedule
     from shardformer.pipeline.timing import simulate
 
     if out is not None:
         check_file(out)
-    _check_size(stages, micro_batches, chunks or (2 if schedule in ("interleaved", "interleaved_zb", "zbv") else 1))
+    _check_size(stages, micro_batches, chunks or default_chunks(schedule))
     chosen = make_schedule(schedule, stages, micro_batches, chunks)
     timeline = simulate(chosen, _durations(durations, chosen), send)
     console = Console(highlight=False)

@@ -69,9 +69,8 @@ def join_process_group(device: torch.device, backend: str | None, timeout_s: flo
 def _joined_by_all(rank: int, size: int, timeout_s: float) -> Iterator[None]:
     """Around what waits for all processes: LostPeerError names those that have not come."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     advice = STARTED if _have_met() else SAME_ADDRESS
-    meeting = Meeting(host, port, rank, size, "rank", attempt, advice)
+    meeting = Meeting(host, port, rank, size, "rank", _attempt(), advice)
     try:
         with meeting.watched():
             yield
@@ -88,6 +87,11 @@ def _joined_by_all(rank: int, size: int, timeout_s: float) -> Iterator[None]:
 def _have_met() -> bool:
     """Whether the launchers met before they started the processes, and have a store for them."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _attempt() -> str:
+    """How often the launcher has started its processes before."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _choose_interface() -> None:
@@ -132,7 +136,7 @@ def _store_of_attempt(timeout: timedelta) -> Any:
     torch's static rendezvous keeps its store from one attempt to the next, with the addresses of processes that are
     gone, which gloo would try to reach. None where this is the first attempt, or the launcher brings no store.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = _attempt()
     if attempt == "0" or not _have_met():
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -59,6 +59,8 @@ class Guard:
         if not self._compared:
             self._compared = True
             compare_inputs([*args, *kwargs.values()], self._state.alike)
+        if self._state.watch is not None:
+            self._state.watch.training = model.training
         if self._aligns(model, kwargs):
             agree_on_step(self._state, [*args, *kwargs.values()])
 
@@ -75,10 +77,7 @@ class Guard:
             return False
         if not model.training and _has_keys(kwargs.get("past_key_values")):
             return False
-        watch = self._state.watch
-        if watch is not None:
-            watch.training = model.training
-        return self._is_cut and (model.training or watch is not None)
+        return self._is_cut and (model.training or self._state.watch is not None)
 
     def _refuse_alone(self, model: nn.Module) -> None:
         """A stage is no model by itself: only a pipeline hands it what the stage before made."""

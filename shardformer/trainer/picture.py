@@ -163,15 +163,8 @@ def draw(runs: Runs, path: Path, names: Sequence[str] | None = None) -> None:
             is_lowest = number + columns >= len(names)
             _draw_panel(figure.add_subplot(cell), runs, name, is_lowest)
         _draw_legend(figure, runs, names)
-        try:
-            with writing(path):
-                figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
-        except OSError as error:
-            raise ConfigError(
-                f"The picture cannot be written into {str(path)!r}: {error.strerror or error}",
-                rule="It is a file that can be written, on a disk with room",
-                remedy="Name another file",
-            ) from error
+        with writing(path):
+            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
 
 
 def _draw_panel(axes: Axes, runs: Runs, name: str, has_label: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from textwrap import indent
 
 from torch import nn
@@ -10,7 +9,7 @@ from torch import nn
 from shardformer.errors import PolicyError, nearest
 from shardformer.policies.infer.infer import NothingCutError, infer_stacks
 from shardformer.policies.registry import FAMILIES, family_of
-from shardformer.testing.zoo.inputs import UnknownInputsError
+from shardformer.testing.zoo.inputs import UnknownInputsError, needed_by
 
 EXAMPLE = """
     import shardformer
@@ -56,9 +55,7 @@ def no_policy(model: nn.Module, error: PolicyError, tensor: int | None) -> Polic
 
 
 def _fed(model: nn.Module, problem: str) -> PolicyError:
-    needed = [p for p in inspect.signature(model.forward).parameters.values() if p.default is p.empty]
-    named = [p.name for p in needed if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    batch = ", ".join(f'"{name}": ...' for name in named)
+    batch = ", ".join(f'"{name}": ...' for name in needed_by(model))
     why = problem[:1].lower() + problem[1:]
     return PolicyError(
         f"No policy for {type(model).__name__}: it is found in one forward, and {why}",

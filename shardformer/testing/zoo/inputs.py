@@ -55,8 +55,7 @@ def guessed_for(model: nn.Module) -> list[dict[str, Tensor]]:
 
     Tokens, where it has an embedding; else numbers of as many features, or channels, as its first weight takes.
     """
-    arguments = inspect.signature(model.forward).parameters.values()
-    needed = [p.name for p in arguments if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    needed = needed_by(model)
     modules = list(model.modules())
     words = min((m.num_embeddings for m in modules if isinstance(m, nn.Embedding)), default=0)
     generator = torch.Generator().manual_seed(0)
@@ -72,11 +71,18 @@ def guessed_for(model: nn.Module) -> list[dict[str, Tensor]]:
     return [{name: torch.randn(*shape, generator=generator) for name in needed} for shape in shapes]
 
 
+def needed_by(model: nn.Module) -> list[str]:
+    """The arguments that forward cannot do without, as far as they have names for who calls it."""
+    arguments = inspect.signature(model.forward).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in arguments if p.default is p.empty and p.kind in named]
+
+
 def unknown_inputs(model: nn.Module) -> tuple[list[str], list[str]]:
     """The arguments of forward that nothing is made for: those that it needs, and the tensors that it may take."""
     known = {name for name, _ in inputs_of(model)}
     others = {n: p for n, p in inspect.signature(model.forward).parameters.items() if n not in known}
-    needed = [n for n, p in others.items() if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+    needed = [name for name in needed_by(model) if name in others]
     tensors = [n for n, p in others.items() if "Tensor" in str(p.annotation) and not any(w in n for w in NO_INPUTS)]
     return needed, [name for name in tensors if name not in needed]
 

@@ -88,11 +88,14 @@ def with_mlp(between: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return make
 
 
-def with_torn_heads() -> nn.Module:
-    model = ToyLM()
-    for layer in model.layers:
-        layer.attn.__class__ = TornHeads
-    return model
+def with_attention(kind: type[SelfAttention]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = ToyLM()
+        for layer in model.layers:
+            layer.attn.__class__ = kind
+        return model
+
+    return make
 
 
 class ColumnAlone(Policy):
@@ -127,7 +130,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Sequence[str]]] = {
         ("the Attention 'attn'", "It reads num_heads=5, of which counts= says nothing"),
     ),
     "heads that tear": (
-        with_torn_heads,
+        with_attention(TornHeads),
         table(Attention("attn", Projections(q="q", k="k", v="v", out="o")), FEED_FORWARD),
         ("the Attention 'attn' of MyPolicy alone, ToyLM ", "'layers.0.attn.o'"),
     ),
@@ -173,18 +176,13 @@ class TwoHeads(SelfAttention):
         return out
 
 
-def with_two_heads() -> nn.Module:
-    model = ToyLM()
-    for layer in model.layers:
-        layer.attn.__class__ = TwoHeads
-    return model
-
-
 def test_a_policy_is_tried_over_as_many_ranks_as_there_are() -> None:
     """Ten heads that are said, where there are two, happen to be cut right over two ranks."""
     policy = table(Attention("attn", Projections(q="q", k="k", v="v", out="o")), FEED_FORWARD, num_heads=10)
-    sharded(with_two_heads, policy)
-    refused(refusals(with_two_heads, policy, ranks=3), PolicyError, "the Attention 'attn'", "num_heads, here 10")
+    sharded(with_attention(TwoHeads), policy)
+    refused(
+        refusals(with_attention(TwoHeads), policy, ranks=3), PolicyError, "the Attention 'attn'", "num_heads, here 10"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- right ones
