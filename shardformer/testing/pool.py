@@ -76,7 +76,7 @@ class WorkerPool:
         self._closed = False
 
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """RemoteCall ``fn(*args, **kwargs)`` in every worker; the results in rank order.
+        """Call ``fn(*args, **kwargs)`` in every worker; the results in rank order.
 
         Raises:
             ShardFormerError: as raised by ``fn``, where all ranks raised the same kind.
@@ -86,7 +86,7 @@ class WorkerPool:
         return self._run(fn, [RemoteCall.of(fn, args, kwargs)] * self.num_workers)
 
     def run_per_rank(self, fn: Callable[..., R], args: Sequence[tuple[Any, ...]]) -> list[R]:
-        """RemoteCall ``fn(*args[rank])`` in each worker; otherwise as :meth:`run`."""
+        """Call ``fn(*args[rank])`` in each worker; otherwise as :meth:`run`."""
         if len(args) != self.num_workers:
             raise ConfigError(
                 f"{len(args)} tuples of arguments for {self.num_workers} workers",

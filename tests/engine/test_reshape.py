@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from itertools import permutations
 from typing import Any
 
@@ -98,6 +100,40 @@ GRIDS: list[Layout] = [
 
 def test_a_tensor_grid_becomes_another_layout(pool4: WorkerPool) -> None:
     assert max(difference for difference, _ in pool4.run(_tour, "llama", GRIDS)) < 1e-6
+
+
+KEPT: list[Layout] = [
+    {"data": 2, "tensor": 2, "zero": 3, "sequence_parallel": True, "activations": "host"},
+    {"data": 2, "pipe": 2, "schedule": "gpipe", "zero": 1, "checkpoint_layers": 1},
+    {"sequence": 2, "tensor": 2, "zero": 2},
+    {"tensor": 4, "tensor_mode": "2d"},
+]
+
+
+def tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+
+
+def _kept(layouts: list[Layout]) -> list[tuple[Layout, int, bool]]:
+    """By how many tensors a step grows what is held, and whether the grid outlives the engine."""
+    found = []
+    for layout in layouts:
+        engine = made("llama", layout)
+        losses(engine, 2)
+        before = tensors()
+        losses(engine, 2)
+        grown, context = tensors() - before, weakref.ref(engine.context)
+        del engine
+        gc.collect()
+        found.append((layout, grown, context() is not None))
+    return found
+
+
+def test_nothing_outlives_its_step_or_its_engine(pool4: WorkerPool) -> None:
+    """The collector does not see through autograd's nodes: a hook there that holds what holds the graph stays."""
+    for found in pool4.run(_kept, KEPT):
+        assert found == [(layout, 0, False) for layout in KEPT]
 
 
 def _stays() -> tuple[Moved, Moved]:

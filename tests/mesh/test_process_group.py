@@ -29,7 +29,7 @@ ENDINGS = """
             for _ in range(30):
                 dist.all_reduce(torch.ones(4), async_op=True).wait()
             sys.exit()
-        print(*(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in (first, second)))
+        print(*(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in (first, second)), flush=True)
 """
 
 

@@ -240,10 +240,12 @@ def _cross_entropy(func: Torch, args: Args, kwargs: Kwargs) -> Any:
 def _hooked(func: Torch, args: Args, kwargs: Kwargs) -> Any:
     """register_hook: the hook sees, and may replace, the gradient of the logits."""
     x, hook = (*args, *kwargs.values())
+    # the hook knows how the logits are placed, not the logits: they hold the graph, which would hold them for good
+    placed = like(x, own_part(x).new_empty([0] * x._local.dim()))
 
     def on_local(grad: Tensor) -> Tensor | None:
-        replaced = hook(like(x, grad, dtype=grad.dtype))
-        return None if replaced is None else part_of(replaced, x)
+        replaced = hook(like(placed, grad, dtype=grad.dtype))
+        return None if replaced is None else part_of(replaced, placed)
 
     return own_part(x).register_hook(on_local)
 
