@@ -84,7 +84,9 @@ def train(args: argparse.Namespace) -> None:
 
 def train_all(args: argparse.Namespace) -> None:
     """Each layout after the other, in processes of its own; then the table and the picture."""
-    for name, (processes, options) in LAYOUTS.items():
+    names = ["one process", *(name for name in args.layouts if name != "one process")]
+    for name in names:
+        processes, options = LAYOUTS[name]
         print(f"== {name}", flush=True)
         launcher = [sys.executable, "-m", "shardformer", "run", "--nproc_per_node", str(processes)]
         given = ["--data", args.data, "--model", args.model, "--epochs", args.epochs, "--seed", args.seed]
@@ -92,25 +94,25 @@ def train_all(args: argparse.Namespace) -> None:
         given += ["--dropout"] if args.dropout else []
         command = [*launcher, __file__, *map(str, given), *options, "--out", str(folder_of(args.out, name))]
         subprocess.run(command, check=True)
-    print(table(args.out))
-    draw(args.out)
+    print(table(args.out, names))
+    draw(args.out, names)
 
 
 def folder_of(out: Path, name: str) -> Path:
     return out / name.replace(",", "").replace(" ", "-")
 
 
-def table(out: Path) -> str:
+def table(out: Path, names: list[str]) -> str:
     lines = [
         "| layout | processes | accuracy | F1 | loss | largest difference of a step's loss |",
         "|---|---|---|---|---|---|",
     ]
     plain = losses(out, "one process")
-    for name, (processes, _) in LAYOUTS.items():
+    for name in names:
         found = json.loads((folder_of(out, name) / "result.json").read_text(encoding="utf-8"))
         apart = max(abs(a - b) / a for a, b in zip(plain, losses(out, name), strict=True))
         values = " | ".join(f"{found[f'validation/{key}']:.5f}" for key in ("accuracy", "f1", "loss"))
-        lines.append(f"| {name} | {processes} | {values} | {apart:.1e} |")
+        lines.append(f"| {name} | {LAYOUTS[name][0]} | {values} | {apart:.1e} |")
     return "\n".join(lines)
 
 
@@ -118,7 +120,7 @@ def losses(out: Path, name: str) -> list[float]:
     return [record.values["loss"] for record in read_records(folder_of(out, name)) if "loss" in record.values]
 
 
-def draw(out: Path) -> None:
+def draw(out: Path, names: list[str]) -> None:
     """The losses over each other, and below how far each is from that of one process."""
     import matplotlib
 
@@ -132,7 +134,7 @@ def draw(out: Path) -> None:
         "tensor 2": ("#D55E00", "--", 1.6),
         "sequence 2": ("#009E73", "-.", 1.4),
     }
-    for name in LAYOUTS:
+    for name in names:
         colour, line, width = styles.get(name, ("#111111", ":", 1.4))
         found = losses(out, name)
         above.plot(range(1, len(found) + 1), smooth(found), line, color=colour, linewidth=width, label=name)
@@ -162,6 +164,9 @@ if __name__ == "__main__":
     parser.add_argument("--model", required=True, help="folder, or name on the hub, of a pretrained BERT")
     parser.add_argument("--out", type=Path, default=Path("runs/convergence"))
     parser.add_argument("--all", action="store_true", help="all layouts, the table and the picture")
+    parser.add_argument(
+        "--layouts", nargs="*", choices=LAYOUTS, default=[*LAYOUTS], help="those of --all, beside one process"
+    )
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--sequence", type=int, default=1)
     parser.add_argument("--pipe", type=int, default=1)

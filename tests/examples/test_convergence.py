@@ -1,4 +1,4 @@
-"""examples/convergence.py fine-tunes a BERT under several layouts, whose losses lie on each other."""
+"""examples/convergence.py fine-tunes a BERT under several layouts, whose losses lie on each other. Two of them here."""
 
 from __future__ import annotations
 
@@ -41,22 +41,21 @@ def write_pairs(folder: Path) -> None:
         (folder / f"msr_paraphrase_{part}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8-sig")
 
 
-def test_all_layouts_have_the_same_losses(tmp_path: Path) -> None:
+def test_the_layouts_have_the_same_losses(tmp_path: Path) -> None:
     save_model(tmp_path / "bert")
     write_pairs(tmp_path / "mrpc")
     command = [sys.executable, str(ROOT / "examples" / "convergence.py"), "--data", "mrpc", "--model", "bert", "--all"]
-    command += ["--epochs", "1", "--out", "out"]
+    command += ["--epochs", "1", "--out", "out", "--layouts", "sequence 2", "pipe 2, data 2, ZeRO 1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"^\| (.*?) \| (\d) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$", done.stdout, re.MULTILINE)
     assert [(name, processes) for name, processes, *_ in rows] == [
         ("one process", "1"),
-        ("tensor 2", "2"),
         ("sequence 2", "2"),
         ("pipe 2, data 2, ZeRO 1", "4"),
     ]
     assert all(float(apart) < 1e-4 for *_, apart in rows)
     assert len({tuple(values[:3]) for _, _, *values in rows}) == 1
     assert (tmp_path / "out" / "convergence.png").stat().st_size > 10_000
-    result = json.loads((tmp_path / "out" / "tensor-2" / "result.json").read_text())
+    result = json.loads((tmp_path / "out" / "sequence-2" / "result.json").read_text())
     assert 0 <= result["validation/accuracy"] <= 1

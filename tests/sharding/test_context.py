@@ -278,6 +278,7 @@ def hybrid(family: str, head: str) -> tuple[nn.Module, list[dict[str, Any]]]:
     return plain, [{**batch, "labels": batch["input_ids"]} for batch in batches_for(plain)[:1]] * STEPS
 
 
+@pytest.mark.usefixtures("found_once")
 @pytest.mark.parametrize(
     ("family", "head", "layout", "again"),
     [
@@ -297,6 +298,7 @@ def test_what_mixes_tokens_without_attention_is_given_all_of_them(
     check(plain, batches, layout, 3e-6)  # they compute in fp32 inside
 
 
+@pytest.mark.usefixtures("found_once")
 def test_that_it_is_given_them_is_found_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, _ = hybrid("jamba", "JambaForCausalLM")
 

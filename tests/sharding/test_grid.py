@@ -192,6 +192,7 @@ def mixture(family: str, head: str) -> tuple[nn.Module, list[dict[str, Any]]]:
     return model, [{**in_fp64(batch), "labels": batch["input_ids"]}] * STEPS
 
 
+@pytest.mark.usefixtures("found_once")
 @pytest.mark.parametrize(("family", "head"), [("mixtral", "MixtralForCausalLM"), ("qwen2_moe", "Qwen2MoeForCausalLM")])
 def test_a_mixture_of_experts_is_given_all_features(family: str, head: str) -> None:
     model, batches = mixture(family, head)
@@ -209,6 +210,7 @@ def test_what_is_said_of_a_grid() -> None:
 # --- what users do with it
 
 
+@pytest.mark.usefixtures("found_once")
 @pytest.mark.parametrize(
     ("family", "head", "mode", "sizes"),
     [("cohere", "CohereForCausalLM", "2d", (2, 2)), ("olmo", "OlmoForCausalLM", "3d", (2, 1, 2))],
@@ -221,6 +223,7 @@ def test_norms_that_write_out_their_formula(family: str, head: str, mode: str, s
     check(plain.double().train(), [dict(batches_for(plain)[0])], mode, sizes)
 
 
+@pytest.mark.usefixtures("found_once")
 def test_an_attention_that_stays_whole_is_given_its_own_samples() -> None:
     """Of the mask and the positions, too."""
     torch.manual_seed(0)

@@ -1,0 +1,28 @@
+"""Models of no family, over ranks that are threads: their policy is found once, not by each of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shardformer import sharder
+from shardformer.policies.role_policy import RolePolicy
+
+
+@pytest.fixture
+def found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a test that does not change its models: who has the same class and config gets the same policy."""
+    lock, found = threading.Lock(), dict[Any, type[RolePolicy]]()
+    find: Callable[[Any], RolePolicy] = sharder.infer
+
+    def once(model: Any) -> RolePolicy:
+        with lock:
+            key = (type(model), str(model.config))
+            if key not in found:
+                found[key] = type(find(model))
+            return found[key]()
+
+    monkeypatch.setattr(sharder, "infer", once)
