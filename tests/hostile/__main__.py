@@ -12,7 +12,7 @@ import torch
 import transformers
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column, Table
 
 from tests.hostile import arguments, divergence, faults, mutations
 from tests.hostile.net import EQUAL, FINDINGS, NOTICED, REFUSED, drawn, outcome
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def _table(counts: dict[str, Counter[str]]) -> Table:
-    table = Table("", "cases", EQUAL, REFUSED, NOTICED, *FINDINGS)
+    table = Table(Column("", no_wrap=True), "cases", EQUAL, REFUSED, NOTICED, *FINDINGS)
     for kind, count in counts.items():
         shown = [str(count[what]) for what in (EQUAL, REFUSED, NOTICED, *FINDINGS)]
         table.add_row(kind, str(sum(count.values())), *shown)
