@@ -368,10 +368,13 @@ def _next_seed() -> int:
 def _different(every: Sequence[Sequence[int]], axis: Axis) -> InputError:
     other = next(stage for stage, theirs in enumerate(every) if theirs[:-2] != every[0][:-2])
     kinds = ("shapes of batches", "numbers of micro-batches", "calls", "modes of training", "batches", *OF_OPTIMIZERS)
-    what = next(kind for kind, a, b in zip(kinds, every[0], every[other], strict=False) if a != b)
+    what, ours, theirs = next((kind, a, b) for kind, a, b in zip(kinds, every[0], every[other], strict=False) if a != b)
     if what in OF_OPTIMIZERS:
+        ranks = axis.ranks[0], axis.ranks[other]
+        numbers = f" ({ours}, and rank {ranks[1]} {theirs})" if what == "steps" else ""
+        places = f"Ranks {ranks[0]} and {ranks[1]}, stages 0 and {other} of {axis.size},"
         return InputError(
-            f"Stages 0 and {other} of {axis.size} have come apart: they have different {FACTS[what].what}",
+            f"{places} have come apart: they have different {FACTS[what].what}{numbers}",
             rule=FACTS[what].rule,
             remedy=FACTS[what].remedy,
         )
