@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -132,6 +133,8 @@ def test_stages_notice(name: str) -> None:
     found = came_apart(change, 1, {"pipe": 2})
     words = {"batch": "different batches", "mode": "different modes of training"}
     assert all(words.get(name, said) in text for text in found), found
+    if name == "skipped":
+        assert all(re.search(r"Ranks 0 and 1, stages 0 and 1 of 2, .* \(\d, and rank 1 \d\)", text) for text in found)
 
 
 @pytest.mark.parametrize(
