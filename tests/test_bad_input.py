@@ -25,6 +25,7 @@ import shardformer
 from shardformer.errors import ConfigError, InputError, LaunchError, PolicyError, ShardFormerError
 from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
 from shardformer.mesh.launch import launch_from_torch
+from shardformer.mesh.lost import LostPeerError
 from shardformer.policies.describe import ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import MLP, RolePolicy, Stack
@@ -504,7 +505,7 @@ def _members_give_different_groups() -> Refusal:
 def test_members_of_a_group_that_give_different_ones(pool4: WorkerPool) -> None:
     *two, third, _ = pool4.run(_members_give_different_groups)
     refused(two, ConfigError, "[0, 1]", "[0, 1, 2]", "the group that it belongs to")
-    refused([third], LaunchError, "Process 0 did not come", "[0, 1, 2]")
+    refused([third], LostPeerError, "Process 0 did not come", "[0, 1, 2]")
 
 
 def _one_has_a_model_of_its_own(order: str) -> list[str]:

@@ -22,6 +22,7 @@ from shardformer.lazy.materialize import named_tensors
 from shardformer.lazy.recipe import place_of, random_steps, text_of
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.lost import LostPeerError
 from shardformer.mesh.process_group import ENDED
 from shardformer.mesh.processes import launcher_store
 from shardformer.policies.paths import configs_in
@@ -96,7 +97,7 @@ def _read_announcements(store: Any, other: int, mine: _Announcement, deadline: f
                     remedy="See what that process says",
                 )
             said = f"Process {other} did not come to shard over {mine.group}, as process {me} did"
-            return _other_group(LaunchError, said) if is_member else None
+            return _other_group(LostPeerError, said) if is_member else None
         theirs = _Announcement(*json.loads(store.get(key)))
         is_about_us = me in theirs.ranks
         if is_about_us and not is_member and not mine.trouble:
