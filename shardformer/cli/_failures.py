@@ -100,7 +100,9 @@ def _short(failure: ProcessFailure) -> str:
 
 
 def _cause(failure: ProcessFailure) -> str:
-    if failure.exitcode < 0:
+    if failure.exitcode in _BY_LAUNCHER and _text(failure):
+        how = "ended by the launcher on its way out"
+    elif failure.exitcode < 0:
         how = f"killed by {failure.signal_name()}"
         if failure.pid in STUCK:
             return f"{how}: {STUCK[failure.pid]}"
