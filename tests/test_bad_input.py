@@ -236,6 +236,9 @@ CASES: dict[str, Case] = {
     ),
     "what is no policy": Case(ToyLM, {"policy": NotAPolicy()}, PolicyError, ("NotAPolicy", "shardformer.Policy")),
     "weights on the meta device": Case(meta, {}, ConfigError, ("meta device", "'transformer.wte.weight'", "LazyInit")),
+    "a model made in inference mode": Case(
+        torch.inference_mode()(lambda: ToyLM()), OWN, ConfigError, ("was made under torch.inference_mode()", "no_grad")
+    ),
     "a group that is none": Case(
         ToyLM, {**OWN, "tensor_parallel_process_group": [0, 1]}, ConfigError, ("[0, 1]", "new_group")
     ),

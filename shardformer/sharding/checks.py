@@ -32,6 +32,12 @@ def check_plain(model: nn.Module) -> None:
             rule="A model is sharded once, and before anything is wrapped around it",
             remedy="Build the model again, or go on with the one that the first call returned",
         )
+    if made := next((name for name, p in model.named_parameters() if p.is_inference()), None):
+        raise ConfigError(
+            f"{made} of this {type(model).__name__} was made under torch.inference_mode()",
+            rule="Parameters that are cut are views and take gradients, which torch refuses of such tensors for good",
+            remedy="Build or load the model outside of torch.inference_mode(); torch.no_grad() may stand around it",
+        )
     check_recipes(model)
 
 
