@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 settings.register_profile("no deadline", deadline=None)  # what an example takes depends on what else runs
 settings.load_profile("no deadline")
 
-# What is imported is never garbage, and tests make few cycles: searching less often takes 2 % of the time, not 15.
+# What is imported is never garbage, and tests make few cycles: searching less often takes 5 % of the time, not 14.
 gc.set_threshold(50_000, 20, 20)
 
 # docs/features.md is made of what the tests say.

@@ -25,7 +25,7 @@ from shardformer.sharding.stages import Stages
 
 
 def check_plain(model: nn.Module) -> None:
-    """Raises ConfigError for a model that is sharded already, in whole or in part, or whose values cannot be had."""
+    """Raises ConfigError for a model that is sharded already, even in part, or whose values cannot be had or cut."""
     if any({ROOT, PART} & m.__dict__.keys() or isinstance(m, ParallelModule) for m in model.modules()):
         raise ConfigError(
             f"This {type(model).__name__} is sharded already",
@@ -35,7 +35,7 @@ def check_plain(model: nn.Module) -> None:
     if made := next((name for name, p in model.named_parameters() if p.is_inference()), None):
         raise ConfigError(
             f"{made} of this {type(model).__name__} was made under torch.inference_mode()",
-            rule="Parameters that are cut are views and take gradients, which torch refuses of such tensors for good",
+            rule="Parameters take gradients and count their changes, which torch refuses of such tensors for good",
             remedy="Build or load the model outside of torch.inference_mode(); torch.no_grad() may stand around it",
         )
     check_recipes(model)

@@ -116,7 +116,7 @@ def tensors() -> int:
 
 
 def _kept(layouts: list[Layout]) -> list[tuple[Layout, int, bool]]:
-    """By how many tensors a step grows what is held, and whether the grid outlives the engine."""
+    """By how many tensors two steps make what is held grow, and whether the grid outlives the engine."""
     found = []
     for layout in layouts:
         engine = made("llama", layout)

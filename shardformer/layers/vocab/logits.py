@@ -240,14 +240,15 @@ def _cross_entropy(func: Torch, args: Args, kwargs: Kwargs) -> Any:
 def _hooked(func: Torch, args: Args, kwargs: Kwargs) -> Any:
     """register_hook: the hook sees, and may replace, the gradient of the logits."""
     x, hook = (*args, *kwargs.values())
+    local = own_part(x)
     # the hook knows how the logits are placed, not the logits: they hold the graph, which would hold them for good
-    placed = like(x, own_part(x).new_empty([0] * x._local.dim()))
+    placed = like(x, local.new_empty([0] * local.dim()))
 
     def on_local(grad: Tensor) -> Tensor | None:
         replaced = hook(like(placed, grad, dtype=grad.dtype))
         return None if replaced is None else part_of(replaced, placed)
 
-    return own_part(x).register_hook(on_local)
+    return local.register_hook(on_local)
 
 
 def _of_part(func: Torch, args: Args, kwargs: Kwargs) -> Any:
