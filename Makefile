@@ -1,5 +1,7 @@
 # make demo    install into .venv and train a small model in one process and in two, side by side
-# make test    install with the test tools and run every check; JOBS=2 tests at once
+# make test-fast  lint, types, and the tests that start no process; for every edit
+# make test    install with the test tools and run every check that CI runs; JOBS=2 tests at once
+# make test-all  every case of every test, the generated hostile cases, the mutants, the oldest versions
 # make lint    ruff and mypy only            make format   let ruff rewrite the files
 # make features  run the tests of the families and write docs/features.md from what they say
 # make pages   write docs/configuration.md and docs/commands.md from the code
@@ -16,15 +18,23 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 # The package is read by hundreds of processes: its compiled files are kept, whatever the machine says of others.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
+STARTED := $(shell date +%s)
+TIER := $(TEST_ENV) $(BIN)/python -m tests.run_tier --jobs $(JOBS) --started $(STARTED)
 
-.PHONY: demo test test-oldest hostile features pages lint format bench clean
+.PHONY: demo test test-fast test-all test-oldest hostile features pages lint format bench clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
 	$(BIN)/shardformer demo $(ARGS)
 
-test: lint $(VENV)/.installed-timm
-	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
+test: $(VENV)/.installed-test $(VENV)/.installed-timm
+	$(TIER) test $(ARGS)
+
+test-fast: $(VENV)/.installed-test
+	$(TIER) fast $(ARGS)
+
+test-all: $(VENV)/.installed-test $(VENV)/.installed-timm
+	$(TIER) all $(ARGS)
 
 test-oldest: $(OLDEST)/.installed-test $(VENV)/.installed-timm
 	$(TEST_ENV) TIMM_FOLDER=$(CURDIR)/$(VENV)/timm $(OLDEST)/bin/python -m pytest -m feature $(ARGS)

@@ -26,7 +26,7 @@ settings.load_profile("no deadline")
 gc.set_threshold(50_000, 20, 20)
 
 # docs/features.md is made of what the tests say.
-pytest_plugins = ["tests.feature_table"]
+pytest_plugins = ["tests.feature_table", "tests.tiers"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,7 +39,7 @@ def _search_what_is_imported_no_more() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Pools]:
     """``pools(n).run(fn, *args)`` calls ``fn`` on n workers; see :class:`shardformer.testing.pool.WorkerPool`."""
-    with Pools() as pools:
+    with Pools(imports=("torch", "tests.preload")) as pools:
         yield pools
 
 

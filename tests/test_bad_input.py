@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping
@@ -34,6 +33,7 @@ from shardformer.sharding import agree
 from shardformer.testing.pool import WorkerPool
 from shardformer.testing.zoo import Batches, Sample
 from tests.policies.toy import ToyLM, ToyPolicy, toy_batch, toy_loss
+from tests.scripts import SHARDFORMER
 
 SEQUENCE = {"enable_sequence_parallelism": True}
 
@@ -664,6 +664,7 @@ DYING = """
 """
 
 
+@pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize(
     ("tensor", "end", "said"),
     [
@@ -674,7 +675,7 @@ DYING = """
 def test_a_worker_that_dies_ends_the_others_and_is_named(tmp_path: Path, tensor: int, end: str, said: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(DYING.format(tensor=tensor, end=end)))
-    main = [sys.executable, "-c", "from shardformer.cli import main; main()", "run", "--nproc_per_node", "2"]
+    main = [*SHARDFORMER, "run", "--nproc_per_node", "2"]
     env = {k: v for k, v in os.environ.items() if not k.startswith("PET_")}
     died = tmp_path / "died"
     done = subprocess.run([*main, str(script), str(died)], env=env, capture_output=True, text=True, timeout=300)

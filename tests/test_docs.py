@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from shardformer.testing.pool import WorkerPool
 from shardformer.testing.zoo import Batches, Sample
+from tests.scripts import SHARDFORMER
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -71,7 +71,7 @@ def test_the_command_with_a_config_file_runs(tmp_path: Path) -> None:
         (tmp_path / text.split("\n", 1)[0].removeprefix("# ")).write_text(text)
     found = re.search(r"^shardformer (run .*--config config.py.*)$", CONCEPTS, re.MULTILINE)
     assert found is not None
-    main = [sys.executable, "-c", "from shardformer.cli import main; main()", *shlex.split(found[1])]
+    main = [*SHARDFORMER, *shlex.split(found[1])]
     env = {k: v for k, v in os.environ.items() if not k.startswith("PET_")}
     done = subprocess.run(main, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -188,7 +188,7 @@ def at_import_time(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_files_functions_and_signatures_stay_short(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    too_long = [f"{path.name}: {len(text.splitlines())} lines"] if len(text.splitlines()) >= 400 else []
+    too_long = [f"{path.name}: {len(text.splitlines())} lines"] if len(text.splitlines()) > 800 else []
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue

@@ -373,11 +373,13 @@ EVERYWHERE: tuple[Feature, ...] = (
 )
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize(("feature", "family", "mode"), pairwise(EVERYWHERE, FAMILIES, list(MODES)))
 def test_features(pool2: WorkerPool, feature: Feature, family: str, mode: str) -> None:
     assert_same(pool2.run(side_by_side, feature, family, MODES[mode], {}))
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize(
     "feature",
@@ -389,6 +391,7 @@ def test_features_over_four_ranks(pool4: WorkerPool, feature: Feature, mode: str
     assert_same(pool4.run(side_by_side, feature, "llama", MODES[mode], {}))
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("mode", ["plain", "overlap"])
 @pytest.mark.parametrize(
     "feature", [accumulated, accumulated_without_traffic, frozen, checkpointed, clipped_by_norms, interrupted]
@@ -436,6 +439,7 @@ def with_optimizer(optimizer: str, options: Mapping[str, Any]) -> dict[str, floa
     return side_by_side(feature, "bert", options, {})
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("mode", ["plain", "sequence"])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_any_elementwise_optimizer(pool2: WorkerPool, optimizer: str, mode: str) -> None:
@@ -483,6 +487,7 @@ def with_and_without_checkpoints(family: str, options: Mapping[str, Any], use_re
     }
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize(("family", "mode", "use_reentrant"), pairwise(FAMILIES, list(MODES), [False, True]))
 def test_checkpoints_draw_the_same_masks_again(pool2: WorkerPool, family: str, mode: str, use_reentrant: bool) -> None:
     for found in pool2.run(with_and_without_checkpoints, family, MODES[mode], use_reentrant):
@@ -535,6 +540,7 @@ def called(family: str, options: Mapping[str, Any], way: str) -> dict[str, float
     return side_by_side(feature, family, options, {})
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize(
     ("family", "way", "mode"),
     [
@@ -581,6 +587,7 @@ def in_autocast(family: str, options: Mapping[str, Any], recompute: bool) -> dic
     }
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize(("family", "mode", "recompute"), pairwise(FAMILIES, list(MODES), [False, True]))
 def test_autocast_is_off_by_its_noise(pool2: WorkerPool, family: str, mode: str, recompute: bool) -> None:
     for found in pool2.run(in_autocast, family, MODES[mode], recompute):
@@ -660,6 +667,7 @@ def generated(family: str, options: Mapping[str, Any], length: int) -> dict[str,
     return {name: (tokens, ours) for (name, tokens), ours in zip(run(plain).items(), run(sharded).values())}
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize(
     ("family", "layout", "length"),
     pairwise(list(GENERATING), [(2, "plain"), (2, "overlap"), (4, "sequence")], [1, 9]),
@@ -703,6 +711,7 @@ def saved(family: str, folder: str, options: Mapping[str, Any]) -> dict[str, Any
     }
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("tensor", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_saved_model_is_the_plain_one(pools: Pools, family: str, tensor: int, tmp_path: Path) -> None:

@@ -105,12 +105,16 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def serve(rank: int, threads: int, calls: connection.Connection, stack: connection.Connection) -> None:
-    """Answer the calls that come down the pipe until the parent closes it or ends."""
+def serve(
+    rank: int, threads: int, env: Mapping[str, str], calls: connection.Connection, stack: connection.Connection
+) -> None:
+    """Answer the calls that come down the pipe until the parent closes it or ends; ``env`` is the parent's."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which decides
     faulthandler.enable(stack.fileno())
     faulthandler.register(signal.SIGUSR1, stack.fileno())
     threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+    os.environ.clear()
+    os.environ.update(env)  # a fork server has that of the time when it started
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve, nor pass a firewall
     home = dict(os.environ)

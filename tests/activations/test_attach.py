@@ -87,6 +87,7 @@ def over_ranks(family: str, on: str | None, tensor: int, reentrant: bool | None,
     return run_as_threads(run, tensor=tensor)
 
 
+@pytest.mark.reduced(cover="reentrant")
 @pytest.mark.parametrize(
     ("family", "tensor", "reentrant"),
     [
@@ -229,6 +230,7 @@ def _dropped(on: str | None, reentrant: bool) -> tuple[float, list[Tensor | None
     return loss, grads
 
 
+@pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_dropout_draws_the_same_on_processes(pool2: WorkerPool, reentrant: bool) -> None:
     expected = pool2.run(_dropped, None, reentrant)

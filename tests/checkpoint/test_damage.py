@@ -10,7 +10,6 @@ import pickle
 import random
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.zero import zero
 from shardformer.testing.threads import run_as_threads
+from tests.scripts import PYTHON
 
 RANKS = 2
 
@@ -253,6 +253,7 @@ def _failing(monkeypatch: pytest.MonkeyPatch, at: int) -> list[int]:
     return made
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("save", [save_checkpoint, in_background])
 @pytest.mark.parametrize("at", range(1, 31))
 def test_a_disk_that_is_full_leaves_what_was_there(
@@ -435,7 +436,7 @@ def test_a_step_that_is_saved_again_is_there_until_the_disk_has_the_new_one(
 def test_killed_processes_leave_whole_checkpoints(tmp_path: Path) -> None:
     script = Path(__file__).with_name("kills.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), "--rounds", "2"], capture_output=True, text=True, timeout=60
+        [PYTHON, str(script), str(tmp_path), "--rounds", "2"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     assert "2 kills" in done.stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +16,8 @@ from shardformer.cli import main
 from shardformer.demo.comparison import Outcome
 from shardformer.testing.pool import Pools, WorkerPool
 from shardformer.testing.zoo import Sample
+from tests.scripts import SHARDFORMER
 
-SHARDFORMER = [sys.executable, "-c", "from shardformer.cli import main; main()"]
 SMALL = ["--layers", "1", "--hidden", "64", "--batch", "2", "--sequence", "32", "--steps", "4"]
 Run = Callable[..., tuple[int, str, str]]
 

@@ -20,8 +20,7 @@ from shardformer.cli._ending import PLACES
 from shardformer.cli._failures import describe_failures
 from shardformer.cli.run import Host, find_this_host, parse, read_hostfile, select_hosts
 from shardformer.errors import LaunchError, ShardFormerError
-
-SHARDFORMER = [sys.executable, "-c", "from shardformer.cli import main; main()"]
+from tests.scripts import SHARDFORMER
 
 
 def start(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
@@ -488,7 +487,7 @@ def test_the_launcher_ends_soon_and_names_a_process_that_would_not(how: str, tmp
         "    os.kill(os.getpid(), signal.SIGSTOP)\n"
         "time.sleep(100)\n"
     )
-    process = start("--nproc_per_node", "2", "--shutdown-timeout", "4", script, how)
+    process = start("--nproc_per_node", "2", "--shutdown-timeout", "4", script, how, PYTHON_EXEC=sys.executable)
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     begin = time.monotonic()

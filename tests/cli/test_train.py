@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from shardformer.engine.parallel import Parallel
 from shardformer.errors import ConfigError
 from shardformer.trainer.records import read_records
 from tests.runs.files import write_text
+from tests.scripts import SHARDFORMER
 
 RUN = """
 [model]
@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def started(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).with_name("shardformer")), "train", "--config", "run.toml", *options]
+    command = [*SHARDFORMER, "train", "--config", "run.toml", *options]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +15,8 @@ import pytest
 from shardformer.cli import main
 from shardformer.testing.pool import Pools, WorkerPool
 from shardformer.testing.zoo import HEADS, Sample
+from tests.scripts import SHARDFORMER
 
-SHARDFORMER = [sys.executable, "-c", "from shardformer.cli import main; main()"]
 Run = Callable[..., tuple[int, str, str]]
 
 FORGETFUL = """

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
+
+from tests.scripts import PYTHON, SHARDFORMER
 
 SCRIPT = Path(__file__).with_name("elastic.py")
 
 
 def run(folder: Path, *options: str, processes: int, restarts: int = 0) -> tuple[int, int, str]:
     """(exit status, restarts that were needed, a number of the weights)."""
-    launcher = [sys.executable, "-m", "shardformer", "run", "--nproc_per_node", str(processes)]
+    launcher = [*SHARDFORMER, "run", "--nproc_per_node", str(processes)]
     command = [*launcher, "--max-restarts", str(restarts), str(SCRIPT), str(folder), *options]
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TORCHELASTIC"))}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
@@ -36,6 +37,6 @@ def test_a_run_goes_on_with_fewer_processes(tmp_path: Path) -> None:
     assert status != 0
     assert (tmp_path / "killed" / "latest").exists()
     for name in ("killed", "whole"):
-        subprocess.run([sys.executable, str(SCRIPT), str(tmp_path / name), *options], check=True, timeout=100)
+        subprocess.run([PYTHON, str(SCRIPT), str(tmp_path / name), *options], check=True, timeout=100)
     found, expected = (torch.load(tmp_path / name / "weights.pt") for name in ("killed", "whole"))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -190,6 +190,7 @@ def difference_before_clip(model: nn.Module, reference: nn.Module, norm: float) 
     return difference(model, reference)
 
 
+@pytest.mark.reduced(one_in=2, first=1)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tensor_pipe_and_data_on_eight_processes(pools: Pools, sequence: bool) -> None:
     for gradient, norm in pools(8).run(_grid_of_eight, sequence):

@@ -82,6 +82,7 @@ def _tour(family: str, layouts: list[Layout] | None = None) -> tuple[float, list
     return max(abs(a - b) for a, b in zip(found, expected, strict=True)), moves
 
 
+@pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize("family", ["llama", "t5", "stablelm"])
 def test_each_layout_becomes_each_other_one(pool4: WorkerPool, family: str) -> None:
     with pool4.with_timeout(150):  # an engine is built for each of 31 layouts

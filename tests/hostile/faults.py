@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from itertools import product
 from pathlib import Path
 
 from tests.hostile.net import EQUAL, HANGS, NOTICED, RAW, WRONG, Case, Outcome
+from tests.scripts import SHARDFORMER
 
 HOW = ("KILL", "TERM", "STOP", "exit 0", "raise", "interrupt", "swallow")
 WHEN = ("launch", "shard", "forward", "backward", "step", "save")
@@ -106,7 +106,7 @@ print("DONE", flush=True)
 def ended(fault: Fault) -> tuple[str, float]:
     """What came of it: "ended and named", "went on", or what is wrong; and after how many seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        launcher = [sys.executable, "-m", "shardformer", "run", "--nproc_per_node", "2"]
+        launcher = [*SHARDFORMER, "run", "--nproc_per_node", "2"]
         command = [*launcher, str(script(Path(folder), fault))]
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
         start = time.monotonic()

@@ -41,6 +41,7 @@ def test_the_net_tells_outcomes_apart(run: object, plain: object, what: str) -> 
     assert outcome(Case("argument", "", {"tensor": 2}, run, plain)).what == what  # type: ignore[arg-type]
 
 
+@pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("fault", [Fault("exit 0", "forward", "tensor"), Fault("swallow", "step", "data")], ids=str)
 def test_a_rank_that_leaves_others_waiting_is_named(fault: Fault) -> None:
     what, seconds = ended(fault)

@@ -206,9 +206,12 @@ def test_without_gradients_and_in_inference_mode() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch hides it from users
-def test_one_that_is_compiled_gives_the_plain_numbers_for_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_one_that_is_compiled_gives_the_plain_numbers_for_any_batch(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
     """As on a GPU: in one graph."""
-    compiled = torch.compile(fused.compute, dynamic=True)
+    compiled = torch.compile(fused.compute, dynamic=True, backend=backend)
     monkeypatch.setattr(fused, "kernel", lambda device: compiled)
     counters = torch._dynamo.utils.counters["stats"]
     before = counters["unique_graphs"]

@@ -52,6 +52,7 @@ def loaded_by_both(kind: Any, folder: Path, **options: Any) -> tuple[nn.Module, 
     return ours, plain
 
 
+@pytest.mark.reduced(one_in=4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_loads_as_with_transformers(family: str, tmp_path: Path) -> None:
     """From several files; mixtral's experts and other weights are saved under other names and shapes."""

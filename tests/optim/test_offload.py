@@ -92,6 +92,7 @@ FP16 = "fp16"
 REDUCED = Precision("bf16", gradients="fp32")
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize(
     ("optimizer", "how"),
     [

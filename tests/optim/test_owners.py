@@ -93,6 +93,7 @@ def with_zero(job: Job, make: Make, clips: bool = True) -> list[Weights]:
     return run_as_threads(train, data=job.data, tensor=job.tensor)
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_over_data_ranks_the_weights_are_those_of_one_process_to_the_bit(name: str, stage: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from itertools import takewhile
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from shardformer.pipeline.picture import grid, summary
 from shardformer.pipeline.schedule import SCHEDULES, make_schedule
 from shardformer.pipeline.timing import simulate
+from tests.scripts import SHARDFORMER
 
 PAGE = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
 FILES = {
@@ -25,7 +25,7 @@ PICTURES = [text for text in TEXTS if text.startswith("# ")]
 
 def _run(folder: Path, name: str) -> str:
     (folder / name).write_text(FILES[name], encoding="utf-8")
-    command = [sys.executable, "-c", "from shardformer.cli import main; main()", "run", "--nproc_per_node", "2", name]
+    command = [*SHARDFORMER, "run", "--nproc_per_node", "2", name]
     env = {k: v for k, v in os.environ.items() if not k.startswith("PET_")}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from shardformer.pipeline.timing import simulate
 from shardformer.sharder import shard_model
 from shardformer.testing.pool import WorkerPool
 from shardformer.testing.zoo import Batches, Sample
+from tests.scripts import SHARDFORMER
 
 DYING = """
 import os, signal, sys
@@ -50,20 +50,12 @@ for step in range(3):
 """
 
 
+@pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize("how", ["killed", "raised", "caught"])
 def test_when_a_stage_dies_the_others_end_and_say_what_they_waited_for(tmp_path: Path, how: str) -> None:
     script = tmp_path / "dying.py"
     script.write_text(DYING, encoding="utf-8")
-    command = [
-        sys.executable,
-        "-c",
-        "from shardformer.cli import main; main()",
-        "run",
-        "--nproc-per-node",
-        "2",
-        str(script),
-        how,
-    ]
+    command = [*SHARDFORMER, "run", "--nproc-per-node", "2", str(script), how]
     start = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode == 0) == (how == "caught")

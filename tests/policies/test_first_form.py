@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from shardformer.policies.basepolicy import Argument, Col_Layer, Layer, Policy, 
 from shardformer.testing.pool import WorkerPool
 from shardformer.testing.zoo import Sample
 from tests.policies.toy import ToyLM, check_sample, toy_batch, toy_loss
+from tests.scripts import SHARDFORMER
 
 
 class FirstBert(Policy):
@@ -242,7 +242,7 @@ def test_the_run_command_of_the_first_form(tmp_path: Path, mode: str) -> None:
     (tmp_path / "test.py").write_text(textwrap.dedent(SCRIPT))
     (tmp_path / "config.py").write_text("parallel = dict(tensor=dict(size=2, mode='1d'))\nseed = 5\n")
     command = ["run", "--nproc_per_node", "2", "test.py", "--config", "config.py", "--mode", mode]
-    main = [sys.executable, "-c", "from shardformer.cli import main; main()", *command]
+    main = [*SHARDFORMER, *command]
     env = {k: v for k, v in os.environ.items() if not k.startswith("PET_")}
     done = subprocess.run(main, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ import pytest
 
 from shardformer.testing.pool import WorkerPool
 from shardformer.verify import verify
+from tests.scripts import PYTHON
 
 PAGE = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(python|text)\n(.*?)```", PAGE, flags=re.DOTALL)
@@ -66,6 +67,6 @@ def test_nobody_can_tell_a_policy_of_the_page(pool2: WorkerPool, folder: Path, f
 
 
 def test_the_check_of_the_page_passes(folder: Path) -> None:
-    done = subprocess.run([sys.executable, "check.py"], cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([PYTHON, "check.py"], cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "Nobody can tell." in done.stdout

@@ -102,6 +102,7 @@ def came_apart(change: Change | None, odd: int, sizes: dict[str, int], **options
     return run_as_threads(do, **sizes, in_turn=True)
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 3}, {"sequence": 2}], ids=str)
 @pytest.mark.parametrize("name", CHANGES)
 def test_ranks_of_one_batch_notice(name: str, sizes: dict[str, int]) -> None:
@@ -119,6 +120,7 @@ OF_DATA = [("mode", {}), ("rate", {}), ("skipped", {}), ("weight", {}), ("mode",
 OF_DATA += [("mode", {"zero": 2}), ("rate", {"zero": 2}), ("rate", {"zero": 3})]
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize(("name", "how"), OF_DATA, ids=str)
 def test_data_ranks_notice(name: str, how: dict[str, Any]) -> None:
     change, said = CHANGES[name]

@@ -160,6 +160,7 @@ CASES = [
 ]
 
 
+@pytest.mark.reduced
 @pytest.mark.feature("context parallel")
 @pytest.mark.parametrize(("family", "layout"), CASES, ids=str)
 def test_nobody_can_tell_that_the_sequence_was_cut(family: str, layout: dict[str, Any]) -> None:
@@ -248,6 +249,7 @@ def padded(left: int, right: int) -> Tensor:
 PACKED = torch.tensor([[*range(5), *range(8)], [*range(13)], [*range(9), *range(4)], [*range(1), *range(12)]])
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("way", ["ring", "ulysses", "gather"])
 @pytest.mark.parametrize(
     "more",
@@ -265,6 +267,7 @@ def test_padding_documents_and_windows(family: str, more: dict[str, Any], way: s
     check(plain_of(family), text(**more), {"sequence": 2, "way": way}, 3e-6)
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("layout", [{"sequence": 2, "pipe": 2}, {"sequence": 2, "pipe": 2, "tensor": 2}])
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "whisper"])
 def test_a_stage_sends_its_positions(family: str, layout: dict[str, Any]) -> None:
@@ -278,6 +281,7 @@ def hybrid(family: str, head: str) -> tuple[nn.Module, list[dict[str, Any]]]:
     return plain, [{**batch, "labels": batch["input_ids"]} for batch in batches_for(plain)[:1]] * STEPS
 
 
+@pytest.mark.reduced(one_in=3)
 @pytest.mark.usefixtures("found_once")
 @pytest.mark.parametrize(
     ("family", "head", "layout", "again"),

@@ -67,6 +67,7 @@ def test_the_page_of_a_gpt2(pool2: WorkerPool) -> None:
     assert "127 x 48  63 x 48" in second
 
 
+@pytest.mark.reduced(family=("llama", "gpt2", "bert", "t5"))
 @pytest.mark.parametrize("family", [family for family in SMALL if family in FAMILIES])
 def test_a_page_is_narrow_and_accounts_for_every_parameter(pool2: WorkerPool, family: str) -> None:
     text, description = pool2.run(_describe, family)[0]

@@ -138,6 +138,7 @@ def test_nobody_can_tell(family: str, mode: str, sizes: Sizes) -> None:
     check(plain_of(family), batches_of(family), mode, sizes)
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize(("mode", "sizes"), GRIDS, ids=str)
 def test_each_grid(mode: str, sizes: Sizes) -> None:
     check(plain_of("llama"), batches_of("llama", samples=5), mode, sizes)
@@ -167,6 +168,7 @@ def test_a_mode_that_does_not_serve_a_family_is_refused(
     record_property("feature", f"{word}: {why}")
 
 
+@pytest.mark.reduced(one_in=2, first=1)
 @pytest.mark.parametrize(
     ("family", "mode", "sizes"),
     [("llama", "2d", (1, 2)), ("t5", "2d", (2, 1)), ("whisper", "3d", (2, 1, 2)), ("blip-2", "2d", (2, 1))],
@@ -256,6 +258,7 @@ def sharded(context: ParallelContext, family: str, mode: str, sizes: Sizes, **op
     return shardformer.shard_model(plain, context=with_tensor(context, sizes), tensor_parallel_mode=mode, **options)
 
 
+@pytest.mark.reduced(cover="mode")
 @pytest.mark.parametrize(
     ("family", "mode", "sizes"),
     [
@@ -513,6 +516,7 @@ def test_the_page_of_grids_runs(pool4: WorkerPool) -> None:
     assert losses == pytest.approx([losses[0]] * 4)
 
 
+@pytest.mark.reduced(one_in=2, first=1)
 @pytest.mark.parametrize(
     ("family", "mode", "sizes", "training"),
     [

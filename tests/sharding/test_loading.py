@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from shardformer.errors import ConfigError
 from shardformer.mesh.context import ParallelContext
 from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import MAIN, Batches, Sample
+from tests.scripts import PYTHON
 
 FAMILIES = ("llama", "gpt2", "t5", "bert")
 
@@ -178,10 +178,10 @@ def test_what_save_pretrained_is_given_is_looked_at(tmp_path: Path) -> None:
     assert not (tmp_path / "part").exists() and not (tmp_path / "nobody").exists()
 
 
-def test_a_save_that_ends_at_any_of_its_operations_leaves_no_mixture(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", ["27", pytest.param("9", marks=pytest.mark.full)])
+def test_a_save_that_ends_at_any_of_its_operations_leaves_no_mixture(tmp_path: Path, every: str) -> None:
     script = Path(__file__).with_name("saves.py")
-    done = subprocess.run(
-        [sys.executable, script, tmp_path, "--every", "9"], capture_output=True, text=True, timeout=100
-    )
+    command = [PYTHON, script, tmp_path, "--every", every]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "0 mixtures" in done.stdout

@@ -131,6 +131,7 @@ def assert_alike(found: list[Step], expected: list[Step]) -> None:
         assert real.calls and all(real.peaks)
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 def test_a_trace_has_the_collectives_and_the_peak_memory_of_a_real_step(family: str, layout: str) -> None:

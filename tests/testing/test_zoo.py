@@ -82,6 +82,7 @@ def test_the_tables_fit_each_other() -> None:
     assert {variant.family for variant in VARIANTS.values()} == SMALL.keys()
 
 
+@pytest.mark.reduced(one_in=8)
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_a_head_trains_on_its_batches(name: str) -> None:
     torch.manual_seed(0)
@@ -97,6 +98,7 @@ def test_a_head_trains_on_its_batches(name: str) -> None:
     assert {n for n, grad in grads.items() if grad is None} == {n for n in grads if re.match(unused, n)}
 
 
+@pytest.mark.reduced(one_in=8)
 @pytest.mark.parametrize("head", EVERY_HEAD)
 def test_no_weight_is_out_of_the_reach_of_the_loss(head: str) -> None:
     """A gradient in the noise would show no mistake. That of a bias may be nothing, as that of a softmax's keys."""
@@ -110,6 +112,7 @@ def test_no_weight_is_out_of_the_reach_of_the_loss(head: str) -> None:
     assert {n: v / top for n, v in asked.items() if v / top < 1e-6} == {}
 
 
+@pytest.mark.reduced(one_in=8)
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_the_loss_of_a_batch_is_the_mean_of_those_of_its_halves(name: str) -> None:
     torch.manual_seed(0)
@@ -144,6 +147,7 @@ def test_a_sample_is_a_value(family: str) -> None:
     assert all(torch.equal(value, first[name]) for name, value in Sample(family)().state_dict().items())
 
 
+@pytest.mark.reduced(one_in=8)
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_nothing_is_left_to_chance(name: str) -> None:
     """A model in training gives one batch one loss, so there is no dropout, and no stochastic depth."""
@@ -206,6 +210,7 @@ def test_a_head_is_made_as_deep_as_a_pipeline_needs(head: str) -> None:
     assert depth_of(sample.family, head, 1) >= 2
 
 
+@pytest.mark.reduced(one_in=8)
 @pytest.mark.parametrize("head", FAMILY_OF)
 def test_what_counts_by_sample_is_what_is_no_mean_of_torch(head: str) -> None:
     model, parts = _split(head, Sample(FAMILY_OF[head], head))

@@ -42,6 +42,7 @@ def filled(name: str, dtype: torch.dtype) -> None:
     assert_same(shardformer.materialize(lazy), plain)
 
 
+@pytest.mark.reduced(one_in=5)
 @pytest.mark.parametrize(("name", "dtype"), in_turn(MODELS, (torch.float32,), (torch.bfloat16,)))
 def test_weights_and_buffers_are_those_of_an_eager_build(
     timm_worker: WorkerPool, name: str, dtype: torch.dtype
@@ -97,6 +98,7 @@ def sharded_both_ways(name: str, ranks: int, options: dict[str, bool]) -> list[i
     return run_as_threads(train, tensor=ranks)
 
 
+@pytest.mark.reduced(cover="cell")
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [of(name, "lazy initialization", beside=way) for name, *way in in_turn(MODELS, (2,), (4,))],
@@ -124,6 +126,7 @@ def held_while_sharding(name: str) -> tuple[int, int, int, int]:
     return living.peak, max(sizes), sum([*whole, *(b.nbytes for b in model.buffers())]), sum(sizes)
 
 
+@pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize("name", ["vit", "beit", "eva02"])
 def test_one_full_tensor_is_held_beside_the_part(timm_pools: Pools, name: str) -> None:
     for peak, largest, not_cut, everything in timm_pools(2).run(held_while_sharding, name):

@@ -46,6 +46,7 @@ def sounds(step: int) -> dict[str, Tensor]:
     return {"input_values": values, "labels": torch.randint(1, 32, (4, 5), generator=generator)}
 
 
+@pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize("kind", ["Wav2Vec2", "Hubert", "WavLM", "SEW", "UniSpeech", "Data2VecAudio"])
 def test_what_is_covered_of_a_sound_is_drawn_alike(pool2: WorkerPool, kind: str) -> None:
     """By numpy, a mask for each sample: SpecAugment."""
@@ -53,6 +54,7 @@ def test_what_is_covered_of_a_sound_is_drawn_alike(pool2: WorkerPool, kind: str)
     assert report.passed, str(report)
 
 
+@pytest.mark.reduced(one_in=2, first=1)
 @pytest.mark.parametrize("config", [{}, SEQUENCE])
 def test_each_data_rank_draws_what_the_plain_model_drew_for_its_part(pools: Pools, config: dict[str, Any]) -> None:
     report = verify(Listener("Wav2Vec2"), sounds, tensor=2, data=2, steps=2, config=config, pool=pools(4))

@@ -77,11 +77,13 @@ def check(
     return "refused: " + refused.value.what.partition("it is known that ")[2]
 
 
+@pytest.mark.reduced(family=("bert", "t5"))
 @pytest.mark.parametrize(("family", "head", "tensor", "mode"), in_turn(EVERY_HEAD, (2, "plain"), (4, "sequence")))
 def test_every_head(pools: Pools, family: str, head: str, tensor: int, mode: str) -> None:
     check(pools, Sample(family, head), Batches(head), tensor, mode)
 
 
+@pytest.mark.reduced
 @pytest.mark.feature("tensor parallel")
 @over_two_and_four
 @pytest.mark.parametrize("family", REGISTERED)
@@ -105,11 +107,13 @@ def test_overlap(pools: Pools, family: str, tensor: int, record_property: Record
         record_property("feature", refused)
 
 
+@pytest.mark.reduced(family=("llama", "gpt2", "bert", "t5"))
 @pytest.mark.parametrize(("family", "mode"), in_turn(REGISTERED, *((mode,) for mode in MODES)))
 def test_single_precision(pools: Pools, family: str, mode: str) -> None:
     check(pools, Sample(family), Batches(MAIN[family]), 2, mode, torch.float32)
 
 
+@pytest.mark.reduced(one_in=4)
 @pytest.mark.parametrize(
     ("name", "tensor", "mode"), in_turn([n for n in VARIANTS if n != SLOW], (2, "overlap"), (4, "plain"))
 )
@@ -131,6 +135,7 @@ def test_bert_in_chunks_of_the_sequence(pools: Pools, tensor: int) -> None:
         verify(sample, Batches("BertForMaskedLM"), tensor=tensor, config=SEQUENCE, pool=pools(tensor))
 
 
+@pytest.mark.reduced(family=("llama", "gpt2", "bert", "t5"))
 @pytest.mark.parametrize(("family", "mode"), in_turn(REGISTERED, *((mode,) for mode in reversed(MODES))))
 def test_tensor_times_data(pools: Pools, family: str, mode: str) -> None:
     head = MAIN[family]
@@ -141,6 +146,7 @@ def test_tensor_times_data(pools: Pools, family: str, mode: str) -> None:
     assert any("over data" in name or "over data_tensor" in name for name in report.collectives)
 
 
+@pytest.mark.reduced(family=("llama", "bert"))
 @pytest.mark.parametrize(("family", "data"), in_turn(REGISTERED, (2,), (4,)))
 def test_data_alone(pools: Pools, family: str, data: int) -> None:
     batches = Batches(MAIN[family], batch=4)
@@ -149,6 +155,7 @@ def test_data_alone(pools: Pools, family: str, data: int) -> None:
     assert list(report.collectives) == ["all_reduce over data (gradients)"]
 
 
+@pytest.mark.reduced(family=("llama", "gpt2", "bert", "t5"))
 @pytest.mark.parametrize(("family", "mode"), in_turn(REGISTERED, *((mode,) for mode in MODES)))
 def test_one_process_communicates_nothing(pools: Pools, family: str, mode: str) -> None:
     config = MODES[mode if _runs(Sample(family), mode) else "plain"]
@@ -157,6 +164,7 @@ def test_one_process_communicates_nothing(pools: Pools, family: str, mode: str) 
     assert report.collectives == {}
 
 
+@pytest.mark.reduced(family=("llama", "bert", "t5"))
 @pytest.mark.parametrize(("family", "sequence", "tensor"), in_turn(READERS, (1, 2), (3, 4), (1, 4)))
 def test_sequences_shorter_than_the_ranks(pools: Pools, family: str, sequence: int, tensor: int) -> None:
     """Some ranks hold nothing of the sequence."""
@@ -224,6 +232,7 @@ def batch_with_states(step: int) -> dict[str, Tensor]:
     return {**batch, "encoder_hidden_states": states, "encoder_attention_mask": mask}
 
 
+@pytest.mark.reduced
 @in_each_mode
 @over_two_and_four
 @pytest.mark.parametrize("model_fn", [gpt2_on_states, bert_on_states])
@@ -234,6 +243,7 @@ def test_cross_attention(pools: Pools, model_fn: Callable[[], nn.Module], tensor
     assert_nobody_can_tell(report, mode)
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("mode", ["plain", "overlap"])
 @pytest.mark.parametrize("model_fn", [gpt2_on_states, bert_on_states])
 def test_cross_attention_on_states_of_the_batch(pools: Pools, model_fn: Callable[[], nn.Module], mode: str) -> None:

@@ -63,6 +63,7 @@ def check(
 # ------------------------------------------------------------------------------------------------------------- families
 
 
+@pytest.mark.reduced
 @pytest.mark.feature("pipeline parallel")
 @pytest.mark.parametrize(
     ("family", "schedule"), [*in_turn(SMALL, ("gpipe",), ("1f1b",)), *in_turn(SMALL, ("interleaved",))]
@@ -73,6 +74,7 @@ def test_pipeline_parallel(pool2: WorkerPool, family: str, schedule: str, record
         record_property("feature", f"yes: {SAYS[family]}")
 
 
+@pytest.mark.reduced(family=("llama", "gpt2", "bert", "t5"))
 @pytest.mark.feature("pipeline parallel")
 @pytest.mark.parametrize("family", SMALL)
 def test_tensor_times_pipe(pool4: WorkerPool, family: str) -> None:
@@ -80,24 +82,28 @@ def test_tensor_times_pipe(pool4: WorkerPool, family: str) -> None:
     assert any("over tensor (block)" in name for name in report.collectives)
 
 
+@pytest.mark.reduced(family=("llama", "gpt2", "bert", "t5"))
 @pytest.mark.parametrize("family", [family for family in SMALL if family not in WITHOUT_SEQUENCE])
 def test_tensor_with_cut_sequences_times_pipe(pool4: WorkerPool, family: str) -> None:
     report = check(pool4, deep(family), tensor=2, config=SEQUENCE)
     assert any("reduce_scatter over tensor (block)" in name for name in report.collectives)
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("family", FOUR_KINDS)
 def test_four_stages(pool4: WorkerPool, family: str, schedule: str) -> None:
     check(pool4, Sample(family).deeper(8), schedule, pipe=4)
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_fewer_micro_batches_than_stages(pool4: WorkerPool, schedule: str, micro_batches: int) -> None:
     check(pool4, deep("gpt2"), schedule, pipe=4, micro_batches=micro_batches)
 
 
+@pytest.mark.reduced(family=("llama", "gpt2", "bert", "t5"))
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5", "vit", "whisper", "albert"])
 def test_pipe_times_data(pool4: WorkerPool, family: str) -> None:
     """Each data rank has five samples of its own, and its own number of labels in each micro-batch."""
@@ -105,12 +111,14 @@ def test_pipe_times_data(pool4: WorkerPool, family: str) -> None:
     assert any("over data (gradients)" in name for name in report.collectives), report.collectives
 
 
+@pytest.mark.reduced(family=("llama", "t5"))
 @pytest.mark.parametrize("family", [*FOUR_KINDS, "vit"])
 def test_all_options_at_once(pool4: WorkerPool, family: str) -> None:
     """Fused norms, flash attention, compiled chains, sequences cut and overlapped: what is elsewhere is left alone."""
     check(pool4, deep(family), "interleaved", tensor=2, config={"enable_all_optimization": True})
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("schedule", ZERO_BUBBLE)
 @pytest.mark.parametrize("family", [*FOUR_KINDS, "vit"])
 def test_a_backward_in_two_parts(pool2: WorkerPool, family: str, schedule: str) -> None:
@@ -128,11 +136,13 @@ def test_settings_that_read_between_the_layers_are_refused(pool2: WorkerPool, na
         check(pool2, VARIANTS[name].sample)
 
 
+@pytest.mark.reduced(family=("llama", "t5"))
 @pytest.mark.parametrize("family", FOUR_KINDS)
 def test_checkpointed_layers(pool2: WorkerPool, family: str) -> None:
     check(pool2, deep(family), "interleaved", checkpoint_layers=1)
 
 
+@pytest.mark.reduced(one_in=4, first=2)
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in (*READ_BETWEEN, *OTHERWISE)])
 def test_other_settings(pool2: WorkerPool, name: str) -> None:
     check(pool2, VARIANTS[name].sample)
@@ -141,6 +151,7 @@ def test_other_settings(pool2: WorkerPool, name: str) -> None:
 # ----------------------------------------------------------------------------------------------------------------- cuts
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("first", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("family", ["t5", "whisper", "blip-2"])
 def test_several_stacks_cut_anywhere(pool2: WorkerPool, family: str, first: int) -> None:
@@ -148,6 +159,7 @@ def test_several_stacks_cut_anywhere(pool2: WorkerPool, family: str, first: int)
     check(pool2, deep(family), cut=[first, 6 - first])
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("cut", [[1, 1, 1, 3], [1, 2, 2, 1], [2, 1, 1, 2], [3, 1, 1, 1]])
 @pytest.mark.parametrize("family", ["t5", "whisper", "blip-2"])
 def test_several_stacks_in_turns(pool2: WorkerPool, family: str, cut: list[int]) -> None:
@@ -155,6 +167,7 @@ def test_several_stacks_in_turns(pool2: WorkerPool, family: str, cut: list[int])
     check(pool2, deep(family), "interleaved", cut=cut)
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("cut", [[1, 1, 1, 3], [2, 2, 1, 1]])
 @pytest.mark.parametrize("family", ["t5", "blip-2"])
 def test_several_stacks_over_four_stages(pool4: WorkerPool, family: str, cut: list[int]) -> None:
@@ -206,6 +219,7 @@ def loss_of(head: str) -> Any:
     return Output(OUTPUTS[head]) if head in OUTPUTS else sample_loss
 
 
+@pytest.mark.reduced(family=("gpt2", "whisper"))
 @pytest.mark.parametrize(
     ("family", "head"),
     [(family, head) for family, head in EVERY_HEAD if head not in (*BETWEEN, MASKED_IMAGES)],
@@ -237,6 +251,7 @@ def test_what_collects_of_every_layer_is_refused(pool2: WorkerPool, name: str) -
         check(pool2, deep("bert", attn_implementation="eager", **{name: True}))
 
 
+@pytest.mark.reduced(one_in=4)
 @pytest.mark.parametrize(
     ("family", "head"), [(family, head) for family, head in EVERY_HEAD if head in OUTPUTS], ids=list(OUTPUTS)
 )
@@ -256,6 +271,7 @@ TIED: Mapping[str, Mapping[str, bool]] = {
 }
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 @pytest.mark.parametrize("family", TIED)
 def test_a_table_and_a_head_that_share_weights_on_two_stages(pool2: WorkerPool, family: str, schedule: str) -> None:

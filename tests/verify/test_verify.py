@@ -288,6 +288,7 @@ CASES = [
 ]
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_whatever_is_left_out_is_seen(pools: Pools, case: Case) -> None:
     sample = Sample(case.family, changes=case.changes)

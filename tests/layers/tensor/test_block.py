@@ -264,6 +264,7 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
     return float((a - b).detach().abs().max())
 
 
+@pytest.mark.reduced
 @over_two_and_four
 @in_each_mode
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
@@ -272,6 +273,7 @@ def test_whatever_the_forward_does(pools: Pools, body: Forward, mode: str, ranks
         assert max(found.values()) < 1e-12, found
 
 
+@pytest.mark.reduced
 @in_each_mode
 @pytest.mark.parametrize("call", CALLS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("body", [straight, beside_the_columns], ids=lambda f: f.__name__)
@@ -280,6 +282,7 @@ def test_however_it_is_called(pool2: WorkerPool, body: Forward, call: Any, mode:
         assert max(found.values()) < 1e-12, found
 
 
+@pytest.mark.reduced
 @in_each_mode
 @pytest.mark.parametrize("x_grad", [True, False], ids=["x needs a gradient", "x needs none"])
 @pytest.mark.parametrize(

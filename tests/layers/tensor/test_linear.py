@@ -142,6 +142,7 @@ def name_of(case: Case) -> str:
     return " ".join([*filter(None, parts), "" if case.bias else "no bias"]).strip()
 
 
+@pytest.mark.reduced
 @over_two_and_four
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_a_cut_layer_is_the_plain_one(pools: Pools, case: Case, ranks: int) -> None:

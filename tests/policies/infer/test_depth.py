@@ -54,6 +54,7 @@ def stacks_of(policy: Any) -> list[Stack]:
     return [policy.stack] if isinstance(policy.stack, Stack) else list(policy.stack)
 
 
+@pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize("family", FOUND)
 def test_what_stages_need_is_found_and_without_it_they_differ(family: str) -> None:
     name, needs = FOUND[family]
@@ -73,6 +74,7 @@ def test_what_stages_need_is_found_and_without_it_they_differ(family: str) -> No
     assert stage_mismatch(reference, policy, without) is not None
 
 
+@pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_cannot_be_cut_is_refused_before_training(family: str) -> None:
     name, why = REFUSED[family]

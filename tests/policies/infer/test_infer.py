@@ -77,6 +77,7 @@ def cut_lines(model: nn.Module, policy: Policy) -> list[str]:
     return [*sorted(replaced), *blocks, *map(str, plan.stacks)]
 
 
+@pytest.mark.reduced(one_in=4)
 @pytest.mark.parametrize("family", sorted(FOUND))
 def test_the_registered_families_are_found_as_they_are_written(family: str) -> None:
     model = Sample(family)()
@@ -88,6 +89,7 @@ def _without_hints(lines: list[str]) -> list[str]:
     return [line.replace("activated=True", "activated=False").split(", context=")[0] for line in lines]
 
 
+@pytest.mark.reduced(one_in=5, first=1)
 @pytest.mark.parametrize("family", sorted(UNDESCRIBED))
 def test_a_family_that_nobody_described(family: str) -> None:
     model = small(family)
@@ -105,6 +107,7 @@ def test_a_family_that_nobody_described(family: str) -> None:
     assert share == pytest.approx(UNDESCRIBED[family][1], abs=0.02)
 
 
+@pytest.mark.reduced(cover="need")
 @pytest.mark.parametrize(
     ("family", "head", "need", "name"),
     [
@@ -145,6 +148,7 @@ def test_it_is_the_last_link_of_the_chain_and_said_so() -> None:
     assert "Whole, since" in said and "encoder.layer.*.attention.self.query" in said
 
 
+@pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize("family", ["opt", "phi3", "bart"])
 def test_what_is_printed_is_the_policy(family: str) -> None:
     model = small(family)
@@ -282,6 +286,7 @@ OTHER_STATES = {
 }
 
 
+@pytest.mark.reduced(one_in=4, first=1)
 @pytest.mark.parametrize("name", OTHER_STATES)
 def test_states_that_enter_by_further_arguments_of_the_attention(name: str) -> None:
     native: Any = getattr(transformers, name)

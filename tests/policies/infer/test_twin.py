@@ -31,6 +31,7 @@ def cut_in_layers(model: nn.Module, policy: RolePolicy) -> set[str]:
     return {".".join(n.split(".")[-2:]) for n in linears} - whole
 
 
+@pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize(
     ("model_type", "name", "shapes"),
     [
@@ -55,6 +56,7 @@ def test_a_class_derives_sizes_from_the_small_ones() -> None:
     assert small.attention_head_dim == 2 * ODD.head_dim
 
 
+@pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [

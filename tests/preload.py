@@ -1,0 +1,28 @@
+"""Imports that nearly every worker needs: the fork server of the worker pools makes them once for all workers."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import shardformer.cli
+import shardformer.testing.threads
+import shardformer.verify  # noqa: F401  (imported for the workers that are forked from here)
+from shardformer.testing.zoo import HEADS, MAIN
+
+torch.set_num_threads(1)
+for family, head in MAIN.items():
+    if family in CONFIG_MAPPING:
+        getattr(transformers, head)
+        for name in HEADS.get(family, ()):
+            getattr(transformers, name, None)
+for module in ("torch._dynamo", "torch.utils._sympy.functions"):
+    importlib.import_module(module)
+
+# Whatever is imported is never garbage: the workers need not search it, nor copy its pages.
+gc.collect()
+gc.freeze()

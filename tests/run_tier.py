@@ -1,0 +1,69 @@
+"""Runs a tier of the tests, with lint and types beside it, and prints what the whole took.
+
+    python -m tests.run_tier fast|test|all [--jobs N] [--started SECONDS] [options of pytest]
+
+``--started`` is the time, in seconds since 1970, from which the total counts: ``make`` gives that of its own start, so
+that the installation is in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.tiers import LIMIT_MIN, TIERS
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+LINT = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
+
+
+@dataclass
+class Lint:
+    """Ruff and mypy, one after the other in a thread, out of the way of the tests."""
+
+    failed: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def run(self) -> None:
+        start = time.monotonic()
+        for name, *options in LINT:
+            command = [str(BIN / name), *options]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=lambda: os.nice(5))
+            if done.returncode:
+                self.failed.append(f"{' '.join([name, *options])}\n{done.stdout}{done.stderr}")
+        self.seconds = time.monotonic() - start
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tier", choices=TIERS)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--started", type=float, default=time.time())
+    asked, options = parser.parse_known_args()
+    lint = Lint()
+    thread = threading.Thread(target=lint.run)
+    thread.start()
+    parallel = ["--numprocesses", str(asked.jobs), "--dist", "worksteal"]
+    tests = [sys.executable, "-m", "pytest", "--tier", asked.tier, *parallel, *options]
+    status = subprocess.run(tests, cwd=ROOT).returncode
+    thread.join()
+    for failed in lint.failed:
+        print(failed)
+    minutes = (time.time() - asked.started) / 60
+    print(
+        f"lint and types: {'FAILED' if lint.failed else 'passed'} in {lint.seconds:.0f} s, beside the tests\n"
+        f"make test{'' if asked.tier == 'test' else f'-{asked.tier}'}: {minutes:.1f} min in all, "
+        f"of at most {LIMIT_MIN[asked.tier]} on two idle cores"
+    )
+    return status or int(bool(lint.failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
