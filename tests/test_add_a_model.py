@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import shlex
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +11,8 @@ from typing import Any
 import pytest
 
 from shardformer.policies.roles import MLP, Attention, Experts, Inputs, Projections, SequenceNeeds, Stack, StageNeeds
+from shardformer.testing.pool import Pools
+from tests.commands import Commands
 
 ROLES = (Attention, Projections, Inputs, MLP, Experts, Stack, StageNeeds, SequenceNeeds)
 ROOT = Path(__file__).parents[1]
@@ -28,32 +26,17 @@ COMMANDS = [
 ]
 
 
-def ran(folder: Path, line: str) -> str:
-    """What a command of the page prints; a file behind ``>`` is written."""
-    command, _, to = line.partition(" > ")
-    program, *arguments = shlex.split(command)
-    start = (
-        [sys.executable] if program == "python" else [sys.executable, "-c", "from shardformer.cli import main; main()"]
-    )
-    env = {k: v for k, v in os.environ.items() if not k.startswith("PET_")} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*start, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    if to:
-        (folder / to).write_text(done.stdout)
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page's files, what its first one saves, and what is inferred of that."""
-    folder = tmp_path_factory.mktemp("page")
+def ran(tmp_path_factory: pytest.TempPathFactory, pools: Pools) -> Commands:
+    """Runs commands where the page's files are, what its first one saves, and what is inferred of that."""
+    ran = Commands(tmp_path_factory.mktemp("page"), pools)
     for name, text in FILES.items():
-        (folder / name).write_text(text)
-    ran(folder, "python save.py")
+        (ran.folder / name).write_text(text)
+    ran("python save.py")
     for line in COMMANDS:
         if "infer" in line:
-            ran(folder, line)
-    return folder
+            ran(line)
+    return ran
 
 
 def test_the_page_has_these_files_and_commands() -> None:
@@ -61,29 +44,29 @@ def test_the_page_has_these_files_and_commands() -> None:
     assert [line.split()[1] for line in COMMANDS] == ["infer", "infer", "verify", "verify", "verify", "run"]
 
 
-def test_what_is_printed_is_what_the_page_shows(folder: Path) -> None:
-    printed = runpy.run_path(str(folder / "phi.py"))["PhiPolicy"]
+def test_what_is_printed_is_what_the_page_shows(ran: Commands) -> None:
+    printed = runpy.run_path(str(ran.folder / "phi.py"))["PhiPolicy"]
     names: dict[str, Any] = {}
     exec(FILES["phi.py"], names)
     for name in ("stack", "embeddings", "head", "whole"):
         assert getattr(printed, name) == getattr(names["PhiPolicy"], name)
-    assert "Whole" not in (folder / "phi.py").read_text()
+    assert "Whole" not in (ran.folder / "phi.py").read_text()
 
 
-def test_the_comments_say_what_was_not_understood(folder: Path) -> None:
-    comments = [line for line in (folder / "found.py").read_text().splitlines() if line.startswith("#")]
+def test_the_comments_say_what_was_not_understood(ran: Commands) -> None:
+    comments = [line for line in (ran.folder / "found.py").read_text().splitlines() if line.startswith("#")]
     (why,) = [line for line in comments if "layer.*.attention.self.query" in line]
     assert "groups=6, weight of size [6, 1, 65, 1]" in why and "to have 6 channels, but got 3" in why
 
 
 @pytest.mark.parametrize("line", [line for line in COMMANDS if "verify" in line])
-def test_nobody_can_tell(folder: Path, line: str) -> None:
-    assert "Nobody can tell." in ran(folder, line)
+def test_nobody_can_tell(ran: Commands, line: str) -> None:
+    assert "Nobody can tell." in ran(line)
 
 
-def test_a_registered_policy_is_used(folder: Path) -> None:
+def test_a_registered_policy_is_used(ran: Commands) -> None:
     (line,) = [line for line in COMMANDS if " run " in line]
-    said = ran(folder, line)
+    said = ran(line)
     assert "by the policy registered by the user for 'nystromformer'" in said
     assert re.search(r"attention\.self\.query, key, value +Linear +Linear1D_Col", said)
 

@@ -224,6 +224,68 @@ def test_nothing_is_left_for_later(path: Path) -> None:
     assert words == []
 
 
+SHARED = {
+    "cli._ending.STUCK": "of a process that ends",
+    "cli._ending.PLACES": "of a process that ends",
+    "layout.state._TABLES": "read under a lock, and by the rank that asks alone",
+    "layout.state._OWNERS": "by the identity of a parameter, of which its own rank alone asks",
+    "lazy.recorder._IS_HOOKED": "set once, under a lock",
+    "policies.infer.given._KNOWN": "findings about classes and configs, made under a lock",
+    "policies.infer.prove_context._KNOWN": "findings about classes and configs, made under a lock",
+    "policies.infer.prove_grid._KNOWN": "findings about classes and configs, made under a lock",
+    "policies.registry._REGISTERED": "what the user registers for the process",
+    "reduce.watch._IS_SEEING": "set once, under a lock",
+    "reduce.watch._SIGNS": "constants, the same whoever makes them",
+}
+"""What changes at module level, and why ranks that are threads of one process may have it in common."""
+COLLECTIONS = re.compile(r"(dict|list|set|OrderedDict|defaultdict|Counter|deque|Weak\w+)")
+
+
+def shared_state(tree: ast.Module) -> Iterator[str]:
+    """Names of what all threads of a process have in common: collections that begin empty, ``global``, class attributes
+    that a method replaces."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and begins_empty(node.value):
+            yield from (ast.unparse(t) for t in (node.targets if isinstance(node, ast.Assign) else [node.target]))
+    for inner in ast.walk(tree):
+        if isinstance(inner, ast.Global):
+            yield from inner.names
+        elif isinstance(inner, ast.Assign):
+            names = map(ast.unparse, inner.targets)
+            yield from (name for name in names if re.match(r"(cls|type\(self\)|self\.__class__)\.\w", name))
+
+
+def begins_empty(value: ast.expr) -> bool:
+    if isinstance(value, ast.Call):
+        makes = COLLECTIONS.fullmatch(ast.unparse(value.func).rpartition(".")[2])
+        return makes is not None and (makes[0] == "defaultdict" or not (value.args or value.keywords))
+    return (isinstance(value, ast.Dict) and not value.keys) or (isinstance(value, ast.List) and not value.elts)
+
+
+def test_what_all_ranks_of_a_process_have_in_common_is_listed() -> None:
+    """Ranks may be threads. What is known of a model is kept by the model, its optimizer, or the thread."""
+    found = {
+        f"{name_of(path).removeprefix('shardformer.')}.{name}"
+        for path in FILES
+        for name in shared_state(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert found == SHARED.keys()
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("_LIVE: WeakSet[int] = WeakSet()\nA = weakref.WeakKeyDictionary()", ["_LIVE", "A"]),
+        ("a, b = {}, 1\nC: dict[int, int] = {}\nD = []\nE = defaultdict(list)", ["C", "D", "E"]),
+        ("def f():\n    global x\n    x = 1", ["x"]),
+        ("class A:\n    def f(self):\n        type(self).g = 1\n        self.h = {}", ["type(self).g"]),
+        ("TABLE = {'a': 1}\nLOCAL = threading.local()", []),
+    ],
+)
+def test_shared_state_is_found(code: str, names: list[str]) -> None:
+    assert list(shared_state(ast.parse(code))) == names
+
+
 def import_seconds(statement: str) -> float:
     """Seconds of CPU that an import takes where torch has been imported, the better of two fresh interpreters."""
     code = f"import time, torch; start = time.process_time(); {statement}; print(time.process_time() - start)"

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
+import threading
 from collections.abc import Callable
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ from shardformer.comm.values import with_values
 from shardformer.errors import ConfigError
 
 HALF = (torch.bfloat16, torch.float16)
+_FILTERS = threading.RLock()
+"""The filters of warnings are one list for all threads, and ranks may be threads: each puts back what it found."""
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
 
 
@@ -207,8 +210,8 @@ def norm_kind(module: nn.Module) -> str | None:
         kinds += RMS_KINDS if has_weight and eps is not None else ["torch"]
     errors = dict.fromkeys(kinds, 0.0)
     sizes = torch.tensor([1.0, 1e-3, 30.0], dtype=torch.float64).reshape(3, *[1] * len(shape))
-    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it has no fused kernel for mixed dtypes
+    with _FILTERS, torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"), catch_warnings():
+        simplefilter("ignore")  # torch says that it has no fused kernel for mixed dtypes
         for x_dtype, weight_dtype in PROBES:
             x = (_waves((3, *shape), 0.7) * sizes).to(x_dtype)
             twin, is_mixed = _twin(module, weight_dtype), x_dtype != weight_dtype

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from torch import Tensor, nn
 
@@ -75,6 +76,8 @@ class Reducer(Protocol):
 
 class KeepsGradients(Protocol):
     """What an optimizer has that keeps the gradients itself."""
+
+    param_groups: list[dict[str, Any]]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor: ...
 
@@ -220,18 +223,46 @@ class ShardedState:
             yield
 
 
-_LIVE: WeakSet[ShardedState] = WeakSet()
+_TABLES: WeakSet[ShardedState] = WeakSet()
+_OWNERS: dict[int, tuple[ref[ShardedState], ...]] = {}
+"""Identity of a parameter -> the tables that have an entry for it. Values are replaced, never changed: readers take no
+lock. Not a WeakKeyDictionary: ``torch.utils.swap_tensors`` refuses a tensor that has a weak reference."""
+_REMEMBERING = threading.Lock()
 _NUMBERS = itertools.count()
 
 
-def live_states() -> list[ShardedState]:
-    """The states of the sharded models of this process that somebody holds, in an order that all ranks have alike."""
-    return sorted(_LIVE, key=lambda state: state.number)
+def tables_of(params: Iterable[Tensor]) -> dict[ShardedState, list[Entry]]:
+    """The tables that have entries for some of these parameters, each with these entries.
+
+    The tables are in the order in which they were made, which all ranks have in common. No other model is read: ranks
+    may be threads of one process, and each changes its gradients at any time.
+    """
+    found: dict[ShardedState, set[int]] = {}
+    for param in params:
+        for owner in _OWNERS.get(id(param), ()):
+            if (table := owner()) is not None:
+                found.setdefault(table, set()).add(id(param))
+    tables = sorted(found, key=lambda table: table.number)
+    entries = {table: [e for e in table.entries if id(e.param) in found[table]] for table in tables}
+    return {table: some for table, some in entries.items() if some}
 
 
-def _remember(state: ShardedState) -> None:
-    state.number = next(_NUMBERS)
-    _LIVE.add(state)
+def tables_here() -> list[ShardedState]:
+    """The tables of all sharded models of this rank that are alive, in an order that all ranks have in common."""
+    with _REMEMBERING:
+        alive = list(_TABLES)
+    return sorted((table for table in alive if table.context.is_here), key=lambda table: table.number)
+
+
+def _remember(table: ShardedState) -> None:
+    table.number = next(_NUMBERS)
+    with _REMEMBERING:
+        _TABLES.add(table)
+        for key in [key for key, owners in _OWNERS.items() if all(owner() is None for owner in owners)]:
+            del _OWNERS[key]
+        for entry in table.entries:
+            others = [owner for owner in _OWNERS.get(id(entry.param), ()) if owner() not in (None, table)]
+            _OWNERS[id(entry.param)] = (*others, ref(table))
 
 
 def _name(thing: Any) -> str:

@@ -186,23 +186,50 @@ class LazyInit(InitRecorder):
         self._seen: list[nn.Parameter] = []
 
     def __enter__(self) -> Self:
-        me = threading.get_ident()
-
-        def see(module: nn.Module, name: str, param: Any) -> None:
-            if threading.get_ident() == me and isinstance(param, nn.Parameter):
-                self._seen.append(param)
-
-        self._hook = register_module_parameter_registration_hook(see)
-        return super().__enter__()
+        _see_registrations()
+        super().__enter__()
+        _BUILDING.seen.append(self._seen)
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _BUILDING.seen.pop()
         super().__exit__(kind, error, trace)
-        self._hook.remove()
         for param in self._seen:
             param.__dict__[VERSION] = param._version
         self._seen.clear()
+
+
+class _Building(threading.local):
+    """What this thread builds without values: of each ``LazyInit`` that it is in, the parameters so far."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[nn.Parameter]] = []
+
+
+_BUILDING = _Building()
+_HOOKING = threading.Lock()
+_IS_HOOKED = False
+
+
+def _see_registrations() -> None:
+    """From now on ``LazyInit`` is told of parameters that modules get.
+
+    One hook, which stays: torch keeps these in a dict that all threads read while they build models, and a thread that
+    adds or removes one ends another's building with "mutated during iteration".
+    """
+    global _IS_HOOKED
+    with _HOOKING:
+        if not _IS_HOOKED:
+            register_module_parameter_registration_hook(_registered)
+            _IS_HOOKED = True
+
+
+def _registered(module: nn.Module, name: str, param: Any) -> None:
+    if isinstance(param, nn.Parameter):
+        for seen in _BUILDING.seen:
+            seen.append(param)
 
 
 class Loading(LazyInit):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -77,6 +78,12 @@ class ParallelContext:
     def own_axes(self) -> list[Axis]:
         """The axes of the grid itself, without those of its views: together they count each rank once."""
         return [self.axes[name] for name in self.grid.sizes]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling thread runs this rank: any thread does where the rank is a process."""
+        thread = None if self.world is None else self.world.thread
+        return thread is None or thread is threading.current_thread()
 
     def finest(self, names: Iterable[str]) -> set[str]:
         """The named axes, with those of a view in the place of an axis that one refolds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ class Processes:
     """The processes of a launcher of which ``ranks`` form the grid."""
 
     ranks: tuple[int, ...]
+    thread: ClassVar[None] = None
 
     @property
     def store(self) -> Any:

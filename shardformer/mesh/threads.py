@@ -136,12 +136,13 @@ def _waits(rank: int, absent: Sequence[Key]) -> str:
 
 
 class ThreadWorld:
-    """The world as one thread sees it."""
+    """The world as one thread sees it, the one that makes it."""
 
     store = None
 
     def __init__(self, table: Table, rank: int) -> None:
         self.table, self.rank = table, rank
+        self.thread = threading.current_thread()
         self._connected: Counter[tuple[int, ...]] = Counter()
 
     def connect(self, lines: Lines) -> Transport:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -33,6 +34,10 @@ class World(Protocol):
     @property
     def store(self) -> Any:
         """The launcher's store, through which processes speak before their first collective; None without one."""
+
+    @property
+    def thread(self) -> threading.Thread | None:
+        """The thread that is this rank; None where a process is."""
 
     def connect(self, lines: Lines) -> Transport:
         """Makes a transport for each line, and gives this rank's. All ranks call it, in one order."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardformer.errors import ConfigError
-from shardformer.layout.state import ShardedState
+from shardformer.layout.state import ROOT, ShardedState
 from shardformer.mesh.axis import Axis
 from shardformer.optim.between_steps import loading, reading
 from shardformer.optim.checks import check_untouched
@@ -79,6 +79,7 @@ class ZeroOptimizer(Optimizer):
         super().__init__([group for optimizer in self.inner for group in optimizer.param_groups], {})
         self._is_laid_out = True
         table.gradients = self
+        self.__dict__[ROOT] = table
         model.__dict__["zero_grad"] = ZeroGrad(model, self)
 
     def _lay_out(self, whole: Collection[int]) -> list[Shard]:

@@ -3,14 +3,20 @@
 Training scripts, accelerate and transformers' Trainer call it on ``model.parameters()``, which are parts here: each
 rank would take another norm, and what ranks hold alike would drift apart. Its one step that computes a norm is led
 here; of tensors that are no gradients of a sharded model it stays torch's.
+
+Only the gradients of the parameters that are passed are read: other models of the process may be those of other
+ranks, which are threads and reset their gradients at any time. ``get_total_norm`` is passed gradients alone; it looks
+for their parameters among those of the rank that calls it.
 """
 
 from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -18,31 +24,67 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from shardformer.errors import ConfigError
-from shardformer.layout.state import Entry, ShardedState, live_states
+from shardformer.layout.state import Entry, ShardedState, tables_here, tables_of
 from shardformer.optim.grad_norm import norm_of
 
 _PATCHING = threading.Lock()
 
 
+class _Call(threading.local):
+    """The call of ``clip_grad_norm_`` that runs in this thread: its parameters; None outside of one."""
+
+    params: Sequence[Tensor] | None = None
+
+
+_CALL = _Call()
+
+
 def lead_clipping_here() -> None:
     """From now on torch's clipping knows the parameters of every sharded model of this process.
 
-    The function stays the one that scripts have imported; what it calls under its ``no_grad`` is led here.
+    The functions stay those that scripts have imported; what they call under their ``no_grad`` is led here.
     """
-    function: Any = clip_grad._get_total_norm
     with _PATCHING:
-        original = getattr(function, "__wrapped__", function)
-        if hasattr(original, "of_torch"):
-            return
-        leading = _leading(original)
-        cells = [cell for cell in function.__closure__ or () if cell.cell_contents is original]
-        if cells:
-            cells[0].cell_contents = function.__wrapped__ = leading
-        else:  # a torch that wraps it otherwise: what was imported before stays torch's
-            clip_grad._get_total_norm = torch.nn.utils.get_total_norm = leading
+        _lead(clip_grad, "_get_total_norm", "get_total_norm", _leading_norm)
+        _lead(clip_grad, "clip_grad_norm_", "clip_grad_norm_", _leading_clip)
 
 
-def _leading(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _lead(module: Any, name: str, public: str, lead: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
+    function = getattr(module, name)
+    original = getattr(function, "__wrapped__", function)
+    if hasattr(original, "of_torch"):
+        return
+    leading: Any = lead(original)
+    leading.of_torch = original
+    cells = [cell for cell in function.__closure__ or () if cell.cell_contents is original]
+    if cells:
+        cells[0].cell_contents = function.__wrapped__ = leading
+    else:  # a torch that wraps it otherwise: what was imported before stays torch's
+        setattr(module, name, leading)
+        setattr(torch.nn.utils, public, leading)
+
+
+def _leading_clip(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(original)
+    def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        with _called_with(params):
+            # torch warns of a generator that is empty
+            return original((p for p in params) if isinstance(parameters, GeneratorType) else params, *args, **kwargs)
+
+    return clip_grad_norm_
+
+
+@contextmanager
+def _called_with(params: Sequence[Tensor]) -> Iterator[None]:
+    before, _CALL.params = _CALL.params, params
+    try:
+        yield
+    finally:
+        _CALL.params = before
+
+
+def _leading_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def total_norm(
         tensors: Tensor | Iterable[Tensor],
@@ -51,7 +93,7 @@ def _leading(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         foreach: bool | None = None,
     ) -> Tensor:
         grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        found = _parts_among(grads) if grads else _of_another_stage()
+        found = _parts_of(_CALL.params, grads) if _CALL.params else _parts_among(grads)
         if not found:
             return original(grads, norm_type, error_if_nonfinite, foreach)
         known = {id(e.param.grad) for entries in found.values() for e in entries}
@@ -63,38 +105,63 @@ def _leading(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             raise RuntimeError(f"The norm of the gradients is {total.item()}: they cannot be clipped")
         return total
 
-    marked: Any = total_norm
-    marked.of_torch = original
     return total_norm
 
 
-def _parts_among(grads: Iterable[Tensor]) -> dict[ShardedState, list[Entry]]:
-    """Of each model that is cut, the entries whose gradients these are."""
-    asked = {id(g) for g in grads}
+def _parts_of(params: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[ShardedState, list[Entry]]:
+    """Of each model that is cut, the entries of these parameters that have gradients. A stage may have none.
+
+    Raises ConfigError where an optimizer that zero returned keeps the gradients.
+    """
+    tables = tables_of(params)
+    if not grads and (any(state.gradients is not None for state in tables) or _are_pieces(params)):
+        raise _kept_by_zero()
     found: dict[ShardedState, list[Entry]] = {}
-    for state in live_states():
-        if any(state.axis(name).size > 1 for e in state.entries for name in e.reduction.norm_over):
-            entries = [e for e in state.entries if e.param.grad is not None and id(e.param.grad) in asked]
-            if entries:
-                found[state] = entries
+    for state, entries in tables.items():
+        entries = [e for e in entries if e.param.grad is not None]
+        if _is_cut(state) and (entries or state.context.pipe.size > 1):
+            found[state] = entries
     return found
 
 
+def _are_pieces(params: Iterable[Tensor]) -> bool:
+    """Whether these are pieces of parameters, which an optimizer that zero returned has in their place."""
+    keeping = [state.gradients for state in tables_here() if state.gradients is not None]
+    pieces = {id(p) for kept in keeping for group in kept.param_groups for p in group["params"]}
+    return any(id(p) in pieces for p in params)
+
+
+def _parts_among(grads: Sequence[Tensor]) -> dict[ShardedState, list[Entry]]:
+    """Of each model of this rank that is cut, the entries whose gradients these are."""
+    if not grads:
+        return _of_another_stage()
+    missing = {id(g) for g in grads}
+    found: dict[ShardedState, list[Entry]] = {}
+    for state in filter(_is_cut, tables_here()):
+        entries = [e for e in state.entries if e.param.grad is not None and id(e.param.grad) in missing]
+        if entries:
+            found[state] = entries
+            missing -= {id(e.param.grad) for e in entries}
+        if not missing:
+            break
+    return found
+
+
+def _is_cut(state: ShardedState) -> bool:
+    return any(state.axis(name).size > 1 for e in state.entries for name in e.reduction.norm_over)
+
+
 def _of_another_stage() -> dict[ShardedState, list[Entry]]:
-    """For a stage that holds no gradient of those that the others clip: the model that they ask for its part of.
+    """For a stage that holds none of the parameters that the others clip: the model that they ask for its part of.
 
     Raises ConfigError where several models have stages here, and nothing tells which of them is meant; and where an
     optimizer that zero returned keeps the gradients.
     """
-    if len(live_states()) > 1 or any(state.gradients is not None for state in live_states()):
+    if len(tables_here()) > 1 or any(state.gradients is not None for state in tables_here()):
         gc.collect()  # models that nobody holds any more are not meant
-    if any(state.gradients is not None for state in live_states()):
-        raise ConfigError(
-            "torch.nn.utils.clip_grad_norm_ was given no gradients, in a process where zero keeps those of a model",
-            rule="The parameters have no .grad then: their norm would be 0, and nothing would be clipped",
-            remedy="Write shardformer.clip_grad_norm_(model, max_norm), or zero(..., max_grad_norm=max_norm)",
-        )
-    states = [state for state in live_states() if state.context.pipe.size > 1]
+    if any(state.gradients is not None for state in tables_here()):
+        raise _kept_by_zero()
+    states = [state for state in tables_here() if state.context.pipe.size > 1]
     if len(states) > 1:
         raise ConfigError(
             f"torch.nn.utils.clip_grad_norm_ was given no gradients, in a process with stages of {len(states)} models",
@@ -102,3 +169,11 @@ def _of_another_stage() -> dict[ShardedState, list[Entry]]:
             remedy="Write shardformer.clip_grad_norm_(model, max_norm), which is given the model",
         )
     return {state: [] for state in states}
+
+
+def _kept_by_zero() -> ConfigError:
+    return ConfigError(
+        "torch.nn.utils.clip_grad_norm_ was given no gradients, in a process where zero keeps those of a model",
+        rule="The parameters have no .grad then: their norm would be 0, and nothing would be clipped",
+        remedy="Write shardformer.clip_grad_norm_(model, max_norm), or zero(..., max_grad_norm=max_norm)",
+    )

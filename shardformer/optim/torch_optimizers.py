@@ -13,7 +13,6 @@ import threading
 import warnings
 from functools import wraps
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -23,12 +22,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardformer.comm.collectives import all_reduce
 from shardformer.comm.values import has_values
 from shardformer.errors import ConfigError
+from shardformer.layout.state import tables_of
 from shardformer.optim.optimizer import ZeroOptimizer
 from shardformer.optim.probe import needs_whole
 from shardformer.reduce.watch import models_of
 
 _PATCHING = threading.Lock()
-_SEEN: WeakSet[Optimizer] = WeakSet()
+LOOKED_AT = "_shardformer_looked_at"
+"""The attribute of an optimizer whose first step was looked at."""
 
 
 def lead_optimizers_here() -> None:
@@ -61,11 +62,11 @@ def _leading(original: Any) -> Any:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer in _SEEN or isinstance(optimizer, ZeroOptimizer):
+    if LOOKED_AT in optimizer.__dict__ or isinstance(optimizer, ZeroOptimizer):
         return
-    _SEEN.add(optimizer)
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    entries = [e for state in models_of(optimizer) for e in state.entries if e.spec.is_sharded and id(e.param) in held]
+    optimizer.__dict__[LOOKED_AT] = True
+    held = tables_of(p for group in optimizer.param_groups for p in group["params"])
+    entries = [e for some in held.values() for e in some if e.spec.is_sharded]
     cut = [e.name for e in entries]
     if not cut or not has_values(entries[0].param):
         return

@@ -27,7 +27,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from math import isnan
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardformer.comm.collectives import checksum, digest, gather_objects
 from shardformer.comm.values import has_values
 from shardformer.errors import InputError
-from shardformer.layout.state import Entry, ShardedState, live_states
+from shardformer.layout.state import ROOT, Entry, ShardedState, tables_of
 from shardformer.mesh.axis import Axis
 
 BITS = 32
@@ -357,7 +357,8 @@ def _parts(entries: Sequence[Entry]) -> Iterator[Part]:
 
 # ------------------------------------------------------------------------------------------------ steps of optimizers
 
-_KNOWN: WeakKeyDictionary[Optimizer, tuple[int, WeakSet[ShardedState]]] = WeakKeyDictionary()
+MODELS = "_shardformer_models"
+"""The attribute of an optimizer that holds how many parameters it has, and the tables of their models."""
 _LOCK = threading.Lock()
 _IS_SEEING = False
 
@@ -378,12 +379,12 @@ def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def models_of(optimizer: Optimizer) -> Collection[ShardedState]:
+    """The tables of the models whose parameters an optimizer has, in an order that all ranks have in common."""
+    if isinstance(own := optimizer.__dict__.get(ROOT), ShardedState):
+        return [own]  # zero's, which has pieces in the place of parameters
     count = sum(len(group["params"]) for group in optimizer.param_groups)
-    known = _KNOWN.get(optimizer)
-    if known is None or known[0] != count:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        states = [
-            s for s in live_states() if id(s.gradients) == id(optimizer) or any(id(e.param) in held for e in s.entries)
-        ]
-        known = _KNOWN[optimizer] = count, WeakSet(states)
-    return list(known[1])
+    known = optimizer.__dict__.get(MODELS)
+    if known is None or known[0] != count or any(table() is None for table in known[1]):
+        tables = tables_of(p for group in optimizer.param_groups for p in group["params"])
+        known = optimizer.__dict__[MODELS] = count, tuple(map(ref, tables))
+    return [table for each in known[1] if (table := each()) is not None]

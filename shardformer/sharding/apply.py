@@ -38,6 +38,7 @@ from shardformer.sharding.checks import (
     check_unheld,
     check_unhooked,
     checked_plan,
+    held_outside,
     unchanged_on_error,
 )
 from shardformer.sharding.context import Learned, learned_of, open_context, start_context, warn_of_whole, with_context
@@ -87,7 +88,7 @@ class Sharding:
         self._learned = Learned()
         self._grid: TensorGrid | None = None
         self._samples: Samples = {}
-        self._fresh = fresh
+        self._fresh, self._outside = fresh, set[int]()
         self.shard_config = config
         self._find = find
 
@@ -104,6 +105,7 @@ class Sharding:
             config, self._grid = on_grid(config, context)
             self.shard_config, self._context = config, config.resolve_context()
             context = self._context
+        self._outside = set() if self._fresh else held_outside(self.model)
         with unchanged_on_error(self.model):
             plan = agree(context, self._plan, self._lines, explain=lambda: tell_of_files(self.model, context))
             state, axes = self._state, context.own_axes[::-1]
@@ -164,7 +166,7 @@ class Sharding:
             check_stages(self._ties, self._state.stages.stages_of)
         check_unhooked(self.model, plan)
         if not self._fresh:
-            check_unheld(self.model, plan, self._state.stages)
+            check_unheld(self.model, plan, self._state.stages, self._outside)
         return plan
 
     def _lines(self, plan: Plan) -> list[str]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardformer.config import ShardConfig
@@ -69,11 +72,37 @@ def check_unhooked(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def check_unheld(model: nn.Module, plan: Plan, stages: Stages | None = None) -> None:
-    """Raises ConfigError when an optimizer holds a parameter that is to be cut: it would go on with the whole one."""
+def held_outside(model: nn.Module) -> set[int]:
+    """Identities of the parameters that something beside the modules of the model refers to: an optimizer, a list.
+
+    By their counts of references, which are compared with those of a parameter that only its module has.
+    """
+    alone = nn.Module()
+    alone.only = nn.Parameter(torch.empty(0))
+    ((_, by_counting),) = _counts(alone)
+    times = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    return {key for key, count in _counts(model) if count - (by_counting - 1) > times[key]}
+
+
+def _counts(model: nn.Module) -> Iterator[tuple[int, int]]:
+    for module in model.modules():
+        for p in module._parameters.values():
+            if p is not None:
+                yield id(p), sys.getrefcount(p)
+
+
+def check_unheld(model: nn.Module, plan: Plan, stages: Stages | None, outside: Collection[int]) -> None:
+    """Raises ConfigError when an optimizer holds a parameter that is to be cut: it would go on with the whole one.
+
+    Args:
+        outside: what ``held_outside`` said of the model before it was planned. Where that is no parameter that is cut,
+            which is the usual case, nothing is searched: the collector looks through all objects of the process.
+    """
     cut = plan.cut()
     if stages is not None:
         cut |= {id(p): name for name, p in model.named_parameters() if not stages.is_here(name)}
+    if not cut.keys() & outside:
+        return
     mine = [p for p in model.parameters() if id(p) in cut]
     # not gc.get_objects(): it shows tuples to this thread that others are still making, which makes those fail
     lists = [x for x in gc.get_referrers(*mine) if type(x) is list and x is not mine]

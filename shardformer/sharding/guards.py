@@ -28,13 +28,12 @@ class Guard:
     script seeded them with. What the model gives are plain tensors.
     """
 
-    _eager: Callable[..., None]
-    """``_look``, which torch.compile leaves alone: what is done there is once, or with other processes."""
-
     def __init__(self, model: nn.Module, state: ShardedState, structure: Structure, *, is_cut: bool) -> None:
         import torch._dynamo
 
-        type(self)._eager = staticmethod(torch._dynamo.disable(Guard._look))
+        # torch.compile leaves it alone: what is done there is once, or with other processes. Of this model alone:
+        # a model that is sharded later must not change what this one was compiled with
+        self._eager: Callable[..., None] = torch._dynamo.disable(Guard._look)
         self._state, self._structure, self._is_cut = state, structure, is_cut
         self._compared = not state.request.extra.get("check_inputs", True) or state.alike.size == 1
         model.register_forward_pre_hook(self._before, with_kwargs=True)

@@ -55,7 +55,7 @@ def fake_context(
 class FakeWorld:
     """The world of one rank that is alone with what it says."""
 
-    store = None
+    store = thread = None
 
     def __init__(self, rank: int, backend: str) -> None:
         self.rank, self.backend = rank, backend

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.layers.norm import PROBES, FusedLayerNorm, FusedRMSNorm, fused_norm
+from shardformer.layers.norm import PROBES, FusedLayerNorm, FusedRMSNorm, fused_norm, norm_kind
 
 HIDDEN = 48
 CLASSES = {
@@ -182,3 +186,39 @@ def test_norms_without_parameters_are_kept_so() -> None:
 def test_isinstance_of_layer_norm_holds() -> None:
     """Optimizers and initialisers tell norms by it."""
     assert isinstance(fused_norm(nn.LayerNorm(4)), nn.LayerNorm)
+
+
+class Slow(nn.LayerNorm):
+    """A norm that does something before its forward."""
+
+    before: Callable[[], Any]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.before()
+        return super().forward(x)
+
+
+def test_two_threads_that_look_at_norms_leave_the_filters_of_warnings_as_they_were() -> None:
+    """The one that comes first leaves first: the other one would put back what the first one had changed."""
+    second_is_in, first_has_left = threading.Event(), threading.Event()
+
+    class First(Slow):
+        @staticmethod
+        def before() -> None:
+            if not futures:
+                futures.append(pool.submit(norm_kind, Second(HIDDEN)))
+                second_is_in.wait(0.3)
+
+    class Second(Slow):
+        @staticmethod
+        def before() -> None:
+            second_is_in.set()
+            first_has_left.wait(60)
+
+    futures: list[Future[str | None]] = []
+    with warnings.catch_warnings(), ThreadPoolExecutor(1) as pool:
+        filters = list(warnings.filters)
+        assert norm_kind(First(HIDDEN)) == "layer"
+        first_has_left.set()
+        assert futures[0].result(60) == "layer"
+        assert warnings.filters == filters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import init
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardformer.errors import ConfigError
 from shardformer.lazy.materialize import materialize
@@ -239,3 +241,31 @@ def test_an_error_inside_ends_the_recording() -> None:
 def test_a_recorder_alone_makes_nothing_without_values() -> None:
     with InitRecorder():
         assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_a_thread_may_build_a_model_while_others_begin_and_end_to_build_one_without_values() -> None:
+    """torch goes through its hooks of registered parameters at each parameter: none may come or go meanwhile."""
+    with LazyInit():
+        pass
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait(module: nn.Module, name: str, param: Any) -> None:
+        inside.set()
+        assert go_on.wait(60)
+
+    def build() -> nn.Module:
+        return nn.Linear(2, 2)
+
+    hooks = [register_module_parameter_registration_hook(each) for each in (wait, lambda *_: None)]
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            made = pool.submit(build)
+            assert inside.wait(60)
+            lazy = LazyInit()
+            lazy.__enter__()
+            go_on.set()
+            assert made.result(60).weight.device.type == "cpu"
+            lazy.__exit__(None, None, None)
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -129,12 +129,52 @@ def test_all_stages_have_the_norm_of_what_some_of_them_hold(pool2: WorkerPool) -
         assert everything < 1e-6 and last_norm < 1e-6
 
 
+def test_a_stage_that_clips_nothing_takes_part_in_the_norm_of_its_model() -> None:
+    """Of another rank, which is a thread of the same process, it asks nothing."""
+
+    def clip(context: ParallelContext) -> float:
+        model = shardformer.shard_model(Sample("llama")().train(), context=context)
+        shardformer.Pipeline(model, micro_batches=1).step(Batches(Sample("llama").head_class)(0))
+        params = [p for name, p in model.named_parameters() if name == "model.norm.weight"]
+        assert len(params) == context.pipe.rank
+        return float(clip_grad_norm_(params, 1e9))
+
+    first, last = run_as_threads(clip, pipe=2)
+    assert first == last > 0.0
+
+
 def test_a_stage_without_gradients_does_not_guess_between_two_models() -> None:
-    models = sharded_models(2)
+    models = sharded_models(4)
 
     def clip(context: ParallelContext) -> None:
-        shardformer.shard_model(models[context.pipe.rank], ToyPolicy(), context=context)
+        for _ in range(2):
+            shardformer.shard_model(models.pop(), ToyPolicy(), context=context)
         clip_grad_norm_([], 1.0)
 
+    kept = list(models)
     with pytest.raises(ConfigError, match="stages of 2 models"):
-        run_as_threads(clip, pipe=2)  # two ranks, and so two models, in one process
+        run_as_threads(clip, pipe=2)
+    assert len(kept) == 4  # alive until here
+
+
+@pytest.mark.parametrize("of", ["model", "optimizer"])
+def test_gradients_that_zero_keeps_are_not_taken_for_none(of: str) -> None:
+    """Neither those of the parameters nor those of their pieces, which the optimizer has in their place."""
+
+    def clip(context: ParallelContext) -> None:
+        model = shardformer.shard_model(plain_model(), ToyPolicy(), context=context)
+        optimizer = shardformer.zero(torch.optim.AdamW(model.parameters()), model)
+        backward(model)
+        pieces = [p for group in optimizer.param_groups for p in group["params"]]
+        with pytest.raises(ConfigError, match="zero keeps those"):
+            clip_grad_norm_(model.parameters() if of == "model" else pieces, 1.0)
+        other = nn.Linear(3, 3)
+        assert float(clip_grad_norm_(other.parameters(), 1.0)) == 0.0  # is no model of zero's
+
+    run_as_threads(clip, data=2)
+
+
+def test_torch_warns_of_an_empty_generator_as_before() -> None:
+    shardformer.shard_model(plain_model(), ToyPolicy(), context=ParallelContext.of({}))
+    with pytest.warns(UserWarning, match="empty generator"):
+        clip_grad_norm_((p for p in ()), 1.0)

@@ -28,6 +28,7 @@ from shardformer.policies.first_form import ColumnOrEmbedding
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import MLP, Attention, Inputs, Projections, RolePolicy, Stack
 from shardformer.sharder import ModelSharder, ShardFormer, resolve_policy, shard_model
+from shardformer.sharding.checks import held_outside
 from shardformer.testing.pool import WorkerPool
 from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
@@ -320,6 +321,31 @@ def test_an_optimizer_that_was_made_before_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"An optimizer holds '.*make the optimizer of model.parameters"):
         run_as_threads(shard, tensor=2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+def test_nothing_is_searched_where_only_the_model_has_its_parameters(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector would look through all objects of the process, which takes longer than all the rest."""
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("the collector is asked")
+
+    monkeypatch.setattr(gc, "get_referrers", refuse)
+    run_as_threads(lambda context: bool(shard_model(Sample(family)(), context=context)), tensor=2)
+
+
+def test_a_parameter_that_something_else_has_is_known_by_its_references() -> None:
+    model = ToyLM(tied=True)
+    assert held_outside(model) == set()
+    kept = [model.head.weight, model.norm.weight]
+    assert held_outside(model) == {id(p) for p in kept}
+    del kept
+    optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
+    assert held_outside(model) == {id(p) for p in model.layers.parameters()}
+    del optimizer
+    assert held_outside(model) == set()
 
 
 def test_parameters_that_come_afterwards_are_refused() -> None:

@@ -16,6 +16,7 @@ from torch.nn.utils import prune
 import shardformer
 from shardformer.errors import ConfigError, InputError
 from shardformer.mesh.context import ParallelContext
+from shardformer.sharding.guards import Guard
 from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import MAIN, Batches, Sample
 
@@ -247,6 +248,23 @@ def test_a_hook_may_be_taken_away_again() -> None:
         model(**batch())
         inside(model).register_forward_hook(may_see)
         model(**batch())
+
+    run_as_threads(do, tensor=2)
+
+
+def test_a_model_that_is_sharded_later_changes_nothing_of_one_that_was() -> None:
+    """torch.compile guards what it read of the guard of a model: another function there compiles the model again."""
+
+    def do(context: ParallelContext) -> None:
+        before = dict(vars(Guard))
+        model = sharded(context)
+        (guard,) = {
+            h.__self__ for h in model._forward_pre_hooks.values() if isinstance(getattr(h, "__self__", 0), Guard)
+        }
+        own = guard._eager
+        sharded(context)(**batch())
+        assert dict(vars(Guard)) == before
+        assert guard._eager is own
 
     run_as_threads(do, tensor=2)
 

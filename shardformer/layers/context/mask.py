@@ -16,6 +16,7 @@ No mask of the whole sequence is ever made.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from enum import Enum
 from types import CodeType, FunctionType
@@ -191,13 +192,22 @@ def _by_vmap(predicate: Predicate) -> Callable[..., Tensor]:
 
 # ------------------------------------------------------------------------------------ masks that are the same each time
 
-_REMEMBERED: dict[Hashable, dict[tuple[int, int], Sees]] = {}
+
+class _Remembered(threading.local):
+    """What chunks see of each other, by masks: those of this thread, since ranks may be threads."""
+
+    def __init__(self) -> None:
+        self.masks: dict[Hashable, dict[tuple[int, int], Sees]] = {}
+
+
+_REMEMBERED = _Remembered()
 
 
 def _remembered(key: Hashable) -> dict[tuple[int, int], Sees]:
-    if key not in _REMEMBERED and len(_REMEMBERED) >= REMEMBERED:
-        _REMEMBERED.pop(next(iter(_REMEMBERED)), None)
-    return _REMEMBERED.setdefault(key, {})
+    masks = _REMEMBERED.masks
+    if key not in masks and len(masks) >= REMEMBERED:
+        del masks[next(iter(masks))]
+    return masks.setdefault(key, {})
 
 
 def recipe(thing: Any) -> Hashable | None:

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardformer.comm.collectives import gather_objects
 from shardformer.comm.recorder import Recorder
+from shardformer.layers.context import mask
 from shardformer.layers.context.kernels import Bias, Dropout, Scores
 from shardformer.layers.context.mask import Mask, Predicate, causal
 from shardformer.layers.context.ring import Travel, ring_attention
@@ -184,3 +186,18 @@ def test_16_bits_over_a_long_ring_are_as_near_as_in_one_kernel() -> None:
     right, alone, over = attend(torch.float64, 1), attend(torch.bfloat16, 1), attend(torch.bfloat16, ring)
     for truth, one, many in zip(right, alone, over, strict=True):
         assert (many - truth).norm() <= 1.3 * (one - truth).norm()
+
+
+def test_what_a_thread_remembers_of_masks_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the last few masks, that is: ranks that are threads forget one at any time."""
+    monkeypatch.setattr(mask, "REMEMBERED", 2)
+
+    def ask(context: ParallelContext) -> list[int]:
+        for length in (8, 12, 16):
+            Mask(causal, None, Positions(length, 2), Positions(length, 2), 1).between(0, 0)
+        gather_objects(None, context.tensor)
+        return [id(known) for known in mask._REMEMBERED.masks.values()]
+
+    one, other = run_as_threads(ask, tensor=2)
+    assert len(one) == len(other) == 2
+    assert not set(one) & set(other)
