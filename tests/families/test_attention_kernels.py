@@ -132,10 +132,23 @@ def test_dropout_that_a_class_leaves_out_is_no_reason_to_refuse() -> None:
 
 
 def test_a_method_that_has_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = own_attention.OwnAttention("_attn", own_attention.bloom, "attn_dropout")
-    monkeypatch.setitem(own_attention.OWN, "GPTJAttention", other)
-    with pytest.raises(ConfigError, match=r"GPTJAttention\), whose _attn takes \['query'"):
-        use_flash_attention(build("gptj", {}), CPU)
+    for method, takes in (("forward", r"\['hidden_states'"), ("_attn", r"\[\]")):
+        other = own_attention.OwnAttention(method, own_attention.gptj, "attention_dropout")
+        monkeypatch.setitem(own_attention.OWN, "BloomAttention", other)
+        with pytest.raises(ConfigError, match=rf"BloomAttention\), whose {method} takes {takes}"):
+            use_flash_attention(build("bloom", {}), CPU)
+
+
+def test_a_class_that_dispatches_its_attention_in_this_version_keeps_its_methods(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As GPT-J, which transformers dispatches from 5.24 on, and computes itself before."""
+    own = own_attention.OwnAttention("_attn", own_attention.gptj, "attn_dropout")
+    monkeypatch.setitem(own_attention.OWN, "LlamaAttention", own)
+    model = build("llama", {})
+    use_flash_attention(model, CPU)
+    assert [path for path, _, _ in own_attention.own_modules(model)] == []
+    assert model.config._attn_implementation == ATTENTION_NAME
 
 
 def test_weights_cannot_be_asked_for_where_a_method_was_replaced() -> None:
