@@ -13,7 +13,7 @@ from torch import Tensor
 from shardformer.errors import ConfigError
 from shardformer.layers.attention import kernels as attention_kernels
 from shardformer.layers.attention import own as own_attention
-from shardformer.layers.attention.select import _describe, check_flash_attention, use_flash_attention
+from shardformer.layers.attention.select import ATTENTION_NAME, _describe, check_flash_attention, use_flash_attention
 from shardformer.testing.zoo import sample_loss
 from tests.families.option import CASTS, EXACT, FAMILIES, assert_same, batch_of, build, plain, sharded
 from tests.ops import Ops
@@ -71,7 +71,8 @@ def test_all_attention_calls_the_kernel_and_nobody_can_tell(family: str, scores:
     assert_same(ours, plain(family), EXACT if family in IN_FP64 else CASTS)
     assert "torch flash attention for the CPU" in ours.notes
     assert ("at a time for the position bias" in ours.notes) == (family in TRAINED_BIAS)
-    assert (OWN.get(family) in ours.replaced()) == (family in OWN)
+    computes_itself = family in OWN and any(own_attention.own_modules(build(family, {})))
+    assert (OWN.get(family) in ours.replaced()) == computes_itself
     assert scores
 
 
