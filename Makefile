@@ -4,6 +4,8 @@
 # make features  run the tests of the families and write docs/features.md from what they say
 # make pages   write docs/configuration.md and docs/commands.md from the code
 # make test-oldest  the tests of the families with the oldest transformers that is supported, in .venv-oldest
+# make test-versions  the versions that users have, from the oldest to the newest: an environment of its own for each
+#              row of docs/versions.md; ARGS="--rows 3.13 --envs FOLDER --only train" runs some of it
 # make hostile  what hostile users try, all of it: ARGS="--seed 7" repeats a run
 # make bench   every script of benchmarks/   make clean    remove .venv and what the tools left
 
@@ -17,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # The package is read by hundreds of processes: its compiled files are kept, whatever the machine says of others.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
-.PHONY: demo test test-oldest hostile features pages lint format bench clean
+.PHONY: demo test test-oldest test-versions hostile features pages lint format bench clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
@@ -29,6 +31,9 @@ test: lint $(VENV)/.installed-timm
 test-oldest: $(OLDEST)/.installed-test $(VENV)/.installed-timm
 	$(TEST_ENV) TIMM_FOLDER=$(CURDIR)/$(VENV)/timm $(OLDEST)/bin/python -m pytest -m feature $(ARGS)
 	$(TEST_ENV) $(OLDEST)/bin/python -m pytest tests/policies $(ARGS)
+
+test-versions: $(VENV)/.installed-test
+	$(BIN)/python -m tests.versions $(ARGS)
 
 features: $(VENV)/.installed-test $(VENV)/.installed-timm
 	$(TEST_ENV) $(BIN)/python -m pytest -m feature --write-features $(ARGS)
@@ -52,7 +57,7 @@ bench: $(VENV)/.installed-test
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) .venvs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("ShardFormer needs Python 3.11 or newer, and $(PYTHON) is %d.%d. \

@@ -12,8 +12,8 @@ from torch.optim import Adagrad, Optimizer
 def state_when_made(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
     """The state that the constructor of the optimizer gives a parameter; empty if its first step makes all of it.
 
-    Before torch 2.13 Adagrad makes its state in the constructor only: its step raises KeyError for a parameter that is
-    put into a group later.
+    In torch 2.11 Adagrad makes its state in the constructor only: its step raises KeyError for a parameter that is put
+    into a group later.
 
     Args:
         group: the settings, which become arguments of the constructor.

@@ -16,7 +16,7 @@ own_init_group: Any = Adagrad._init_group
 
 
 def _only_with_state(self: Adagrad, group: dict[str, Any], *lists: list[Any]) -> Any:
-    """As before torch 2.13: the step reads the state that the constructor made."""
+    """As in torch 2.11: the step reads the state that the constructor made."""
     for param in group["params"]:
         self.state[param]["sum"]
     return own_init_group(self, group, *lists)
