@@ -182,7 +182,10 @@ SDPA = ("FalconAttention",)
 def own_of(cls: type[nn.Module]) -> OwnAttention | None:
     """None also for a class that dispatches its attention in this version of transformers (GPT-J from 5.24 on)."""
     own = OWN.get(cls.__name__) or OWN.get(f"{cls.__module__}.{cls.__name__}")
-    return None if own is None or is_on_interface(source_of(cls)) else own
+    if own is None:
+        return None
+    source = source_of(cls)  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
+    return None if is_on_interface(source) else own
 
 
 @functools.cache
