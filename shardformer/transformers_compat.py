@@ -47,7 +47,7 @@ def is_cache(value: Any) -> bool:
     That is a ``Cache`` of transformers or a class with its methods, or the older form: for each layer a tuple of
     tensors.
     """
-    if hasattr(value, "get_seq_length"):
+    if not isinstance(value, Tensor) and hasattr(value, "get_seq_length"):
         return True
     layers = value if isinstance(value, (list, tuple)) else ()
     return bool(layers) and all(isinstance(layer, tuple) and _holds_tensors(layer) for layer in layers)
