@@ -24,7 +24,7 @@ from tests.versions.steps import STEPS, Step, prepare
 
 def main() -> int:
     asked = _arguments()
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)  # whole rows in a log
     rows = [row for row in ROWS if not asked.rows or any(words in row.name for words in asked.rows)]
     steps = [step for step in STEPS if not asked.only or step.name in asked.only]
     found = [row for row in rows if Environment(row, asked.envs / row.name).is_complete or interpreter_of(row.python)]

@@ -43,7 +43,7 @@ tensor = 2
 steps = 2
 """
 VERIFY = ("gpt2", "--tensor", "2")
-DEMO = ("--steps", "4", "--layers", "1", "--hidden", "32", "--batch", "2", "--sequence", "16")
+DEMO = ("--steps", "4", "--layers", "1", "--hidden", "64", "--batch", "2", "--sequence", "16")
 
 
 @dataclass(frozen=True)
