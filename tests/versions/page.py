@@ -45,7 +45,7 @@ def page_of(rows: Sequence[tuple[tuple[str, str, str], Mapping[str, str]]]) -> s
         "environment for each row, runs the tests and writes this page.\n",
         f"The oldest versions that are supported are torch {lower_bound('torch')} and transformers "
         f"{lower_bound('transformers')}, on Python 3.11 or newer. `shardformer check` reports whether yours are among "
-        "those tested.\n",
+        f"those tested. {NOT_RUN}: the step was not run in this row.\n",
         f"| {' | '.join(heads)} |",
         f"|{'---|' * len(heads)}",
     ]
