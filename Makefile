@@ -6,6 +6,8 @@
 # make features  run the tests of the families and write docs/features.md from what they say
 # make pages   write docs/configuration.md and docs/commands.md from the code
 # make test-oldest  the tests of the families with the oldest transformers that is supported, in .venv-oldest
+# make test-versions  the versions that users have, from the oldest to the newest: an environment of its own for each
+#              row of docs/versions.md; ARGS="--rows 3.13 --envs FOLDER --only train" runs some of it
 # make hostile  what hostile users try, all of it: ARGS="--seed 7" repeats a run
 # make bench   every script of benchmarks/   make clean    remove .venv and what the tools left
 
@@ -21,7 +23,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTH
 STARTED := $(shell date +%s)
 TIER := $(TEST_ENV) $(BIN)/python -m tests.run_tier --jobs $(JOBS) --started $(STARTED)
 
-.PHONY: demo test test-fast test-all test-oldest hostile features pages lint format bench clean
+.PHONY: demo test test-fast test-all test-oldest test-versions hostile features pages lint format bench clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
@@ -39,6 +41,9 @@ test-all: $(VENV)/.installed-test $(VENV)/.installed-timm
 test-oldest: $(OLDEST)/.installed-test $(VENV)/.installed-timm
 	$(TEST_ENV) TIMM_FOLDER=$(CURDIR)/$(VENV)/timm $(OLDEST)/bin/python -m pytest -m feature $(ARGS)
 	$(TEST_ENV) $(OLDEST)/bin/python -m pytest tests/policies $(ARGS)
+
+test-versions: $(VENV)/.installed-test
+	$(BIN)/python -m tests.versions $(ARGS)
 
 features: $(VENV)/.installed-test $(VENV)/.installed-timm
 	$(TEST_ENV) $(BIN)/python -m pytest -m feature --write-features $(ARGS)
@@ -62,7 +67,7 @@ bench: $(VENV)/.installed-test
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) .venvs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("ShardFormer needs Python 3.11 or newer, and $(PYTHON) is %d.%d. \

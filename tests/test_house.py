@@ -17,6 +17,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the top: a module imports only from the floors above its own. A room inside of another may have its own floor.
 FLOORS = [
     "errors",
+    "torch_compat",
+    "transformers_compat",
     "mesh",
     "layout",
     "comm",
@@ -183,6 +185,20 @@ def at_import_time(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
         children = list(node.orelse)
     for child in children:
         yield from at_import_time(child)
+
+
+CACHES = re.compile(r"past_key_values?\b|cache_params|\bmems\b|past_buckets_states")
+"""Arguments and fields that have other names in other versions of transformers."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_what_versions_of_transformers_name_differently_is_known_to_one_module(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    loads = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import)]
+    named = {alias.name for node in loads for alias in node.names}
+    if path.name != "transformers_compat.py":
+        assert CACHES.findall(text) == []
+        assert "transformers" not in named, "load_transformers() makes it ready where docstrings are missing"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -22,6 +22,8 @@ import typer
 from shardformer.errors import WorkerError
 
 TIMEOUT_S = 60.0
+TESTED = {"python": ((3, 11), (3, 13)), "torch": ((2, 11), (2, 14)), "transformers": ((5, 17), (5, 24))}
+"""The oldest and the newest minor version in docs/versions.md."""
 _OPTIONAL_PACKAGES = {
     # package: (module, what it brings, the command that brings it)
     "flash-attn": ("flash_attn", "flash attention kernels on CUDA", "pip install flash-attn --no-build-isolation"),
@@ -39,11 +41,14 @@ _BACKENDS: dict[str, tuple[Literal["missing", "failed"], str]] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table. Only a ``failed`` finding stands in the way of training; ``missing`` is optional."""
+    """One line of the table. Only a ``failed`` finding prevents training.
+
+    ``missing`` is optional, and ``untested`` a version that ShardFormer supports and was not tested with.
+    """
 
     group: Literal["versions", "devices", "backends", "optional"]
     name: str
-    status: Literal["ok", "missing", "failed"]
+    status: Literal["ok", "missing", "untested", "failed"]
     value: str
     remedy: str = ""
 
@@ -65,11 +70,10 @@ def check(
 def _versions() -> list[Finding]:
     findings = [
         Finding("versions", "shardformer", "ok", version("shardformer")),
-        Finding("versions", "python", "ok", platform.python_version()),
+        _version("python", platform.python_version(), "install Python 3.11 or newer"),
     ]
-    for name, module, least in (("torch", "torch", (2, 11)), ("transformers", "transformers.modeling_utils", (5, 17))):
-        bound = f"{name}>={'.'.join(map(str, least))}"
-        remedy = f"pip install '{bound}'"
+    for name, module in (("torch", "torch"), ("transformers", "transformers.modeling_utils")):
+        remedy = f"pip install '{name}>={_minor(TESTED[name][0])}'"
         try:
             importlib.import_module(module)
             found = version(name)
@@ -77,10 +81,24 @@ def _versions() -> list[Finding]:
             what = " ".join(str(error).split())
             findings.append(Finding("versions", name, "failed", f"{type(error).__name__}: {what}", remedy))
             continue
-        major, minor = (int(part) for part in found.split(".")[:2])
-        status: Literal["ok", "failed"] = "ok" if (major, minor) >= least else "failed"
-        findings.append(Finding("versions", name, status, found, "" if status == "ok" else remedy))
+        findings.append(_version(name, found, remedy))
     return findings
+
+
+def _version(name: str, found: str, remedy: str) -> Finding:
+    """``failed`` if it is older than what is supported, ``untested`` if it is newer than what was tested."""
+    major, minor = (int(part) for part in found.split(".")[:2])
+    oldest, newest = TESTED[name]
+    if (major, minor) < oldest:
+        return Finding("versions", name, "failed", found, remedy)
+    if (major, minor) > newest:
+        note = f"{found} is newer than the tested versions, {_minor(oldest)} to {_minor(newest)}; it may work as well"
+        return Finding("versions", name, "untested", found, note)
+    return Finding("versions", name, "ok", found)
+
+
+def _minor(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 def _devices() -> list[Finding]:
@@ -220,6 +238,7 @@ def _print_table(findings: list[Finding], ready: bool) -> None:
     from rich.table import Table
 
     marks = {"ok": "[green]ok[/]", "missing": "[yellow]not here (optional)[/]", "failed": "[red]failed[/]"}
+    marks["untested"] = "[yellow]not tested[/]"
     table = Table(title="shardformer check")
     for column in ("", "what", "", "value"):
         table.add_column(column, overflow="fold")

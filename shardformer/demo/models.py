@@ -15,6 +15,7 @@ from shardformer.demo.settings import FAMILIES, HEAD_DIM, Settings
 from shardformer.demo.text import MASK, NOTHING, VOCAB_SIZE, Text, bytes_as_tokens, check_length, read_text
 from shardformer.errors import ConfigError
 from shardformer.testing.zoo import LANGUAGE_MODEL
+from shardformer.transformers_compat import load_transformers
 from shardformer.verify.model_source import ModelSource, Pretrained, find_model
 
 TASK: Mapping[str, str] = MappingProxyType({"bert": "masked", "gpt2": "causal", "llama": "causal", "t5": "continue"})
@@ -42,7 +43,7 @@ class SmallModel:
     sequence: int
 
     def config(self) -> Any:
-        import transformers
+        transformers = load_transformers()
 
         num_heads, wide = self.hidden // HEAD_DIM, 8 * self.hidden // 3
         same = dict(vocab_size=VOCAB_SIZE, pad_token_id=NOTHING, bos_token_id=NOTHING, eos_token_id=NOTHING)
@@ -61,7 +62,7 @@ class SmallModel:
         return transformers.AutoConfig.for_model(self.family, **same, **positions, **own[self.family])
 
     def __call__(self) -> nn.Module:
-        import transformers
+        transformers = load_transformers()
 
         model: nn.Module = getattr(transformers, LANGUAGE_MODEL[self.family])(self.config())
         return model
@@ -143,7 +144,7 @@ def _given(settings: Settings, title: str, raw: bytes) -> Chosen:
 
 def _tokenize(source: ModelSource, raw: bytes) -> tuple[torch.Tensor, int, str]:
     """The text in the model's tokens, the one for what is masked, and what a token is."""
-    import transformers
+    transformers = load_transformers()
 
     assert isinstance(source.model_fn, Pretrained)
     where = source.model_fn.where

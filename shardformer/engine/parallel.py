@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
-from typing import Any
+from typing import Annotated, Any
 
 from shardformer.activations.attach import WHERE
 from shardformer.config import ShardConfig
@@ -25,60 +25,73 @@ AVERAGES = ("tokens", "ranks")
 class Parallel:
     """How a model is trained over the processes that were launched. The same fields stand in a run's config file.
 
-    Args:
-        data: ranks that each train on a part of the batch; None: what remains of the processes.
-        pipe: stages, which hold some of the layers each.
-        sequence: ranks over which the sequence is cut, attention reading the positions of all.
-        tensor: ranks that hold a part of each matrix; two or three numbers for a grid of ``tensor_mode``.
-        tensor_mode: "1d", "2d", "2.5d" or "3d", as ``tensor_parallel_mode`` of ``ShardConfig``.
-        sequence_parallel: whether between blocks each tensor rank holds a part of the sequence.
-        sequence_overlap: whether its gathers and scatters run under the matmuls beside them.
-        context_parallel: how it does: "ring", "ulysses", "gather" or "auto", as in ``ShardConfig``.
-        flash_attention, fused_normalization, jit_fused: kernels, as in ``ShardConfig``.
-        schedule: of the pipeline, "1f1b" and others; see ``PipelineStageManager`` for this and the next three.
-        chunks: virtual stages on each rank; None: the schedule's own number.
-        cut: how the layers are cut into stages: "cost", "even", or how many layers each has.
-        checkpoint_layers: how many layers of each stage compute their activations again in the backward.
-        activations: where what the forward saves is kept: "device", "host", "tensor" or "tensor+host"; see
-            ``store_activations``.
-        micro_batches: into how many parts each rank's batch is cut. None: as many as there are stages.
-        micro_batch_size: or how many samples each part has: fewer need less memory, and the result is the same.
-        zero: the stage of ZeRO; None: none, unless precision or offload ask for what it does (then 0).
-        precision: "fp32", "bf16", "fp16" or a ``Precision``.
-        offload: "cpu", "nvme:DIR" or an ``Offload``.
-        max_grad_norm: to which a step clips the norm of all gradients.
-        on_nonfinite: what a step does with gradients that are not finite: "raise", "skip" or "ignore". Without zero
-            they are looked at where their norm is taken.
-        watch: whether ranks notice that they have come apart, as in ``ShardConfig``.
-        average: "tokens": each token, or sample, that counts weighs the same in the loss, wherever in the batch it is,
-            as it does on one device. "ranks": the loss is the mean of the data ranks' losses.
+    Each field is ``Annotated`` with its description, from which the config file's table and its page are made: a
+    docstring would be missing under ``python -OO``.
     """
 
-    data: int | None = None
-    pipe: int = 1
-    sequence: int = 1
-    tensor: int | Sequence[int] = 1
-    tensor_mode: str = "1d"
-    sequence_parallel: bool = False
-    sequence_overlap: bool = False
-    context_parallel: str = "auto"
-    flash_attention: bool = False
-    fused_normalization: bool = False
-    jit_fused: bool = False
-    schedule: str = "1f1b"
-    chunks: int | None = None
-    cut: str | Sequence[int] = "cost"
-    checkpoint_layers: int | Sequence[int] | None = None
-    activations: str = "device"
-    micro_batches: int | None = None
-    micro_batch_size: int | None = None
-    zero: int | None = None
-    precision: str | Precision = "fp32"
-    offload: str | Offload | None = None
-    max_grad_norm: float | None = None
-    on_nonfinite: str = "raise"
-    watch: bool = True
-    average: str = "tokens"
+    data: Annotated[
+        int | None,
+        "ranks that each train on a part of the batch; None: what remains of the processes.",
+    ] = None
+    pipe: Annotated[int, "stages, which hold some of the layers each."] = 1
+    sequence: Annotated[int, "ranks over which the sequence is cut, attention reading the positions of all."] = 1
+    tensor: Annotated[
+        int | Sequence[int],
+        "ranks that hold a part of each matrix; two or three numbers for a grid of `tensor_mode`.",
+    ] = 1
+    tensor_mode: Annotated[str, '"1d", "2d", "2.5d" or "3d", as `tensor_parallel_mode` of `ShardConfig`.'] = "1d"
+    sequence_parallel: Annotated[bool, "whether between blocks each tensor rank holds a part of the sequence."] = False
+    sequence_overlap: Annotated[bool, "whether its gathers and scatters run under the matmuls beside them."] = False
+    context_parallel: Annotated[
+        str,
+        'how it does: "ring", "ulysses", "gather" or "auto", as in `ShardConfig`.',
+    ] = "auto"
+    flash_attention: Annotated[bool, "kernels, as in `ShardConfig`."] = False
+    fused_normalization: Annotated[bool, "kernels, as in `ShardConfig`."] = False
+    jit_fused: Annotated[bool, "kernels, as in `ShardConfig`."] = False
+    schedule: Annotated[
+        str,
+        'of the pipeline, "1f1b" and others; see `PipelineStageManager` for this and the next three.',
+    ] = "1f1b"
+    chunks: Annotated[int | None, "virtual stages on each rank; None: the schedule's own number."] = None
+    cut: Annotated[
+        str | Sequence[int],
+        'how the layers are cut into stages: "cost", "even", or how many layers each has.',
+    ] = "cost"
+    checkpoint_layers: Annotated[
+        int | Sequence[int] | None,
+        "how many layers of each stage compute their activations again in the backward.",
+    ] = None
+    activations: Annotated[
+        str,
+        'where what the forward saves is kept: "device", "host", "tensor" or "tensor+host"; see `store_activations`.',
+    ] = "device"
+    micro_batches: Annotated[
+        int | None,
+        "into how many parts each rank's batch is cut. None: as many as there are stages.",
+    ] = None
+    micro_batch_size: Annotated[
+        int | None,
+        "or how many samples each part has: fewer need less memory, and the result is the same.",
+    ] = None
+    zero: Annotated[
+        int | None,
+        "the stage of ZeRO; None: none, unless precision or offload ask for what it does (then 0).",
+    ] = None
+    precision: Annotated[str | Precision, '"fp32", "bf16", "fp16" or a `Precision`.'] = "fp32"
+    offload: Annotated[str | Offload | None, '"cpu", "nvme:DIR" or an `Offload`.'] = None
+    max_grad_norm: Annotated[float | None, "to which a step clips the norm of all gradients."] = None
+    on_nonfinite: Annotated[
+        str,
+        'what a step does with gradients that are not finite: "raise", "skip" or "ignore". Without zero they are '
+        "looked at where their norm is taken.",
+    ] = "raise"
+    watch: Annotated[bool, "whether ranks notice that they have come apart, as in `ShardConfig`."] = True
+    average: Annotated[
+        str,
+        '"tokens": each token, or sample, that counts weighs the same in the loss, wherever in the batch it is, as it '
+        'does on one device. "ranks": the loss is the mean of the data ranks\' losses.',
+    ] = "tokens"
 
     def __post_init__(self) -> None:
         for name in ("data", "pipe", "sequence"):

@@ -22,6 +22,7 @@ from shardformer.lazy.materialize import NOTES
 from shardformer.lazy.recipe import place_of, values_of
 from shardformer.lazy.recorder import Loading
 from shardformer.lazy.source import tensors_of
+from shardformer.transformers_compat import load_transformers
 
 HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -101,7 +102,7 @@ def _loaded(kind: Any, where: str, **given: Any) -> tuple[Any, Any]:
 def _config_and_class(
     kind: Any, where: str, config: Any, trust: bool, hub: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    import transformers
+    transformers = load_transformers()
 
     if config is None:
         known = getattr(kind, "config_class", None)

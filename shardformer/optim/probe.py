@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardformer.errors import ConfigError
+from shardformer.torch_compat import state_when_made
 
 SHAPES, CUT, STEPS, BOUND = ((6, 4), (4, 6)), 10, 3, 1e-6
 
@@ -104,6 +105,9 @@ def _twin(optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter
     hooks: dict[str, Any] = {name: OrderedDict() for name in own if name.startswith("_optimizer_step_")}
     tried: Any = object.__new__(kind)
     tried.__dict__.update(own, param_groups=[{**group, "params": params}], state=defaultdict(dict), **hooks)
+    for param in params:
+        if state := state_when_made(optimizer, group, param):
+            tried.state[param] = state
     return tried
 
 

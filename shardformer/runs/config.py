@@ -85,34 +85,19 @@ class DataTable(Table):
     workers: int = Field(default=0, ge=0, description="Processes that read samples, beside each that trains.")
 
 
-def _arguments(doc: str) -> dict[str, str]:
-    """What the part ``Args`` of a docstring says of each."""
-    said: dict[str, str] = {}
-    names: list[str] = []
-    for line in doc.partition("Args:")[2].splitlines():
-        head, colon, rest = line.strip().partition(": ")
-        if line.startswith(" " * 8) and not line.startswith(" " * 9) and colon:
-            names = head.split(", ")
-            said |= dict.fromkeys(names, rest)
-        elif line.startswith(" " * 12):
-            said |= {name: f"{said[name]} {line.strip()}" for name in names}
-        elif line.strip():
-            break
-    return {name: text.replace("``", "`") for name, text in said.items()}
-
-
-def _of_file(hint: Any) -> Any:
-    """A type as a file can say it: without classes of ours."""
+def _of_file(name: str, default: Any) -> tuple[Any, Any]:
+    """A field of ``Parallel`` as a file can write it: its type without classes of this package, and its description."""
+    hint, description = get_args(_HINTS[name])
     kinds = [kind for kind in get_args(hint) if not is_dataclass(kind)] if isinstance(hint, UnionType) else [hint]
-    return reduce(or_, kinds)
+    return reduce(or_, kinds), Field(default, description=description)
 
 
-_SAID, _HINTS = _arguments(Parallel.__doc__ or ""), get_type_hints(Parallel)
+_HINTS = get_type_hints(Parallel, include_extras=True)
 ParallelTable = create_model(
     "ParallelTable",
     __base__=Table,
     __doc__="The layout, and how a step is made: the fields of `shardformer.Parallel`.",
-    **{f.name: (_of_file(_HINTS[f.name]), Field(f.default, description=_SAID[f.name])) for f in fields(Parallel)},
+    **{f.name: _of_file(f.name, f.default) for f in fields(Parallel)},
 )  # type: ignore[call-overload]
 
 

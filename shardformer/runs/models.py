@@ -14,6 +14,7 @@ from shardformer.lazy.pretrained import from_pretrained
 from shardformer.lazy.recorder import LazyInit
 from shardformer.runs.config import RunConfig, consent_or
 from shardformer.runs.data import RunData
+from shardformer.transformers_compat import load_transformers
 
 HEAD_OF = {
     "causal": "AutoModelForCausalLM",
@@ -27,7 +28,7 @@ LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 
 def head_of(config: RunConfig) -> Any:
     """The class of transformers. Raises ConfigError where there is none of that name."""
-    import transformers
+    transformers = load_transformers()
 
     name = config.model.head or HEAD_OF[config.model.task]
     kind = getattr(transformers, name, None)
@@ -42,7 +43,7 @@ def own_config(config: RunConfig) -> Any:
 
     Raises ConfigError where it cannot be read, and for a field that it does not have.
     """
-    import transformers
+    transformers = load_transformers()
 
     name, random, trust = config.model.name, config.model.random, config.model.trust_remote_code
     try:

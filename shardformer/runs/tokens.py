@@ -9,6 +9,7 @@ from typing import Any
 
 from shardformer.errors import ConfigError, first_line
 from shardformer.runs.config import consent_or
+from shardformer.transformers_compat import load_transformers
 
 BYTES = "bytes"
 NOTHING, MASK, NUM_BYTES = 256, 257, 258
@@ -63,7 +64,7 @@ def tokens_of(name: str | None, model: str, *, random: bool, trust: bool = False
     if name == BYTES or (name is None and random):
         return Tokens()
     where = model if name is None else name
-    import transformers
+    transformers = load_transformers()
 
     folder = Path(where)
     if folder.is_dir() and not any((folder / file).is_file() for file in FILES):

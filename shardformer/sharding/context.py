@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from shardformer.errors import ConfigError
-from shardformer.layers.attention.select import attention_classes, configs, is_on_interface
+from shardformer.layers.attention.own import is_on_interface
+from shardformer.layers.attention.select import attention_classes, configs
 from shardformer.layers.context import attention
 from shardformer.layers.context.run import ContextRun, Dims
 from shardformer.layers.context.stack import ContextEntry, ContextStack, pass_through

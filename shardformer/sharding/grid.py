@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from shardformer.mesh.tensor_grid import TensorGrid, with_grid
 from shardformer.policies.describe import BlockArguments, BlockDescription, SubModuleReplacementDescription
 from shardformer.policies.paths import find, join
 from shardformer.sharding.plan import Plan
+from shardformer.transformers_compat import arguments_of, without_caches
 
 STREAM = "what flows through the stack"
 Samples = dict[tuple[str, str], int | None]
@@ -237,19 +238,18 @@ def open_arguments(model: nn.Module, plan: Plan, state: ShardedState, samples: S
         stream = next((stream for prefix, stream in stacks if path.startswith(prefix)), None)
         if stream is not None:
             entering.setdefault(model.get_submodule(path), (BlockArguments(path), stream))
-    model.register_forward_hook(partial(_without_cache, [stream for _, stream in stacks]))
+    model.register_forward_hook(partial(_without_cache, streams, arguments_of(model)))
     for module, (arguments, stream) in entering.items():
         _GivesOwn(module, arguments, stream, samples)
     for stack, (_, stream) in zip(plan.stacks, stacks, strict=True):
         stream.batch_dim = samples.get(key_of(stack.layers, STREAM)) or 0
 
 
-def _without_cache(streams: list[GridStream], model: nn.Module, args: Any, output: Any) -> Any:
+def _without_cache(
+    streams: Sequence[GridStream], arguments: frozenset[str], model: nn.Module, args: Any, output: Any
+) -> Any:
     """Keys and values that a forward kept are of this rank's samples: nobody may go on with them."""
-    kept = isinstance(output, dict) and getattr(output, "past_key_values", None) is not None
-    if not kept or not any(stream.is_cut for stream in streams[-1:]):
-        return None
-    return type(output)(**{name: value for name, value in output.items() if name != "past_key_values"})
+    return without_caches(output, arguments) if any(stream.is_cut for stream in streams[-1:]) else None
 
 
 class _GivesOwn:

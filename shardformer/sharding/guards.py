@@ -18,6 +18,7 @@ from shardformer.reduce.wrappers import check_ddp, refuse_wrappers
 from shardformer.sharding.agree import differs
 from shardformer.sharding.stages import OF_EVERY_LAYER, WHY_NOT
 from shardformer.sharding.structure import Structure
+from shardformer.transformers_compat import caches_in, holds_tokens
 
 
 class Guard:
@@ -74,7 +75,7 @@ class Guard:
         in_pipeline = self._state.stages is not None and self._state.stages.is_running
         if in_pipeline or torch._C._current_graph_task_id() >= 0:
             return False
-        if not model.training and _has_keys(kwargs.get("past_key_values")):
+        if not model.training and any(map(holds_tokens, caches_in(kwargs.values()))):
             return False
         return self._is_cut and (model.training or self._state.watch is not None)
 
@@ -117,12 +118,6 @@ class Guard:
                     rule=why,
                     remedy=f"Leave {name} off, or run the plain model for it",
                 )
-
-
-def _has_keys(cache: Any) -> bool:
-    """Whether a cache of transformers holds keys and values of tokens before."""
-    count = getattr(cache, "get_seq_length", None)
-    return cache is not None and (count is None or bool(count()))
 
 
 def agree_on_step(state: ShardedState, inputs: Collection[Any], drew: bool = False) -> bool:

@@ -21,6 +21,7 @@ from shardformer.policies.infer.twin import Twin, first_batch, twin_of
 from shardformer.testing.zoo import num_samples
 from shardformer.testing.zoo.inputs import unknown_inputs
 from shardformer.testing.zoo.shrink import model_class, model_of
+from shardformer.transformers_compat import load_transformers
 
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION")
 """Those of docs/coverage.md."""
@@ -167,7 +168,7 @@ def _fed(model_fn: Callable[[], nn.Module]) -> Fed:
 
 @lru_cache(maxsize=1)
 def _small(small: SmallOf) -> Twin:
-    import transformers
+    transformers = load_transformers()
 
     try:
         config = transformers.CONFIG_MAPPING[small.model_type](architectures=[small.head_class])

@@ -23,6 +23,7 @@ from shardformer.policies.policy import Policy
 from shardformer.testing.zoo import FAMILY_OF, HEADS, MAIN, NEEDS, SMALL, Batches, Sample, sample_loss, sees_alone
 from shardformer.testing.zoo.depth import depth_of
 from shardformer.testing.zoo.shrink import first_architecture, model_class
+from shardformer.transformers_compat import load_transformers
 from shardformer.verify.any_type import SmallBatches, SmallOf, all_classes, reads_together
 from shardformer.verify.hub import hub, hub_answers
 from shardformer.verify.modules import FORMS, called, module_of
@@ -66,7 +67,7 @@ class Pretrained:
         return config
 
     def __call__(self) -> nn.Module:
-        import transformers
+        transformers = load_transformers()
 
         transformers.logging.set_verbosity_error()  # every worker would say it, and that a new head is random is meant
         transformers.logging.disable_progress_bar()
@@ -254,7 +255,7 @@ def find_policy(name: str) -> type[Policy]:
 
 def read_config(where: str, local: bool = True) -> Any:
     """The transformers config of a folder, a config.json or a name on the hub. Raises ConfigError."""
-    import transformers
+    transformers = load_transformers()
 
     try:
         config = transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, local_files_only=local)
@@ -310,7 +311,7 @@ def _vocab_size(config: Any) -> int | None:
 
 
 def _check_class(head: str, title: str) -> None:
-    import transformers
+    transformers = load_transformers()
 
     if model_class(head) is None:
         raise ConfigError(

@@ -96,3 +96,36 @@ def test_a_missing_optional_part_names_its_command(monkeypatch: pytest.MonkeyPat
     findings = cli_check._optional_parts()
     assert {finding.status for finding in findings} == {"missing"}
     assert all("install" in finding.remedy for finding in findings)
+
+
+def with_version(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    found = cli_check.version
+    monkeypatch.setattr(cli_check, "version", lambda asked: value if asked == name else found(asked))
+    if name == "python":
+        monkeypatch.setattr(cli_check.platform, "python_version", lambda: value)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("name", "value", "tested"),
+    [("python", "3.99.0", "3.11 to"), ("torch", "2.99.0a0+git", "2.11 to"), ("transformers", "6.0.0.dev0", "5.17 to")],
+)
+def test_a_version_that_is_newer_than_the_tested_ones_is_a_note(
+    name: str, value: str, tested: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_version(monkeypatch, name, value)
+    check(as_json=False)
+    out = capsys.readouterr().out
+    assert f"{name}: {value} is newer than the tested versions, {tested}" in out
+    assert out.strip().endswith("Ready to train.")
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("name", "value"), [("torch", "2.10.1"), ("transformers", "4.57.0")])
+def test_a_version_that_is_not_supported_is_status_1(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_version(monkeypatch, name, value)
+    with pytest.raises(typer.Exit):
+        check(as_json=False)
+    assert f"pip install '{name}>=" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardformer.errors import ConfigError
 from shardformer.layers.attention import kernels as attention_kernels
 from shardformer.layers.attention import own as own_attention
-from shardformer.layers.attention.select import _describe, check_flash_attention, use_flash_attention
+from shardformer.layers.attention.select import ATTENTION_NAME, _describe, check_flash_attention, use_flash_attention
 from shardformer.testing.zoo import sample_loss
 from tests.families.option import CASTS, EXACT, FAMILIES, assert_same, batch_of, build, plain, sharded
 from tests.ops import Ops
@@ -71,7 +71,8 @@ def test_all_attention_calls_the_kernel_and_nobody_can_tell(family: str, scores:
     assert_same(ours, plain(family), EXACT if family in IN_FP64 else CASTS)
     assert "torch flash attention for the CPU" in ours.notes
     assert ("at a time for the position bias" in ours.notes) == (family in TRAINED_BIAS)
-    assert (OWN.get(family) in ours.replaced()) == (family in OWN)
+    computes_itself = family in OWN and any(own_attention.own_modules(build(family, {})))
+    assert (OWN.get(family) in ours.replaced()) == computes_itself
     assert scores
 
 
@@ -132,10 +133,23 @@ def test_dropout_that_a_class_leaves_out_is_no_reason_to_refuse() -> None:
 
 
 def test_a_method_that_has_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = own_attention.OwnAttention("_attn", own_attention.bloom, "attn_dropout")
-    monkeypatch.setitem(own_attention.OWN, "GPTJAttention", other)
-    with pytest.raises(ConfigError, match=r"GPTJAttention\), whose _attn takes \['query'"):
-        use_flash_attention(build("gptj", {}), CPU)
+    for method, takes in (("forward", r"\['hidden_states'"), ("_attn", r"\[\]")):
+        other = own_attention.OwnAttention(method, own_attention.gptj, "attention_dropout")
+        monkeypatch.setitem(own_attention.OWN, "BloomAttention", other)
+        with pytest.raises(ConfigError, match=rf"BloomAttention\), whose {method} takes {takes}"):
+            use_flash_attention(build("bloom", {}), CPU)
+
+
+def test_a_class_that_dispatches_its_attention_in_this_version_keeps_its_methods(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As GPT-J, which transformers dispatches from 5.24 on, and computes itself before."""
+    own = own_attention.OwnAttention("_attn", own_attention.gptj, "attn_dropout")
+    monkeypatch.setitem(own_attention.OWN, "LlamaAttention", own)
+    model = build("llama", {})
+    use_flash_attention(model, CPU)
+    assert [path for path, _, _ in own_attention.own_modules(model)] == []
+    assert model.config._attn_implementation == ATTENTION_NAME
 
 
 def test_weights_cannot_be_asked_for_where_a_method_was_replaced() -> None:

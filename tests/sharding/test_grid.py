@@ -30,6 +30,7 @@ from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
 from shardformer.testing.zoo.inputs import batches_for
 from shardformer.testing.zoo.shrink import shrunk
+from shardformer.transformers_compat import is_cache
 from shardformer.verify import Training, verify
 from shardformer.verify.arithmetic import WithoutCasts
 from tests.pairwise import in_turn
@@ -493,8 +494,9 @@ def test_keys_of_another_forward_are_refused_in_training() -> None:
         model: Any = sharded(context, "llama", "2d", (2, 1))
         ids = batches_of("llama")[0]["input_ids"]
         with torch.no_grad():
-            cache = model.eval()(ids, use_cache=True).past_key_values
-        model.train()(ids, past_key_values=cache)
+            kept = model.eval()(ids, use_cache=True)
+        (name,) = [name for name, value in kept.items() if is_cache(value)]  # as this transformers calls it
+        model.train()(ids, **{name: kept[name]})
 
     with pytest.raises(InputError, match="keys and values of another one"):
         run_as_threads(go_on, tensor=2)

@@ -9,6 +9,7 @@ read where the class reads it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -179,7 +180,30 @@ SDPA = ("FalconAttention",)
 
 
 def own_of(cls: type[nn.Module]) -> OwnAttention | None:
-    return OWN.get(cls.__name__) or OWN.get(f"{cls.__module__}.{cls.__name__}")
+    """None also for a class that dispatches its attention in this version of transformers (GPT-J from 5.24 on)."""
+    own = OWN.get(cls.__name__) or OWN.get(f"{cls.__module__}.{cls.__name__}")
+    if own is None:
+        return None
+    source = source_of(cls)  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
+    return None if is_on_interface(source) else own
+
+
+@functools.cache
+def source_of(cls: Any) -> str:
+    """The code of the methods of a class and of those it inherits from; empty where there is none to read."""
+    parts = []
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        # not of the class at once: Python parses a file for that, which two threads cannot do at the same time
+        for method in filter(inspect.isfunction, vars(base).values()):
+            try:
+                parts.append(inspect.getsource(method))
+            except (OSError, TypeError):
+                continue
+    return "\n".join(parts)
+
+
+def is_on_interface(source: str) -> bool:
+    return "get_interface(" in source
 
 
 def own_modules(model: nn.Module) -> Iterator[tuple[str, Any, OwnAttention]]:
@@ -191,7 +215,8 @@ def own_modules(model: nn.Module) -> Iterator[tuple[str, Any, OwnAttention]]:
 def check_own(model: nn.Module) -> None:
     """Raises ConfigError for a module that would compute something else than its function here."""
     for path, module, own in own_modules(model):
-        takes, ours = (list(inspect.signature(f).parameters) for f in (getattr(type(module), own.method), own.function))
+        theirs: Any = getattr(type(module), own.method, None)
+        takes, ours = ([] if f is None else list(inspect.signature(f).parameters) for f in (theirs, own.function))
         if takes != ours:
             raise ConfigError(
                 f"enable_flash_attention for {path} ({type(module).__name__}), whose {own.method} takes {takes[1:]}",

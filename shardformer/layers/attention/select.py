@@ -7,8 +7,6 @@ that call is led to ours. Which model can have them is decided here, before it i
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -29,7 +27,7 @@ from shardformer.layers.attention.kernels import (
     dropout_refused,
     flash_attn,
 )
-from shardformer.layers.attention.own import OWN, SDPA, check_own, own_of, replace_own
+from shardformer.layers.attention.own import OWN, SDPA, check_own, is_on_interface, own_of, replace_own, source_of
 
 # No "flash" in the name: transformers' models take any such name for the flash-attn package, and pass packed sequences.
 ATTENTION_NAME = "shardformer_sdpa"
@@ -113,26 +111,12 @@ def configs(model: nn.Module) -> list[Any]:
     return list({id(c): c for c in found if hasattr(c, "_attn_implementation")}.values())
 
 
-@functools.cache
-def _source(cls: Any) -> str:
-    """The code of the methods of a class and of those it inherits from; empty where there is none to read."""
-    parts = []
-    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        # not of the class at once: Python parses a file for that, which two threads cannot do at the same time
-        for method in filter(inspect.isfunction, vars(base).values()):
-            try:
-                parts.append(inspect.getsource(method))
-            except (OSError, TypeError):
-                continue
-    return "\n".join(parts)
-
-
 def attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
     """The classes that compute an attention, with their code: those on the interface, and of those called attention
     what computes one; wrappers around them do not count.
     """
     classes = {type(m) for m in model.modules()}
-    sources = {cls: _source(cls) for cls in sorted(classes, key=lambda c: c.__name__)}  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
+    sources = {cls: source_of(cls) for cls in sorted(classes, key=lambda c: c.__name__)}  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
     computes = re.compile(r"softmax\(|scaled_dot_product_attention\(")
     return {
         cls: source
@@ -161,10 +145,6 @@ def _check_interface(model: nn.Module) -> None:
         f"of {', '.join([*OWN, *SDPA])}",
         remedy=f"{REMEDY_OFF} for this model",
     )
-
-
-def is_on_interface(source: str) -> bool:
-    return "get_interface(" in source
 
 
 def _declines(module: nn.Module) -> bool:

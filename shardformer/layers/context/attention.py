@@ -32,7 +32,7 @@ RUN = "_shardformer_context"
 KNOWN = {
     "softcap", "s_aux", "sinks", "sliding_window", "is_causal", "use_cache", "position_ids", "cache_position",
     "output_attentions", "output_hidden_states", "return_dict", "num_items_in_batch", "position_embeddings",
-    "past_key_values", "past_key_value", "attention_mask", "deterministic", "target_dtype",
+    "attention_mask", "deterministic", "target_dtype",
 }  # fmt: skip
 """Arguments of an attention function that change nothing here, or that it knows."""
 

@@ -24,6 +24,7 @@ from shardformer.layers.context.sequence_cut import SequenceCut
 from shardformer.layers.random_stream import RandomStream
 from shardformer.layers.tensor.pending import resolved
 from shardformer.layers.tensor.stream import first_tensor, with_first_output
+from shardformer.transformers_compat import arguments_of, caches_in, without_caches
 
 
 class ContextEntry:
@@ -34,14 +35,13 @@ class ContextEntry:
     """
 
     def __init__(self, run: ContextRun, model: nn.Module, *, draws: bool) -> None:
-        self._run, self._draws = run, draws
+        self._run, self._draws, self._arguments = run, draws, arguments_of(model)
         model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = self._run
-        given = kwargs.get("past_key_values")
-        run.is_open = given is None and not kwargs.get("use_cache", False)
+        run.is_open = not caches_in((*args, *kwargs.values())) and not kwargs.get("use_cache", False)
         run.now, run.met = None, {}
         set_current(run)
         enter_model(True)
@@ -57,9 +57,7 @@ class ContextEntry:
         run.now = None
         set_current(None)
         enter_model(False)
-        if run.is_open and isinstance(output, dict) and getattr(output, "past_key_values", None) is not None:
-            return type(output)(**{name: value for name, value in output.items() if name != "past_key_values"})
-        return None
+        return without_caches(output, self._arguments) if run.is_open else None
 
 
 class ContextStack:

@@ -22,6 +22,7 @@ from shardformer.layout.split import Split
 from shardformer.layout.stream import StreamLayout
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
+from shardformer.transformers_compat import caches_in, holds_tokens
 
 
 class GridStream(Stream):
@@ -57,13 +58,13 @@ class GridStream(Stream):
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_trained = module.training or torch.is_grad_enabled()
-        caches = [x for x in (*args, *kwargs.values()) if hasattr(x, "get_seq_length")]
+        caches = caches_in((*args, *kwargs.values()))
         self._is_open = is_trained or not (caches or kwargs.get("use_cache"))
-        if is_trained and any(cache.get_seq_length() for cache in caches) and torch._C._current_graph_task_id() < 0:
+        if is_trained and any(map(holds_tokens, caches)) and torch._C._current_graph_task_id() < 0:
             raise InputError(
                 "A forward that trains was given keys and values of another one",
                 rule="On a tensor grid each rank has some samples, and what was kept is of all of them",
-                remedy="Leave past_key_values out in training (prefix tuning needs tensor_parallel_mode='1d')",
+                remedy="Leave the cache out in training (prefix tuning needs tensor_parallel_mode='1d')",
             )
         return with_first_tensor(args, kwargs, lambda x: self.enter_stack(resolved(x), module.training))
 

@@ -25,7 +25,7 @@ from shardformer.policies.infer.twin import twin_of
 from shardformer.policies.infer.write import python_of, role_source
 from shardformer.policies.paths import matching
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import Attention, Stack
+from shardformer.policies.roles import Attention, Role, Stack
 from shardformer.sharding.plan import make_plan
 from shardformer.testing.zoo.inputs import Forward
 from shardformer.testing.zoo.layers import Made, kind_of
@@ -33,6 +33,8 @@ from shardformer.testing.zoo.shrink import model_of
 
 RANKS = (2, 4)
 """Tensor sizes that a policy is proven over: on the twin, with six heads, an even cut and an uneven one."""
+UNEVEN = 3
+"""A tensor size over which no number of heads that is a power of two is cut evenly."""
 MOST = 40
 """Ways to describe one block that are tried."""
 OUTSIDE = "it stands outside of the layers"
@@ -237,6 +239,11 @@ def _in_layers(model: nn.Module, path: str) -> bool:
     return any(isinstance(model.get_submodule(p), nn.ModuleList) for p in around)
 
 
+def _ranks_for(role: Role, ranks: Sequence[int]) -> Sequence[int]:
+    """Where 2 and 4 ranks hold whole partitions of a fused linear (CodeGen), these look like interleaved heads."""
+    return [*ranks, UNEVEN] if isinstance(role, Attention) and role.projections.interleaved else ranks
+
+
 def _proven(
     proof: _Proof, blocks: Sequence[BlockDraft], whole: Mapping[str, str], ranks: Sequence[int]
 ) -> tuple[list[BlockDraft], dict[str, str]]:
@@ -249,7 +256,7 @@ def _proven(
         why = block.why
         for role in block.roles[:MOST]:
             alone = replace(block, roles=[role])
-            if (problem := proof.of(_policy(proof.reference.model, [alone], {}), ranks)) is None:
+            if (problem := proof.of(_policy(proof.reference.model, [alone], {}), _ranks_for(role, ranks))) is None:
                 proven.append(alone)
                 break
             why = why or f"no way of cutting it that was tried is right: {problem}"

@@ -16,7 +16,17 @@ Forward = Callable[[nn.Module], Any]
 BATCH, LENGTH, TARGET_LENGTH = 2, 9, 7
 SIDE = 64
 """Of an image, where the config does not say it."""
-NO_INPUTS = ("embeds", "past", "labels", "position", "head_mask", "outputs", "logits_to_keep", "attention_mask")
+NO_INPUTS = (
+    "embeds",
+    "past",
+    "cache",
+    "labels",
+    "position",
+    "head_mask",
+    "outputs",
+    "logits_to_keep",
+    "attention_mask",
+)
 """In the names of what forward may take instead of its inputs, or beside them."""
 SOUND = 3200
 """Samples of sound, of which feature extractors make a few frames."""

@@ -17,6 +17,7 @@ from shardformer.testing.zoo import chatglm2
 from shardformer.testing.zoo.depth import deepened
 from shardformer.testing.zoo.heads import MAIN, NEEDS, PART
 from shardformer.testing.zoo.settings import SMALL
+from shardformer.transformers_compat import load_transformers
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Sample:
         """The config that the head takes: of its part of the family's where it is a part."""
         if self.family == "chatglm":
             return chatglm2.ChatGLMConfig(**self.changes)
-        import transformers
+        transformers = load_transformers()
 
         head = self.head_class
         num_labels = 2 if head.endswith("ForQuestionAnswering") else 3

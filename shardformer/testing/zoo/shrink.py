@@ -36,6 +36,7 @@ from shardformer.testing.zoo.measure import (
     numbers,
     without_memory,
 )
+from shardformer.transformers_compat import load_transformers
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def model_of(config: Any) -> nn.Module:
 
     Raises PolicyError for what is no config, or one whose model cannot be built.
     """
-    import transformers
+    transformers = load_transformers()
 
     if not hasattr(config, "model_type"):
         raise PolicyError(
@@ -181,7 +182,7 @@ def first_architecture(config: Any) -> str:
 
 def model_class(name: str) -> type[nn.Module] | None:
     """The model of transformers that has this name; None for what is no model, as files may name anything."""
-    import transformers
+    transformers = load_transformers()
 
     found = getattr(transformers, name, None) if name.isidentifier() else None
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)

@@ -11,9 +11,10 @@ from torch import nn
 
 from shardformer.config import ShardConfig
 from shardformer.mesh.context import ParallelContext
-from shardformer.policies.infer.infer import infer_on
+from shardformer.policies.infer.infer import RANKS, _ranks_for, infer_on
 from shardformer.policies.infer.prove import Reference, mismatch
 from shardformer.policies.registry import FAMILIES
+from shardformer.policies.roles import MLP, Attention, Projections
 from shardformer.sharding.plan import make_plan
 from shardformer.testing.zoo.inputs import batches_for, runner
 from shardformer.testing.zoo.shrink import shrunk
@@ -61,3 +62,11 @@ def test_it_is_found_and_its_weights_are_cut(family: str) -> None:
         weights = [p for name, p in model.named_parameters() if name.removesuffix(".weight").endswith(end)]
         assert all(id(p) in cut for p in weights[1:]), end  # a first stage may have fewer heads than ranks
         assert len(weights) > 1
+
+
+def test_interleaved_heads_are_also_tried_over_ranks_that_hold_no_whole_partitions() -> None:
+    """Over 2 and 4 ranks they are CodeGen's four partitions, and over 3 they are not."""
+    split = {"qkv": "qkv", "out": "out"}
+    assert [*_ranks_for(Attention("attn", Projections(**split, interleaved=True)), RANKS)] == [*RANKS, 3]
+    assert [*_ranks_for(Attention("attn", Projections(**split, partitions=4)), RANKS)] == [*RANKS]
+    assert [*_ranks_for(MLP("mlp", up="up", down="down"), RANKS)] == [*RANKS]

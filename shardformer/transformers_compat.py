@@ -1,0 +1,92 @@
+"""What has another name or form in another version of transformers, in one place.
+
+transformers 5.24 calls the keys and values of earlier tokens ``cache``, in arguments and outputs; before, they were
+``past_key_values`` or, in state space models, ``cache_params``. XLNet and RWKV have names of their own (``mems``,
+``state``). The functions here recognise them by what they are, so that another name needs no change.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def load_transformers() -> Any:
+    """The module ``transformers``, ready to build models.
+
+    Without docstrings (``python -OO``, ``PYTHONOPTIMIZE=2``) the decorator with which transformers documents its models
+    raises ValueError when the module of a model is imported. It then becomes one that changes nothing.
+    """
+    import transformers
+
+    if sys.flags.optimize >= 2:
+        _leave_models_undocumented()
+    return transformers
+
+
+def _leave_models_undocumented() -> None:
+    utils = importlib.import_module("transformers.utils")
+    importlib.import_module("transformers.utils.auto_docstring")
+    for module in (utils, sys.modules["transformers.utils.auto_docstring"]):  # utils has the function of that name
+        vars(module)["auto_docstring"] = _undocumented
+
+
+def _undocumented(found: Any = None, **options: Any) -> Any:
+    """``auto_docstring``, with or without arguments."""
+    return (lambda later: later) if found is None else found
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a model keeps keys and values of earlier tokens in an argument or a field of its output.
+
+    That is a ``Cache`` of transformers or a class with its methods, or the older form: for each layer a tuple of
+    tensors.
+    """
+    if not isinstance(value, Tensor) and hasattr(value, "get_seq_length"):
+        return True
+    layers = value if isinstance(value, (list, tuple)) else ()
+    return bool(layers) and all(isinstance(layer, tuple) and _holds_tensors(layer) for layer in layers)
+
+
+def _holds_tensors(layer: tuple[Any, ...]) -> bool:
+    return any(isinstance(x, Tensor) for x in layer) and all(x is None or isinstance(x, Tensor) for x in layer)
+
+
+def caches_in(values: Iterable[Any]) -> list[Any]:
+    """The caches among the arguments of a forward."""
+    return [value for value in values if is_cache(value)]
+
+
+def holds_tokens(cache: Any) -> bool:
+    """Whether a cache holds keys and values of earlier tokens: a new one is empty."""
+    count = getattr(cache, "get_seq_length", None)
+    return count is None or bool(count())
+
+
+def arguments_of(model: nn.Module) -> frozenset[str]:
+    """The names of the arguments of a model's forward."""
+    return frozenset(inspect.signature(model.forward).parameters)
+
+
+def without_caches(output: Any, arguments: Collection[str]) -> Any:
+    """A model's output without what a later forward would continue with; None if the output has no such field.
+
+    Args:
+        output: of the forward.
+        arguments: names of the forward's arguments. What it keeps for a later forward is passed back under the name
+            that it has in the output (``mems``, ``state``), and is more than one tensor.
+    """
+    if not isinstance(output, Mapping):
+        return None
+    kept = {
+        name: value
+        for name, value in output.items()
+        if not is_cache(value) and (name not in arguments or isinstance(value, Tensor))
+    }
+    make: Any = type(output)
+    return None if len(kept) == len(output) else make(**kept)

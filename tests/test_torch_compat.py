@@ -1,0 +1,43 @@
+"""What has another form in another version of torch: each form, whichever version is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Adagrad
+
+from shardformer.optim.probe import needs_whole, state_bytes, state_of_step
+from shardformer.torch_compat import state_when_made
+
+own_init_group: Any = Adagrad._init_group
+
+
+def _only_with_state(self: Adagrad, group: dict[str, Any], *lists: list[Any]) -> Any:
+    """As in torch 2.11: the step reads the state that the constructor made."""
+    for param in group["params"]:
+        self.state[param]["sum"]
+    return own_init_group(self, group, *lists)
+
+
+@pytest.fixture(params=["made by the constructor", "made by the step"])
+def adagrad(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Adagrad:
+    if request.param == "made by the constructor":
+        monkeypatch.setattr(Adagrad, "_init_group", _only_with_state)
+    return Adagrad(nn.Linear(2, 2).parameters(), lr=0.1, initial_accumulator_value=0.5)
+
+
+def test_adagrad_is_tried_on_parameters_that_its_constructor_did_not_see(adagrad: Adagrad) -> None:
+    group, param = adagrad.param_groups[0], torch.zeros(3)
+    assert not needs_whole(adagrad)
+    assert state_of_step(adagrad, group, param)["sum"].tolist() == [1.5, 1.5, 1.5]
+    assert state_bytes(adagrad, group, torch.zeros(8, 8)) == 64 * 4
+
+
+def test_only_adagrad_has_state_before_its_first_step() -> None:
+    param = nn.Parameter(torch.zeros(3))
+    for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Rprop):
+        optimizer: torch.optim.Optimizer = kind([param])
+        assert state_when_made(optimizer, optimizer.param_groups[0], param) == {} == dict(optimizer.state)

@@ -1,0 +1,82 @@
+"""What has another name in another version of transformers: each name, whichever version is installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from shardformer.transformers_compat import arguments_of, caches_in, holds_tokens, is_cache, without_caches
+
+X = torch.ones(1, 1, 2, 2)
+
+
+class Output(dict[str, Any]):
+    """An output of a model, as transformers makes it."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(fields)
+
+
+class Model(nn.Module):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, mems: Any = None, state: Any = None) -> None: ...
+
+
+def filled() -> DynamicCache:
+    cache = DynamicCache()
+    cache.update(X, X, 0)
+    return cache
+
+
+@pytest.mark.parametrize("value", [DynamicCache(), filled(), ((X, X), (X, X)), [(X, X, None)]])
+def test_a_cache_is_known_by_what_it_is(value: Any) -> None:
+    assert is_cache(value)
+    assert caches_in([X, None, value, "eager", 3]) == [value]
+
+
+@pytest.mark.parametrize("value", [None, X, (X, X), [X], (), ((),), {"a": X}, "cache", (("a", "b"),), (X, (X, X))])
+def test_tensors_and_tuples_of_them_are_no_cache(value: Any) -> None:
+    assert not is_cache(value)
+
+
+def test_a_new_cache_holds_no_tokens() -> None:
+    assert not holds_tokens(DynamicCache())
+    assert holds_tokens(filled())
+    assert holds_tokens(((X, X),))
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache_params", "cache", "a name that is yet to come"])
+def test_a_cache_is_left_out_of_an_output_whatever_its_name_is(name: str) -> None:
+    found = without_caches(Output(logits=X, **{name: filled()}), arguments_of(Model()))
+    assert type(found) is Output
+    assert list(found) == ["logits"]
+
+
+@pytest.mark.parametrize("name", ["mems", "state"])
+def test_what_is_given_back_to_a_later_forward_is_left_out(name: str) -> None:
+    assert list(without_caches(Output(logits=X, **{name: [X, X]}), arguments_of(Model()))) == ["logits"]
+
+
+def test_an_output_without_a_cache_stays_as_it_is() -> None:
+    for output in (Output(logits=X, attention_mask=X, hidden_states=(X, X)), X, (X, filled()), None):
+        assert without_caches(output, arguments_of(Model())) is None
+
+
+def test_a_model_of_transformers_is_built_where_docstrings_are_missing() -> None:
+    code = "from shardformer.transformers_compat import load_transformers as load; t = load(); "
+    code += "print(t.GPT2LMHeadModel(t.GPT2Config(n_embd=4, n_layer=1, n_head=1)).config.n_embd, t.GPT2Model.__doc__)"
+    env = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
+    said = subprocess.run([sys.executable, "-OO", "-c", code], env=env, capture_output=True, text=True, timeout=240)
+    assert said.stdout.split() == ["4", "None"], said.stderr
+
+
+def test_a_run_file_is_read_where_docstrings_are_missing() -> None:
+    code = "from shardformer.runs.config import ParallelTable as T; print(T.model_fields['pipe'].description[:6])"
+    said = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, timeout=240)
+    assert said.stdout.split() == ["stages"], said.stderr

@@ -1,0 +1,133 @@
+"""What is run in each row: the columns of docs/versions.md."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from tests.versions.rows import ROOT, Environment
+
+FAST = ("--tier", "fast")
+"""What pytest is called with for the fast tests."""
+POLICIES = ("tests/policies",)
+TORCHRUN = ("-m", "torch.distributed.run")
+LIMIT_S = 3600.0
+"""Of one step."""
+TRAIN = """
+[model]
+name = "gpt2"
+random = true
+config = { n_embd = 16, n_layer = 2, n_head = 2 }
+[data]
+train = "text.txt"
+sequence = 16
+batch_size = 4
+[parallel]
+tensor = 2
+[training]
+steps = 2
+"""
+VERIFY = ("gpt2", "--tensor", "2")
+DEMO = ("--steps", "4", "--layers", "1", "--hidden", "64", "--batch", "2", "--sequence", "16")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a step in a row.
+
+    Args:
+        problem: the last line that a failed step printed; empty if it passed.
+        seconds: that it took.
+    """
+
+    problem: str
+    seconds: float
+
+    @property
+    def word(self) -> str:
+        return "failed" if self.problem else "ok"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A column.
+
+    Args:
+        name: of the column.
+        about: what it runs, for the page.
+        arguments: of Python; ``{folder}`` is the folder of the row, ``{before}`` that of the row before it.
+    """
+
+    name: str
+    about: str
+    arguments: tuple[str, ...]
+
+    def run(self, environment: Environment, folder: Path, before: Path) -> Outcome:
+        """Runs it in the environment of a row, and writes what it printed to ``folder/NAME.log``."""
+        places = {"folder": str(folder), "before": str(before)}
+        command = [str(environment.python), *(argument.format(**places) for argument in self.arguments)]
+        own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        env = {**os.environ, **own, "PYTHONPATH": str(ROOT), "PET_MASTER_PORT": str(_free_port())}
+        start, log = time.monotonic(), folder / f"{self.name.replace(' ', '-')}.log"
+        with log.open("wb") as out:
+            where = ROOT if "pytest" in self.arguments else folder
+            code = _code_of(command, out, env, where)
+        printed = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        last = printed[-1].strip() if printed else f"status {code}"
+        return Outcome(last if code else "", time.monotonic() - start)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _code_of(command: Sequence[str], out: IO[bytes], env: dict[str, str], where: Path) -> int:
+    try:
+        ended = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=env, cwd=where, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return 124
+    return ended.returncode
+
+
+def _pytest(*arguments: str) -> tuple[str, ...]:
+    return ("-m", "pytest", "-q", *arguments)
+
+
+def _program(name: str, folder: str = "{folder}/checkpoint", launcher: tuple[str, ...] = ()) -> tuple[str, ...]:
+    started = launcher or ("-m", "shardformer", "run")
+    return (*started, "--nproc_per_node", "2", "-m", "tests.versions.program", name, folder)
+
+
+def _shardformer(*arguments: str) -> tuple[str, ...]:
+    return ("-m", "shardformer", *arguments)
+
+
+STEPS = (
+    Step("fast tests", "the fast tests", _pytest(*FAST)),
+    Step("policies", "the tests of the policies, of those that are derived too", _pytest(*POLICIES)),
+    Step("own loop", "`shard_model` in a loop, under torchrun", _program("own_loop", launcher=TORCHRUN)),
+    Step("run", "the same under `shardformer run`", _program("own_loop")),
+    Step("engine", "`initialize`, with ZeRO, and a checkpoint", _program("engine")),
+    Step("trainer", "`Trainer`", _program("trainer")),
+    Step("train", "`shardformer train`", _shardformer("train", "--config", "run.toml")),
+    Step("verify", f"`shardformer verify {' '.join(VERIFY)}`", _shardformer("verify", *VERIFY)),
+    Step("demo", "`shardformer demo`", _shardformer("demo", *DEMO)),
+    Step("checkpoint", "the engine goes on from the checkpoint of the row above; the first row from the last one's",
+         _program("checkpoint", "{before}/checkpoint")),
+)  # fmt: skip
+
+
+def prepare(folder: Path) -> None:
+    """The files that the steps read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.toml").write_text(TRAIN, encoding="utf-8")
+    (folder / "text.txt").write_text("All that is gold does not glitter. " * 20, encoding="utf-8")

@@ -1,0 +1,47 @@
+"""The rows cover what they promise, and the page and ``shardformer check`` know the same versions."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from pathlib import Path
+
+from shardformer.cli.check import TESTED
+from tests.versions.page import PAGE, page_of
+from tests.versions.rows import NEWEST, OLDEST, ROOT, ROWS, Environment, Row, lower_bound, requirement
+from tests.versions.steps import FAST, POLICIES, STEPS
+
+
+def test_each_pair_of_a_python_and_an_end_is_in_a_row() -> None:
+    pythons, ends = ("3.11", "3.12", "3.13"), (OLDEST, NEWEST)
+    assert {(row.python, row.torch) for row in ROWS} >= set(product(pythons, ends))
+    assert {(row.python, row.transformers) for row in ROWS} >= set(product(pythons, ends))
+    assert {(row.torch, row.transformers) for row in ROWS} == set(product(ends, ends))
+
+
+def test_the_oldest_versions_are_the_lower_bounds_of_the_package() -> None:
+    assert requirement("torch", OLDEST) == f"torch=={lower_bound('torch')}.*"
+    assert requirement("torch", NEWEST) == f"torch>={lower_bound('torch')}"
+    for name in ("torch", "transformers"):
+        assert ".".join(map(str, TESTED[name][0])) == lower_bound(name)
+
+
+def test_an_environment_that_is_complete_is_used_again(tmp_path: Path) -> None:
+    """With a Python that there is not: to make it would raise."""
+    (tmp_path / ".complete").touch()
+    Environment(Row("3.99", OLDEST, OLDEST), tmp_path).make()
+
+
+def test_what_is_run_is_there() -> None:
+    assert all((ROOT / path).exists() for path in (*FAST, *POLICIES))
+    assert len({step.name for step in STEPS}) == len(STEPS)
+
+
+def test_the_page_is_written_from_rows_and_steps() -> None:
+    written = (ROOT / PAGE).read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in written.splitlines() if re.match(r"\| 3\.\d+\.\d+ ", line)]
+    names = [step.name for step in STEPS]
+    assert written == page_of([((python, torch, hub), dict(zip(names, said))) for python, torch, hub, *said in rows])
+    for column, name in enumerate(("python", "torch", "transformers")):
+        minors = [tuple(map(int, row[column].split(".")[:2])) for row in rows]
+        assert TESTED[name][0] <= min(minors) and max(minors) == TESTED[name][1]
