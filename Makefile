@@ -5,6 +5,7 @@
 # make pages   write docs/configuration.md and docs/commands.md from the code
 # make test-oldest  the tests of the families with the oldest transformers that is supported, in .venv-oldest
 # make hostile  what hostile users try, all of it: ARGS="--seed 7" repeats a run
+# make mutants  known faults in a copy of the package, and the test that finds each: ARGS="--area context" for some
 # make bench   every script of benchmarks/   make clean    remove .venv and what the tools left
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # The package is read by hundreds of processes: its compiled files are kept, whatever the machine says of others.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
-.PHONY: demo test test-oldest hostile features pages lint format bench clean
+.PHONY: demo test test-oldest hostile mutants features pages lint format bench clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
@@ -38,6 +39,9 @@ pages: $(VENV)/.installed-test
 
 hostile: $(VENV)/.installed-test
 	$(TEST_ENV) $(BIN)/python -m tests.hostile $(ARGS)
+
+mutants: $(VENV)/.installed-test $(VENV)/.installed-timm
+	$(TEST_ENV) $(BIN)/python -m tests.mutants $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
