@@ -74,7 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{mutant.area:<12} {mutant.name:<44} {said:<12} {result.seconds:5.0f} s  {result.found_by or ''}",
                 flush=True,
             )
-    ran = [results[mutant.name] for mutant in chosen if mutant.name in results]
+        ran = [results[mutant.name] for mutant in chosen if mutant.name in results]
+        if options.check_before is None:
+            failing = failing_without([result.found_by for result in ran if result.found_by], base, options.limit)
+            results |= {r.name: replace(r, outcome=BROKEN) for r in ran if r.found_by in failing}
+            write_results(options.out, results, every)
+            ran = [results[mutant.name] for mutant in chosen]
     return int(any(result.outcome != FOUND for result in ran))
 
 
@@ -96,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def tried(mutant: Mutant, base: Path, options: Options) -> Result:
-    """Runs the tests on a copy with the mutant; a test that fails is run without it too."""
+    """Runs the tests on a copy with the mutant."""
     seconds = 0.0
     for scope, arguments in _scopes(mutant, base, options):
         with tempfile.TemporaryDirectory(dir=base.parent, prefix="tree-") as folder:
@@ -105,8 +110,7 @@ def tried(mutant: Mutant, base: Path, options: Options) -> Result:
             run = run_tests(tree, arguments, options.limit_s)
         seconds += run.seconds
         if run.failed is not None:
-            outcome = FOUND if _passes(run.failed, base, options.limit_s) else BROKEN
-            return Result(mutant.name, mutant.area, outcome, scope, run.failed, round(seconds, 1), {})
+            return Result(mutant.name, mutant.area, FOUND, scope, run.failed, round(seconds, 1), {})
         if run.status is None:
             return Result(mutant.name, mutant.area, LIMIT, scope, None, round(seconds, 1), {})
         if run.status not in (0, *NO_SUCH_TEST):
@@ -134,10 +138,18 @@ def _copied(base: Path, folder: Path) -> Path:
     return tree
 
 
-def _passes(test: str, base: Path, limit_s: float) -> bool:
-    """Whether a test passes without a mutant."""
-    with tempfile.TemporaryDirectory(dir=base.parent, prefix="tree-") as folder:
-        return run_tests(_copied(base, Path(folder)), [*tier_arguments(base, "all"), test], limit_s).status == 0
+def failing_without(finders: Sequence[str], base: Path, limit_s: float) -> set[str]:
+    """Those of some tests that fail without any mutant too."""
+    failing: set[str] = set()
+    while left := [test for test in dict.fromkeys(finders) if test not in failing]:
+        with tempfile.TemporaryDirectory(dir=base.parent, prefix="tree-") as folder:
+            run = run_tests(_copied(base, Path(folder)), [*tier_arguments(base, "all"), *left], limit_s)
+        if run.failed not in left:
+            if run.status != 0:
+                print(f"Not all finders could be run without a mutant: pytest ended with status {run.status}.")
+            break
+        failing.add(run.failed)
+    return failing
 
 
 def found_before(mutant: Mutant, base: Path, result: Result, limit_s: float) -> str:

@@ -49,8 +49,13 @@ def tier_arguments(tree: Path, tier: str) -> list[str]:
 
 
 def present(tree: Path, tests: Sequence[str]) -> list[str]:
-    """The tests whose files exist in the tree."""
-    return [test for test in tests if (tree / test.partition("::")[0]).exists()]
+    """The tests that exist in the tree: files, folders, and functions by their names."""
+    return [test for test in tests if _exists(tree, *test.partition("::")[::2])]
+
+
+def _exists(tree: Path, file: str, function: str) -> bool:
+    path, name = tree / file, function.partition("[")[0]
+    return path.exists() and (not name or f"\ndef {name}(" in path.read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)

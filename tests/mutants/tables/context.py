@@ -37,7 +37,10 @@ MUTANTS = [
         "if unseeing is not None:  # as torch has it",
         "if unseeing is not None and sinks is not None:",
         "A padded position returns the mean of hidden values instead of zero.",
-        first=("tests/layers/context/test_ring.py", "tests/sharding/test_context.py"),
+        first=(
+            "tests/layers/context/test_ring.py::test_nobody_can_tell_in_how_many_places_it_was_computed",
+            "tests/sharding/test_context.py::test_padding_documents_and_windows",
+        ),
     ),
     mutant(
         "shared-key-heads-not-added-up",
@@ -45,7 +48,10 @@ MUTANTS = [
         "full.index_add_(1, torch.tensor(heads",
         "full.index_copy_(1, torch.tensor(heads",
         "Under Ulysses with few KV heads, a KV head gets the gradient of one of the ranks that read it.",
-        first=("tests/layers/context/test_ring.py", "tests/sharding/test_context.py"),
+        first=(
+            "tests/layers/context/test_ring.py::test_nobody_can_tell_in_how_many_places_it_was_computed",
+            "tests/sharding/test_context.py::test_nobody_can_tell_that_the_sequence_was_cut",
+        ),
     ),
     mutant(
         "same-attention-dropout-in-each-group",
@@ -53,7 +59,7 @@ MUTANTS = [
         "x = _mixed(x * 31 + self.heads.to(device)[None, :])[:, :, None, None]",
         "x = _mixed(x * 31 + torch.arange(len(self.heads), device=device)[None, :])[:, :, None, None]",
         "Under Ulysses, heads on different ranks drop the same attention weights.",
-        first=("tests/sharding/test_context.py",),
+        first=("tests/sharding/test_context.py::test_dropout_of_attention_weights_does_not_depend_on_the_ranks",),
     ),
     mutant(
         "attention-dropout-not-in-the-backward",
@@ -61,13 +67,16 @@ MUTANTS = [
         "            of_weights = of_weights * kept\n",
         "            pass\n",
         "With attention dropout over a sequence axis, dropped weights pass gradients to queries and keys.",
-        first=("tests/layers/context/test_ring.py", "tests/sharding/test_context.py"),
+        first=(
+            "tests/sharding/test_context.py::test_dropout_of_attention_weights_does_not_depend_on_the_ranks",
+            "tests/layers/context/test_ring.py",
+        ),
     ),
     mutant(
         "biased-attention-sees-the-future",
         "shardformer/layers/context/kernels.py",
-        "    if part.causal:\n        return added.masked_fill(part.cols[None, :] > part.rows[:, None]",
-        "    if part.causal and part.sees is not None:\n        return added.masked_fill(part.cols[None, :] > part.rows[:, None]",
+        "    if part.causal:\n        return added.masked_fill(part.cols[None, :] >",
+        "    if part.causal and part.sees is not None:\n        return added.masked_fill(part.cols[None, :] >",
         "T5's decoder sees later tokens of its own chunk.",
         first=("tests/layers/context/test_ring.py",),
     ),
@@ -77,7 +86,7 @@ MUTANTS = [
         "parts = tuple((part[keep] - start) // step for part, keep in zip(self.parts, kept, strict=True))",
         "parts = tuple(part[keep] // step for part, keep in zip(self.parts, kept, strict=True))",
         "A loss on logits[:, 1:] compares with labels one position off.",
-        first=("tests/sharding/test_context.py",),
+        first=("tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",),
     ),
     mutant(
         "gathered-states-lose-gradients",
@@ -85,7 +94,10 @@ MUTANTS = [
         "return found.view(rows.axis.size, *own.shape).sum(0), None, None",
         "return found.view(rows.axis.size, *own.shape)[rows.axis.rank], None, None",
         "What is computed of a gathered sequence (a pooled classifier) passes back a fraction of its gradient.",
-        first=("tests/sharding/test_context.py",),
+        first=(
+            "tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",
+            "tests/sharding/test_context.py::test_nobody_can_tell_that_the_sequence_was_cut",
+        ),
     ),
     mutant(
         "class-weights-not-in-the-mean",
@@ -93,7 +105,7 @@ MUTANTS = [
         "return total / (counted.sum() if weight is None else weight[target[counted]].sum())",
         "return total / counted.sum()",
         "A cross entropy with class weights over a sequence axis is divided by the wrong number.",
-        first=("tests/sharding/test_context.py",),
+        first=("tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",),
     ),
     mutant(
         "windows-of-two-sizes-are-one",
@@ -101,7 +113,10 @@ MUTANTS = [
         "parts = tuple(map(recipe, [thing.__code__, *cells, *(thing.__defaults__ or ()), thing.__kwdefaults__]))",
         "parts = tuple(map(recipe, [thing.__code__, *(thing.__defaults__ or ()), thing.__kwdefaults__]))",
         "The second sliding window that a process meets sees what the first one saw.",
-        first=("tests/sharding/test_context.py", "tests/layers/context/test_ring.py"),
+        first=(
+            "tests/layers/context/test_ring.py",
+            "tests/sharding/test_context.py::test_padding_documents_and_windows",
+        ),
     ),
     mutant(
         "gradients-of-a-cut-sequence-not-averaged",
@@ -109,7 +124,7 @@ MUTANTS = [
         'divisor = float(sizes.get("data", 1) * stream.num_parts(sizes))',
         'divisor = float(sizes.get("data", 1))',
         "Over a sequence axis of P ranks all gradients are P times too large.",
-        first=("tests/layout/test_toy_stream.py", "tests/sharding/test_context.py"),
+        first=("tests/layout/test_toy_stream.py",),
     ),
     mutant(
         "first-chunk-of-a-long-mask-decides",
@@ -117,6 +132,9 @@ MUTANTS = [
         "any_, all_ = any_ or bool(found.any()), all_ and bool(found.all())",
         "any_, all_ = any_ or bool(found.any()), bool(found.all())",
         "Of a mask that is looked at in several parts, the last part decides whether all is seen.",
-        first=("tests/layers/context/test_ring.py", "tests/sharding/test_context.py"),
+        first=(
+            "tests/layers/context/test_ring.py",
+            "tests/sharding/test_context.py::test_padding_documents_and_windows",
+        ),
     ),
 ]

@@ -13,7 +13,9 @@ MUTANTS = [
         "for i, n in enumerate(batch[mine], mine.start)]",
         "for i, n in enumerate(batch[mine])]",
         "Random augmentation of a sample changes with the number of data ranks.",
-        first=("tests/engine/test_data.py",),
+        first=(
+            "tests/engine/test_data.py::test_what_samples_draw_depends_on_neither_layout_nor_workers_nor_a_restart",
+        ),
     ),
     mutant(
         "each-epoch-in-the-same-order",
@@ -21,7 +23,7 @@ MUTANTS = [
         'return torch.Generator().manual_seed(seed_of(seed, epoch, "order"))',
         'return torch.Generator().manual_seed(seed_of(seed, "order"))',
         "Every epoch goes through the samples in the order of the first.",
-        first=("tests/engine/test_data.py",),
+        first=("tests/engine/test_data.py::test_every_epoch_has_its_own_order_and_not_without_shuffle",),
     ),
     mutant(
         "loaded-position-keeps-the-seed",
@@ -37,7 +39,7 @@ MUTANTS = [
         "counted = head.counted if head.counted is not None else float(sum(head.sizes))",
         "counted = float(sum(head.sizes))",
         "The validation loss of batches with different numbers of tokens is not that of all tokens.",
-        first=("tests/engine/test_engine.py", "tests/trainer/test_trainer.py"),
+        first=("tests/engine/test_engine.py::test_the_loss_of_many_batches_is_that_of_all_of_them",),
     ),
     mutant(
         "scheduler-moves-on-skipped-steps",
@@ -45,7 +47,7 @@ MUTANTS = [
         'if is_made and self._scheduler_every == "step":',
         'if self._scheduler_every == "step":',
         "The learning rate falls on steps that were skipped.",
-        first=("tests/engine/test_engine.py",),
+        first=("tests/engine/test_engine.py::test_steps_that_are_not_finite_are_errors_or_skipped",),
     ),
     mutant(
         "loss-of-data-ranks-summed",
@@ -53,7 +55,7 @@ MUTANTS = [
         'return all_reduce(loss, self.context.data, purpose="loss") / self.context.data.size',
         'return all_reduce(loss, self.context.data, purpose="loss")',
         'With average="ranks" the reported loss is multiplied by the number of data ranks.',
-        first=("tests/engine/test_engine.py",),
+        first=("tests/engine/test_engine.py::test_two_processes_give_the_weights_of_one",),
     ),
     mutant(
         "reshape-keeps-the-old-share-of-data",
@@ -69,7 +71,7 @@ MUTANTS = [
         "                    data.load_state(self._position)  # this batch was not trained on\n",
         "",
         "A run that a signal or a hook stopped goes on one batch too far.",
-        first=("tests/trainer/test_trainer.py",),
+        first=("tests/trainer/test_trainer.py::test_a_run_that_was_stopped_goes_on_with_the_batch_that_was_next",),
     ),
     mutant(
         "average-counts-skipped-steps",
@@ -85,7 +87,7 @@ MUTANTS = [
         "everyone = gather_objects(mine, trainer.engine.context.data)",
         "everyone = [mine]",
         "Accuracy is that of one data rank's samples.",
-        first=("tests/trainer/hooks/test_metrics.py",),
+        first=("tests/trainer/hooks/test_metrics.py::test_metrics_are_scikit_learn_s_over_all_samples",),
     ),
     mutant(
         "patience-starts-again",
@@ -125,6 +127,6 @@ MUTANTS = [
         'labels = column(rows, data.label, "data.label")\n        classes = classes or classes_of(labels)',
         'labels = column(rows, data.label, "data.label")\n        classes = classes_of(labels)',
         "Validation data that lacks a class is compared with wrong labels.",
-        first=("tests/runs/test_data.py",),
+        first=("tests/runs/test_data.py::test_texts_have_classes",),
     ),
 ]

@@ -29,7 +29,7 @@ MUTANTS = [
         "return call.given() * (n * self._num_ranks / total) if n else call.summed() * 0.0",
         "return call.given() * (n * self._num_ranks / total)",
         "The loss is NaN where all labels of one micro-batch are ignored.",
-        first=("tests/pipeline/test_loss.py",),
+        first=("tests/pipeline/test_loss.py::test_a_micro_batch_where_nothing_counts_adds_zero",),
     ),
     mutant(
         "class-weights-do-not-count",
@@ -37,7 +37,7 @@ MUTANTS = [
         "        if weight is None:\n            return counted.sum()\n",
         "        if weight is None or self.is_mean:\n            return counted.sum()\n",
         "A cross entropy with class weights gives another loss with micro-batches than without.",
-        first=("tests/pipeline/test_loss.py",),
+        first=("tests/pipeline/test_loss.py::test_losses_as_people_write_them",),
     ),
     mutant(
         "stages-send-slices-of-other-positions",
@@ -45,7 +45,7 @@ MUTANTS = [
         'return [name != "hidden" or not is_cut for name in payload]',
         "return [True for name in payload]",
         "With tensor, pipeline and sequence parallelism, the next stage joins slices of different positions.",
-        first=("tests/verify/test_pipelines.py",),
+        first=("tests/verify/test_pipelines.py::test_tensor_with_cut_sequences_times_pipe",),
     ),
     mutant(
         "stages-ignore-the-loss-scale",
@@ -53,7 +53,7 @@ MUTANTS = [
         "[torch.full_like(loss, self._job.loss_scale) for loss in outputs]",
         "[torch.ones_like(loss) for loss in outputs]",
         "In fp16 a pipeline divides gradients by a loss scale that was never applied.",
-        first=("tests/optim/test_precision.py",),
+        first=("tests/optim/test_precision.py::test_a_pipeline_scales_the_loss_for_the_backward_alone",),
     ),
     mutant(
         "micro-batches-share-a-dropout-mask",
@@ -61,7 +61,10 @@ MUTANTS = [
         "seeds = [(seed + 7919 * i) % 2**62 if seed else None for i in range(len(parts))]",
         "seeds = [seed % 2**62 if seed else None for i in range(len(parts))]",
         "Every micro-batch of a step drops the same places.",
-        first=("tests/engine/test_pipeline.py", "tests/verify/test_dropout.py", "tests/sharding/test_random.py"),
+        first=(
+            "tests/engine/test_pipeline.py::test_dropout_draws_the_same_numbers_in_every_layout",
+            "tests/verify/test_dropout.py",
+        ),
     ),
     mutant(
         "split-backward-loses-the-first-stage",
@@ -85,7 +88,7 @@ MUTANTS = [
         'pipe = ("pipe",) if sizes.get("pipe", 1) > 1 else ()',
         "pipe = ()",
         "Each stage clips by the norm of its own gradients.",
-        first=("tests/optim/test_torch_clipping.py", "tests/verify/test_pipelines.py"),
+        first=("tests/optim/test_torch_clipping.py::test_all_stages_have_the_norm_of_what_some_of_them_hold",),
     ),
     mutant(
         "stages-do-not-compare-batches",
@@ -93,7 +96,10 @@ MUTANTS = [
         "if any(theirs[:-2] != every[0][:-2] for theirs in every):",
         "if any(theirs[1] != every[0][1] for theirs in every):",
         "Stages that are given different batches train on a mixture of both, without an error.",
-        first=("tests/engine/test_pipeline.py", "tests/reduce/test_watch.py"),
+        first=(
+            "tests/engine/test_pipeline.py::test_what_cannot_be_is_said_on_every_stage",
+            "tests/engine/test_pipeline.py::test_an_unequal_batch_is_no_reason_to_hang",
+        ),
     ),
     mutant(
         "layers-dropped-by-each-stage",
@@ -101,7 +107,7 @@ MUTANTS = [
         'if name.endswith("layerdrop") and isinstance(value, float) and value > 0:',
         'if name.endswith("layerdrop") and isinstance(value, float) and value > 1:',
         "A model with layer drop is accepted in a pipeline whose stages draw which layers to skip separately.",
-        first=("tests/engine/test_pipeline.py", "tests/verify/test_pipelines.py"),
+        first=("tests/engine/test_pipeline.py::test_what_cannot_be_is_said_on_every_stage",),
     ),
     mutant(
         "one-row-for-all-samples-is-cut",

@@ -13,7 +13,7 @@ MUTANTS = [
         'counts={"num_key_value_groups": "groups"},',
         "counts={},",
         "LLaMA with more tensor ranks than KV heads repeats KV heads as often as on one device.",
-        first=("tests/test_training.py", "tests/verify/test_families.py"),
+        first=("tests/verify/test_families.py::test_other_settings",),
     ),
     mutant(
         "uneven-heads-in-a-fused-projection",
@@ -21,7 +21,10 @@ MUTANTS = [
         "if any(layout.expand(r) for r in range(layout.ranks)):",
         "if layout.ranks < 1:",
         "A fused projection whose KV heads do not divide is sharded wrongly instead of refused.",
-        first=("tests/verify/test_families.py", "tests/policies/test_heads.py", "tests/test_bad_input.py"),
+        first=(
+            "tests/verify/test_families.py::test_other_settings",
+            "tests/policies/test_heads.py",
+        ),
     ),
     mutant(
         "bert-cross-attention-not-summed",
@@ -29,7 +32,10 @@ MUTANTS = [
         "inputs=Inputs(from_context=True),",
         "inputs=Inputs(),",
         "A BERT decoder passes its encoder a part of the gradient.",
-        first=("tests/verify/test_families.py",),
+        first=(
+            "tests/verify/test_families.py::test_cross_attention",
+            "tests/verify/test_families.py::test_cross_attention_on_states_of_the_batch",
+        ),
     ),
     mutant(
         "falcon-mask-of-all-heads",
@@ -37,7 +43,10 @@ MUTANTS = [
         '                    "attention_mask": ("heads", 1),\n',
         "",
         "Falcon with ALiBi applies the slopes of the first heads to the heads of every rank.",
-        first=("tests/verify/test_families.py", "tests/families/test_attention_kernels.py"),
+        first=(
+            "tests/families/test_attention_kernels.py::test_other_settings",
+            "tests/verify/test_families.py::test_other_settings",
+        ),
     ),
     mutant(
         "falcon-joins-sequential-exits",
@@ -61,7 +70,7 @@ MUTANTS = [
         "return BETWEEN_STAGES if sums else super().refuses_pipeline()",
         "return super().refuses_pipeline()",
         "Whisper with a weighted sum of its layers is accepted in a pipeline.",
-        first=("tests/verify/test_pipelines.py",),
+        first=("tests/verify/test_pipelines.py::test_what_reads_between_its_layers_is_refused",),
     ),
     mutant(
         "bloom-multiplies-slices",
@@ -69,7 +78,7 @@ MUTANTS = [
         "if config.slow_but_exact and config.pretraining_tp > 1:",
         "if config.slow_but_exact and config.pretraining_tp < 1:",
         "BLOOM with slow_but_exact=True is sharded though its forward slices whole weights.",
-        first=("tests/verify/test_families.py",),
+        first=("tests/verify/test_families.py::test_what_multiplies_slices_of_weights_itself_is_refused",),
     ),
     mutant(
         "t5-stage-without-positions",
@@ -77,7 +86,7 @@ MUTANTS = [
         "STAGES = StageNeeds(returns=3, from_first=TABLE)",
         "STAGES = StageNeeds(returns=3)",
         "In a pipeline the later stages of T5 have no relative positions.",
-        first=("tests/verify/test_pipelines.py",),
+        first=("tests/verify/test_pipelines.py::test_several_stacks_cut_anywhere",),
     ),
     mutant(
         "albert-groups-in-turn",
@@ -85,7 +94,7 @@ MUTANTS = [
         'units = tuple(f"{groups}.{at * kinds // depth}" for at in range(depth))',
         'units = tuple(f"{groups}.{at % kinds}" for at in range(depth))',
         "In a pipeline ALBERT with several groups of layers runs them in another order.",
-        first=("tests/pipeline/test_chain.py", "tests/verify/test_pipelines.py"),
+        first=("tests/pipeline/test_chain.py::test_units_are_the_layers_in_the_order_in_which_they_run",),
     ),
     mutant(
         "validation-sees-no-exchanged-outputs",
@@ -93,7 +102,10 @@ MUTANTS = [
         "weights = torch.linspace(0.5, 1.5, shape.numel(), dtype=x.dtype, device=x.device).view(shape)",
         "weights = torch.ones(shape.numel(), dtype=x.dtype, device=x.device).view(shape)",
         "A derived policy that exchanges outputs of a model passes its validation.",
-        first=("tests/policies/infer/test_infer.py", "tests/policies/infer/test_sound.py"),
+        first=(
+            "tests/policies/infer/test_infer.py::test_a_wrong_table_is_not_proven",
+            "tests/policies/infer/test_sound.py",
+        ),
     ),
     mutant(
         "validation-ignores-missing-gradients",
@@ -101,7 +113,7 @@ MUTANTS = [
         "if (expected is None) != (param.grad is None):",
         "if expected is None and param.grad is not None:",
         "A policy under which a weight gets no gradient passes its validation.",
-        first=("tests/policies/infer/test_given.py", "tests/policies/infer/test_sound.py"),
+        first=("tests/policies/infer/test_given.py",),
     ),
     mutant(
         "stage-validation-in-the-middle-only",
@@ -109,7 +121,10 @@ MUTANTS = [
         "ends = {1, count // 2, count - 1, *(at for start in chain.starts for at in (start - 1, start))}",
         "ends = {count // 2}",
         "A model whose first or last layer differs is accepted in a pipeline.",
-        first=("tests/policies/infer/test_depth.py", "tests/policies/infer/test_pipelines.py"),
+        first=(
+            "tests/policies/infer/test_depth.py",
+            "tests/policies/infer/test_pipelines.py",
+        ),
     ),
     mutant(
         "replaced-forward-is-trusted",
@@ -125,7 +140,7 @@ MUTANTS = [
         "if kind_of(self.model.get_submodule(path)) not in made:",
         "if not made:",
         "A derived policy shards layers of a kind that its validation never saw.",
-        first=("tests/policies/infer/test_infer.py",),
+        first=("tests/policies/infer/test_infer.py::test_a_layer_that_the_twin_does_not_have_is_refused",),
     ),
     mutant(
         "registered-policy-of-a-known-family",
@@ -141,7 +156,7 @@ MUTANTS = [
         "            if held is not None:\n",
         "            if held is not None and stages is not None:\n",
         "An optimizer that was made before sharding goes on with the unsharded parameters.",
-        first=("tests/policies/test_edges.py",),
+        first=("tests/policies/test_edges.py::test_an_optimizer_that_was_made_before_is_refused",),
     ),
     mutant(
         "tied-weight-in-one-place",
@@ -149,6 +164,6 @@ MUTANTS = [
         "if id(p) in cut and (id(module), name) not in named:",
         "if id(p) in cut and (id(module), name) in named:",
         "A policy that names one of two tied modules leaves the other with the whole weight.",
-        first=("tests/sharding/test_plan.py",),
+        first=("tests/sharding/test_plan.py::test_a_tied_weight_of_which_one_owner_is_not_named",),
     ),
 ]
