@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ class Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the copies, and what runs in them, are cleared away
     every = all_mutants()
     by_name = {mutant.name: mutant for mutant in every}
     if unknown := set(options.names) - set(by_name):

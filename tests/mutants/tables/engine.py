@@ -39,7 +39,10 @@ MUTANTS = [
         "counted = head.counted if head.counted is not None else float(sum(head.sizes))",
         "counted = float(sum(head.sizes))",
         "The validation loss of batches with different numbers of tokens is not that of all tokens.",
-        first=("tests/engine/test_engine.py::test_the_loss_of_many_batches_is_that_of_all_of_them",),
+        first=(
+            "tests/engine/test_engine.py::test_the_loss_of_many_batches_is_that_of_all_of_them",
+            "tests/trainer/test_trainer.py::test_the_validation_is_that_of_all_that_counts",
+        ),
     ),
     mutant(
         "scheduler-moves-on-skipped-steps",
@@ -47,7 +50,7 @@ MUTANTS = [
         'if is_made and self._scheduler_every == "step":',
         'if self._scheduler_every == "step":',
         "The learning rate falls on steps that were skipped.",
-        first=("tests/engine/test_engine.py::test_steps_that_are_not_finite_are_errors_or_skipped",),
+        first=("tests/engine/test_engine.py",),
     ),
     mutant(
         "loss-of-data-ranks-summed",

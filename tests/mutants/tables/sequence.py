@@ -22,8 +22,8 @@ MUTANTS = [
         "near = [n for n in self._lengths if abs(n - self.full) < 1]",
         "With activation checkpointing, a sequence one token longer than an earlier one is recomputed as that one.",
         first=(
-            "tests/test_training.py::test_checkpoints_draw_the_same_masks_again",
-            "tests/test_training.py::test_other_ways_of_calling",
+            "tests/sharding/test_regions.py::test_what_is_given_beside_the_stream_is_cut_as_it_is_also_when_layers_are_computed_again",
+            "tests/test_training.py::test_features",
         ),
     ),
     mutant(
@@ -42,7 +42,7 @@ MUTANTS = [
         "A module that is given the whole sequence (a router) gets its gradient once for each tensor rank.",
         first=(
             "tests/sharding/test_regions.py::test_experts_are_given_the_tokens_of_all_ranks",
-            "tests/sharding/test_regions.py::test_experts_of_transformers_are_cut_beside_the_sequence",
+            "tests/policies/infer/test_infer.py::test_what_sequence_parallelism_needs_is_found",
         ),
     ),
     mutant(
