@@ -9,6 +9,7 @@
 # make test-versions  the versions that users have, from the oldest to the newest: an environment of its own for each
 #              row of docs/versions.md; ARGS="--rows 3.13 --envs FOLDER --only train" runs some of it
 # make hostile  what hostile users try, all of it: ARGS="--seed 7" repeats a run
+# make mutants  known faults in a copy of the package, and the test that finds each: ARGS="--area context" for some
 # make bench   every script of benchmarks/   make clean    remove .venv and what the tools left
 
 PYTHON ?= python3
@@ -23,7 +24,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTH
 STARTED := $(shell date +%s)
 TIER := $(TEST_ENV) $(BIN)/python -m tests.run_tier --jobs $(JOBS) --started $(STARTED)
 
-.PHONY: demo test test-fast test-all test-oldest test-versions hostile features pages lint format bench clean
+.PHONY: demo test test-fast test-all test-oldest test-versions hostile mutants features pages lint format bench clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
@@ -53,6 +54,9 @@ pages: $(VENV)/.installed-test
 
 hostile: $(VENV)/.installed-test
 	$(TEST_ENV) $(BIN)/python -m tests.hostile $(ARGS)
+
+mutants: $(VENV)/.installed-test $(VENV)/.installed-timm
+	$(TEST_ENV) $(BIN)/python -m tests.mutants $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

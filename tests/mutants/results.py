@@ -1,0 +1,82 @@
+"""The results of mutants: kept as JSON, and shown as the table in README.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.mutants.mutant import AREAS, Mutant
+
+FOUND, SURVIVED, LIMIT, BROKEN = "found", "survived", "time limit", "fails without the mutant"
+RESULTS, PAGE = Path(__file__).with_name("results.json"), Path(__file__).with_name("README.md")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one mutant.
+
+    Args:
+        outcome: a test failed; all passed; pytest ran past its limit; or the test fails without the mutant too.
+        scope: which tests ran: those that are related to the file, or a whole tier.
+        found_by: node id of the test that failed.
+        before: by commit, whether this test found the mutant there.
+    """
+
+    name: str
+    area: str
+    outcome: str
+    scope: str
+    found_by: str | None
+    seconds: float
+    before: Mapping[str, str]
+
+
+def read_results(path: Path) -> dict[str, Result]:
+    if not path.is_file():
+        return {}
+    return {entry["name"]: Result(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))}
+
+
+def write_results(path: Path, results: Mapping[str, Result], mutants: Sequence[Mutant]) -> None:
+    """Writes what is known of the mutants that there are, and beside the kept results the page."""
+    known = [asdict(results[mutant.name]) for mutant in mutants if mutant.name in results]
+    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    if path.resolve() == RESULTS:
+        PAGE.write_text(page_of(results, mutants), encoding="utf-8")
+
+
+def page_of(results: Mapping[str, Result], mutants: Sequence[Mutant]) -> str:
+    """README.md."""
+    ran = [results[mutant.name] for mutant in mutants if mutant.name in results]
+    found = sum(result.outcome == FOUND for result in ran)
+    lines = [
+        "# Mutants",
+        "",
+        "Each mutant is one small fault in the package: a missing collective, a wrong divisor, a dropped refusal.",
+        "`make mutants` applies each to a copy of the repository and runs the tests until one fails: first those that",
+        "are related to the file, then the rest of the tier. [tables/](tables) has the mutants.",
+        "",
+        f"{len(mutants)} mutants, {len(ran)} of them tried, {found} found.",
+        "",
+        "| area | mutant | found by | seconds |",
+        "|---|---|---|---:|",
+    ]
+    for area in AREAS:
+        for mutant in (each for each in mutants if each.area == area):
+            result = results.get(mutant.name)
+            shown = "not tried" if result is None else _shown(result)
+            lines.append(f"| {area} | {mutant.name} | {shown} | {'' if result is None else f'{result.seconds:.0f}'} |")
+    missed = [(mutant, results[mutant.name]) for mutant in mutants if mutant.name in results]
+    missed = [(mutant, result) for mutant, result in missed if result.outcome != FOUND]
+    if missed:
+        lines += ["", "## Not found", ""]
+        lines += [f"- **{mutant.name}** ({_shown(result)}). {mutant.effect}" for mutant, result in missed]
+    return "\n".join(lines) + "\n"
+
+
+def _shown(result: Result) -> str:
+    if result.outcome == FOUND:
+        return "`" + str(result.found_by).replace("|", "\\|") + "`"
+    return f"{result.outcome}, {result.scope}"

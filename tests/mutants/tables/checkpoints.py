@@ -1,0 +1,165 @@
+"""Faults of checkpoints: other layouts, damage, atomicity, random states, and which checkpoints are kept."""
+
+from functools import partial
+
+from tests.mutants.mutant import Mutant
+
+mutant = partial(Mutant, "checkpoints")
+
+MUTANTS = [
+    mutant(
+        "numpy-random-state-not-restored",
+        "shardformer/layers/random_stream.py",
+        "numpy.random.set_state(of_numpy)",
+        "numpy.random.get_state()",
+        "After a load, or for a model that draws with NumPy on several ranks, NumPy's random numbers differ.",
+        first=(
+            "tests/sharding/test_random.py",
+            "tests/checkpoint/test_exact.py",
+        ),
+    ),
+    mutant(
+        "random-states-of-another-data-rank",
+        "shardformer/checkpoint/wanted.py",
+        'if theirs.get("data", 0) == own.get("data", 0)]',
+        "if rank >= 0]",
+        "After a change of the layout all data ranks go on with the random states of the first.",
+        first=(
+            "tests/checkpoint/test_layouts.py",
+            "tests/checkpoint/test_processes.py",
+        ),
+    ),
+    mutant(
+        "checksum-of-a-transposed-matrix",
+        "shardformer/checkpoint/checksum.py",
+        "    x += numpy.uint64(_mixed(dim))\n",
+        "",
+        "A checkpoint in which two numbers of a matrix changed places across its diagonal is loaded.",
+        first=("tests/checkpoint/test_parts.py",),
+    ),
+    mutant(
+        "checksum-not-compared",
+        "shardformer/checkpoint/read.py",
+        "if total % BITS != box.sum:",
+        "if total % BITS != box.sum and not count:",
+        "A checkpoint with a flipped bit is loaded.",
+        first=("tests/checkpoint/test_damage.py::test_a_flipped_bit_is_noticed_or_nothing",),
+    ),
+    mutant(
+        "index-checksum-ignored",
+        "shardformer/checkpoint/files.py",
+        'found = json.loads(text) if _digest(text) == said["sha256"] else None',
+        "found = json.loads(text)",
+        "A checkpoint whose index was changed is loaded.",
+        first=(
+            "tests/checkpoint/test_damage.py::test_every_byte_of_what_is_read_counts",
+            "tests/checkpoint/test_damage.py::test_a_file_that_is_not_what_it_was",
+        ),
+    ),
+    mutant(
+        "incomplete-checkpoint-is-finished",
+        "shardformer/checkpoint/snapshot.py",
+        "if (covered := sum(prod(box.size) for box in entry.boxes)) != prod(entry.shape):",
+        "if (covered := sum(prod(box.size) for box in entry.boxes)) > prod(entry.shape):",
+        "A save to which a rank brings a part of a tensor only is called a checkpoint.",
+        first=("tests/checkpoint/test_bad_input.py",),
+    ),
+    mutant(
+        "interrupted-save-blocks-the-next",
+        "shardformer/checkpoint/folder.py",
+        '[*root.glob(f"{_SAVING}*"), *root.glob(f"{_DROPPED}*")]',
+        '[*root.glob(f"{_DROPPED}*")]',
+        "After a save was killed, its step can never be saved again.",
+        first=(
+            "tests/checkpoint/test_damage.py::test_killed_processes_leave_whole_checkpoints",
+            "tests/checkpoint/test_damage.py::test_a_disk_that_is_full_leaves_what_was_there",
+        ),
+    ),
+    mutant(
+        "replaced-checkpoint-removed-first",
+        "shardformer/checkpoint/folder.py",
+        "        named.rename(replaced)\n",
+        "        shutil.rmtree(named)\n",
+        "A step that is saved again is lost if the process is killed at the wrong moment.",
+        first=(
+            "tests/checkpoint/test_damage.py::test_a_step_that_is_saved_again_is_there_until_the_disk_has_the_new_one",
+        ),
+    ),
+    mutant(
+        "older-checkpoints-go-too-early",
+        "shardformer/checkpoint/snapshot.py",
+        "    try:\n        for name in (*(path / file_name(rank)",
+        "    try:\n        folders.drop_old(root, keep)\n        for name in (*(path / file_name(rank)",
+        "Older checkpoints are deleted before the new one is on the disk.",
+        first=(
+            "tests/checkpoint/test_damage.py::test_older_checkpoints_go_when_the_disk_has_what_every_rank_wrote",
+            "tests/checkpoint/test_damage.py::test_a_disk_that_fails_behind_a_save_keeps_the_older_ones_and_is_said_by_the_next",
+        ),
+    ),
+    mutant(
+        "keep-one-more",
+        "shardformer/checkpoint/folder.py",
+        "if number >= keep.last and not is_kept and not is_young:",
+        "if number > keep.last and not is_kept and not is_young:",
+        "keep=3 leaves four checkpoints.",
+        first=("tests/checkpoint/test_damage.py::test_what_is_kept",),
+    ),
+    mutant(
+        "fp32-model-gets-rounded-weights",
+        "shardformer/checkpoint/wanted.py",
+        'return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{name}"',
+        'return f"{WEIGHTS}/{name}"',
+        "A bf16 run that goes on in fp32, or on other ranks, starts from weights rounded to 16 bits.",
+        first=("tests/checkpoint/test_layouts.py", "tests/checkpoint/test_exact.py"),
+    ),
+    mutant(
+        "kahan-rest-not-loaded",
+        "shardformer/checkpoint/wanted.py",
+        "wide = memory if rest is None else memory.to(shard.wide) + rest.to(shard.wide)",
+        "wide = memory",
+        'A run with masters="kahan" loses its compensation when it goes on.',
+        first=("tests/checkpoint/test_exact.py", "tests/optim/test_rounding.py"),
+    ),
+    mutant(
+        "stochastic-rounding-starts-again",
+        "shardformer/checkpoint/wanted.py",
+        'zero.rounds = [values["rounds"]] * len(zero.rounds)',
+        "zero.rounds = list(zero.rounds)",
+        'A run with masters="stochastic" that goes on rounds differently than one that was not interrupted.',
+        first=("tests/checkpoint/test_exact.py", "tests/optim/test_rounding.py"),
+    ),
+    mutant(
+        "batch-statistics-of-the-first-rank",
+        "shardformer/checkpoint/model.py",
+        "            elif is_front:\n",
+        "            elif is_front and data == 0:\n",
+        "After a load all data ranks have the batch-norm statistics of the first.",
+        first=(
+            "tests/checkpoint/test_exact.py::test_averages_that_each_data_rank_has_for_itself_and_states_that_are_no_tensors",
+        ),
+    ),
+    mutant(
+        "optimizer-state-rounded",
+        "shardformer/checkpoint/optimizers.py",
+        "for slot, key, value in read if exact else ():",
+        "for slot, key, value in ():",
+        "Adam's fp32 moments of a 16-bit model are rounded to 16 bits by a load.",
+        first=("tests/checkpoint/test_exact.py",),
+    ),
+    mutant(
+        "step-counts-of-the-first-rank",
+        "shardformer/checkpoint/optimizers.py",
+        '    for each in values:\n        scalars |= each["scalars"]\n',
+        '    for each in values[:1]:\n        scalars |= each["scalars"]\n',
+        "Adam's step counts of parameters on other stages or shards are lost: bias correction starts again.",
+        first=("tests/checkpoint/test_layouts.py", "tests/checkpoint/test_exact.py"),
+    ),
+    mutant(
+        "narrow-copy-is-sent",
+        "shardformer/checkpoint/move.py",
+        "for item in sorted(items, key=lambda item: -item.dtype.itemsize):",
+        "for item in sorted(items, key=lambda item: item.dtype.itemsize):",
+        "reshape sends the 16-bit copy of a number of which the rank has an fp32 copy too.",
+        first=("tests/checkpoint/test_move.py::test_of_what_a_rank_has_twice_the_wider_is_given",),
+    ),
+]

@@ -1,0 +1,137 @@
+"""Faults of context parallelism: ring attention, Ulysses, masks, and tensors whose sequence is sharded."""
+
+from functools import partial
+
+from tests.mutants.mutant import Mutant
+
+mutant = partial(Mutant, "context")
+
+MUTANTS = [
+    mutant(
+        "sink-gradient-with-the-wrong-sign",
+        "shardformer/layers/context/ring.py",
+        "of_sinks = -(weight * (grad.to(wide) * out.to(wide)).sum(-1))",
+        "of_sinks = (weight * (grad.to(wide) * out.to(wide)).sum(-1))",
+        "Attention sinks (gpt-oss) are trained in the wrong direction.",
+        first=("tests/layers/context/test_ring.py",),
+    ),
+    mutant(
+        "bias-gradient-of-the-last-chunk",
+        "shardformer/layers/context/ring.py",
+        "of_line += found",
+        "of_line = found",
+        "The table of relative positions (T5) is trained on the keys that arrive last.",
+        first=("tests/layers/context/test_ring.py",),
+    ),
+    mutant(
+        "gathered-keys-lose-own-gradient",
+        "shardformer/layers/context/ring.py",
+        "        self._dkv += mine\n",
+        "",
+        'With context_parallel="gather", keys and values get no gradient from the queries of their own rank.',
+        first=("tests/layers/context/test_ring.py",),
+    ),
+    mutant(
+        "queries-that-see-nothing",
+        "shardformer/layers/context/ring.py",
+        "if unseeing is not None:  # as torch has it",
+        "if unseeing is not None and sinks is not None:",
+        "A padded position returns the mean of hidden values instead of zero.",
+        first=(
+            "tests/layers/context/test_ring.py::test_nobody_can_tell_in_how_many_places_it_was_computed",
+            "tests/sharding/test_context.py::test_padding_documents_and_windows",
+        ),
+    ),
+    mutant(
+        "shared-key-heads-not-added-up",
+        "shardformer/layers/context/heads.py",
+        "full.index_add_(1, torch.tensor(heads",
+        "full.index_copy_(1, torch.tensor(heads",
+        "Under Ulysses with few KV heads, a KV head gets the gradient of one of the ranks that read it.",
+        first=("tests/sharding/test_context.py",),
+    ),
+    mutant(
+        "same-attention-dropout-in-each-group",
+        "shardformer/layers/context/kernels.py",
+        "x = _mixed(x * 31 + self.heads.to(device)[None, :])[:, :, None, None]",
+        "x = _mixed(x * 31 + torch.arange(len(self.heads), device=device)[None, :])[:, :, None, None]",
+        "Under Ulysses, heads on different ranks drop the same attention weights.",
+        first=("tests/sharding/test_context.py::test_dropout_of_attention_weights_does_not_depend_on_the_ranks",),
+    ),
+    mutant(
+        "attention-dropout-not-in-the-backward",
+        "shardformer/layers/context/kernels.py",
+        "            of_weights = of_weights * kept\n",
+        "            pass\n",
+        "With attention dropout over a sequence axis, dropped weights pass gradients to queries and keys.",
+        first=(
+            "tests/sharding/test_context.py::test_dropout_of_attention_weights_does_not_depend_on_the_ranks",
+            "tests/layers/context/test_ring.py",
+        ),
+    ),
+    mutant(
+        "biased-attention-sees-the-future",
+        "shardformer/layers/context/kernels.py",
+        "    if part.causal:\n        return added.masked_fill(part.cols[None, :] >",
+        "    if part.causal and part.sees is not None:\n        return added.masked_fill(part.cols[None, :] >",
+        "T5's decoder sees later tokens of its own chunk.",
+        first=("tests/layers/context/test_ring.py",),
+    ),
+    mutant(
+        "slice-keeps-its-old-positions",
+        "shardformer/layers/context/cut_tensor.py",
+        "parts = tuple((part[keep] - start) // step for part, keep in zip(self.parts, kept, strict=True))",
+        "parts = tuple(part[keep] // step for part, keep in zip(self.parts, kept, strict=True))",
+        "A loss on logits[:, 1:] compares with labels one position off.",
+        first=("tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",),
+    ),
+    mutant(
+        "gathered-states-lose-gradients",
+        "shardformer/layers/context/cut_tensor.py",
+        "return found.view(rows.axis.size, *own.shape).sum(0), None, None",
+        "return found.view(rows.axis.size, *own.shape)[rows.axis.rank], None, None",
+        "What is computed of a gathered sequence (a pooled classifier) passes back a fraction of its gradient.",
+        first=(
+            "tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",
+            "tests/sharding/test_context.py::test_nobody_can_tell_that_the_sequence_was_cut",
+        ),
+    ),
+    mutant(
+        "class-weights-not-in-the-mean",
+        "shardformer/layers/context/sequence_cut.py",
+        "return total / (counted.sum() if weight is None else weight[target[counted]].sum())",
+        "return total / counted.sum()",
+        "A cross entropy with class weights over a sequence axis is divided by the wrong number.",
+        first=("tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",),
+    ),
+    mutant(
+        "windows-of-two-sizes-are-one",
+        "shardformer/layers/context/mask.py",
+        "parts = tuple(map(recipe, [thing.__code__, *cells, *(thing.__defaults__ or ()), thing.__kwdefaults__]))",
+        "parts = tuple(map(recipe, [thing.__code__, *(thing.__defaults__ or ()), thing.__kwdefaults__]))",
+        "The second sliding window that a process meets sees what the first one saw.",
+        first=(
+            "tests/layers/context/test_ring.py",
+            "tests/sharding/test_context.py::test_padding_documents_and_windows",
+        ),
+    ),
+    mutant(
+        "gradients-of-a-cut-sequence-not-averaged",
+        "shardformer/layout/reduction.py",
+        'divisor = float(sizes.get("data", 1) * stream.num_parts(sizes))',
+        'divisor = float(sizes.get("data", 1))',
+        "Over a sequence axis of P ranks all gradients are P times too large.",
+        first=("tests/layout/test_toy_stream.py",),
+    ),
+    mutant(
+        "first-chunk-of-a-long-mask-decides",
+        "shardformer/layers/context/mask.py",
+        "any_, all_ = any_ or bool(found.any()), all_ and bool(found.all())",
+        "any_, all_ = any_ or bool(found.any()), bool(found.all())",
+        "Of a mask that is looked at in several parts, the last part decides whether all is seen.",
+        first=(
+            "tests/layers/context/test_ring.py",
+            "tests/sharding/test_context.py::test_padding_documents_and_windows",
+        ),
+    ),
+]

@@ -1,0 +1,135 @@
+"""Faults of the engine, the trainer and its hooks, the data, and runs from files."""
+
+from functools import partial
+
+from tests.mutants.mutant import Mutant
+
+mutant = partial(Mutant, "engine")
+
+MUTANTS = [
+    mutant(
+        "augmentation-depends-on-the-ranks",
+        "shardformer/engine/data_sources.py",
+        "for i, n in enumerate(batch[mine], mine.start)]",
+        "for i, n in enumerate(batch[mine])]",
+        "Random augmentation of a sample changes with the number of data ranks.",
+        first=(
+            "tests/engine/test_data.py::test_what_samples_draw_depends_on_neither_layout_nor_workers_nor_a_restart",
+        ),
+    ),
+    mutant(
+        "each-epoch-in-the-same-order",
+        "shardformer/engine/data_sources.py",
+        'return torch.Generator().manual_seed(seed_of(seed, epoch, "order"))',
+        'return torch.Generator().manual_seed(seed_of(seed, "order"))',
+        "Every epoch goes through the samples in the order of the first.",
+        first=("tests/engine/test_data.py::test_every_epoch_has_its_own_order_and_not_without_shuffle",),
+    ),
+    mutant(
+        "loaded-position-keeps-the-seed",
+        "shardformer/engine/data.py",
+        'self.epoch, self.seen, self.seed = state["epoch"], state["seen"], state["seed"]',
+        'self.epoch, self.seen = state["epoch"], state["seen"]',
+        "A run that goes on with another seed in its script sees some samples twice and others never.",
+        first=("tests/engine/test_data.py", "tests/engine/test_engine.py"),
+    ),
+    mutant(
+        "evaluation-weighs-by-samples",
+        "shardformer/engine/pipeline.py",
+        "counted = head.counted if head.counted is not None else float(sum(head.sizes))",
+        "counted = float(sum(head.sizes))",
+        "The validation loss of batches with different numbers of tokens is not that of all tokens.",
+        first=(
+            "tests/engine/test_engine.py::test_the_loss_of_many_batches_is_that_of_all_of_them",
+            "tests/trainer/test_trainer.py::test_the_validation_is_that_of_all_that_counts",
+        ),
+    ),
+    mutant(
+        "scheduler-moves-on-skipped-steps",
+        "shardformer/engine/engine.py",
+        'if is_made and self._scheduler_every == "step":',
+        'if self._scheduler_every == "step":',
+        "The learning rate falls on steps that were skipped.",
+        first=("tests/engine/test_engine.py",),
+    ),
+    mutant(
+        "loss-of-data-ranks-summed",
+        "shardformer/engine/engine.py",
+        'return all_reduce(loss, self.context.data, purpose="loss") / self.context.data.size',
+        'return all_reduce(loss, self.context.data, purpose="loss")',
+        'With average="ranks" the reported loss is multiplied by the number of data ranks.',
+        first=("tests/engine/test_engine.py::test_two_processes_give_the_weights_of_one",),
+    ),
+    mutant(
+        "reshape-keeps-the-old-share-of-data",
+        "shardformer/engine/engine.py",
+        "            self.data.share_among(context)\n",
+        "            self.data.check_ranks(context.data.size)\n",
+        "After reshape, ranks go on with their old part of each batch.",
+        first=("tests/engine/test_reshape.py",),
+    ),
+    mutant(
+        "stopped-run-loses-a-batch",
+        "shardformer/trainer/trainer.py",
+        "                    data.load_state(self._position)  # this batch was not trained on\n",
+        "",
+        "A run that a signal or a hook stopped goes on one batch too far.",
+        first=("tests/trainer/test_trainer.py::test_a_run_that_was_stopped_goes_on_with_the_batch_that_was_next",),
+    ),
+    mutant(
+        "average-counts-skipped-steps",
+        "shardformer/trainer/hooks/moving_average.py",
+        "if was_skipped or engine.steps % self.every:",
+        "if engine.steps % self.every:",
+        "The moving average moves on steps that were skipped.",
+        first=("tests/trainer/hooks/test_moving_average_faults.py", "tests/trainer/hooks/test_moving_average.py"),
+    ),
+    mutant(
+        "metrics-of-own-samples",
+        "shardformer/trainer/hooks/metrics.py",
+        "everyone = gather_objects(mine, trainer.engine.context.data)",
+        "everyone = [mine]",
+        "Accuracy is that of one data rank's samples.",
+        first=("tests/trainer/hooks/test_metrics.py::test_metrics_are_scikit_learn_s_over_all_samples",),
+    ),
+    mutant(
+        "patience-starts-again",
+        "shardformer/trainer/hooks/early_stopping.py",
+        'self.best, self.without_progress = state["best"], state["without_progress"]',
+        'self.best, self.without_progress = state["best"], 0',
+        "Early stopping counts from 0 again after a restart.",
+        first=("tests/trainer/hooks/test_early_stopping.py",),
+    ),
+    mutant(
+        "records-lose-the-resumed-step",
+        "shardformer/trainer/records.py",
+        "if record.step <= step]",
+        "if record.step < step]",
+        "A run that goes on drops the record of the step it goes on from.",
+        first=("tests/trainer/test_records.py",),
+    ),
+    mutant(
+        "first-step-without-a-learning-rate",
+        "shardformer/runs/updates.py",
+        "return (step + 1) / warmup",
+        "return step / warmup",
+        "The first step of a run with a warm-up changes nothing.",
+        first=("tests/runs",),
+    ),
+    mutant(
+        "schedule-counts-dropped-batches",
+        "shardformer/runs/run.py",
+        "(samples // size if config.data.drop_last else -(-samples // size))",
+        "-(-samples // size)",
+        "With drop_last the learning rate does not reach its final value.",
+        first=("tests/runs",),
+    ),
+    mutant(
+        "validation-numbers-its-own-classes",
+        "shardformer/runs/data.py",
+        'labels = column(rows, data.label, "data.label")\n        classes = classes or classes_of(labels)',
+        'labels = column(rows, data.label, "data.label")\n        classes = classes_of(labels)',
+        "Validation data that lacks a class is compared with wrong labels.",
+        first=("tests/runs/test_data.py::test_texts_have_classes",),
+    ),
+]

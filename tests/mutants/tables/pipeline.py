@@ -1,0 +1,120 @@
+"""Faults of pipelines: schedules, weights of micro-batches, hand-over between stages, split backwards."""
+
+from functools import partial
+
+from tests.mutants.mutant import Mutant
+
+mutant = partial(Mutant, "pipeline")
+
+MUTANTS = [
+    mutant(
+        "loss-weight-without-data-ranks",
+        "shardformer/pipeline/loss.py",
+        "return [weight * self._num_ranks / total for weight in weights]",
+        "return [weight / total for weight in weights]",
+        "With loss_weight= and several data ranks, gradients are too small by the number of ranks.",
+        first=("tests/pipeline/test_average_over_data.py",),
+    ),
+    mutant(
+        "summed-loss-without-data-ranks",
+        "shardformer/pipeline/loss.py",
+        "return call.given() * self._num_ranks if self._over is not None else call.given()",
+        "return call.given()",
+        'A loss with reduction="sum" is averaged over the data ranks instead of summed.',
+        first=("tests/pipeline/test_average_over_data.py",),
+    ),
+    mutant(
+        "micro-batch-without-labels-is-nan",
+        "shardformer/pipeline/loss.py",
+        "return call.given() * (n * self._num_ranks / total) if n else call.summed() * 0.0",
+        "return call.given() * (n * self._num_ranks / total)",
+        "The loss is NaN where all labels of one micro-batch are ignored.",
+        first=("tests/pipeline/test_loss.py::test_a_micro_batch_where_nothing_counts_adds_zero",),
+    ),
+    mutant(
+        "class-weights-do-not-count",
+        "shardformer/pipeline/counts.py",
+        "        if weight is None:\n            return counted.sum()\n",
+        "        if weight is None or self.is_mean:\n            return counted.sum()\n",
+        "A cross entropy with class weights gives another loss with micro-batches than without.",
+        first=("tests/pipeline/test_loss.py::test_losses_as_people_write_them",),
+    ),
+    mutant(
+        "stages-send-slices-of-other-positions",
+        "shardformer/pipeline/runtime.py",
+        'return [name != "hidden" or not is_cut for name in payload]',
+        "return [True for name in payload]",
+        "With tensor, pipeline and sequence parallelism, the next stage joins slices of different positions.",
+        first=("tests/verify/test_pipelines.py::test_tensor_with_cut_sequences_times_pipe",),
+    ),
+    mutant(
+        "stages-ignore-the-loss-scale",
+        "shardformer/pipeline/runtime.py",
+        "[torch.full_like(loss, self._job.loss_scale) for loss in outputs]",
+        "[torch.ones_like(loss) for loss in outputs]",
+        "In fp16 a pipeline divides gradients by a loss scale that was never applied.",
+        first=("tests/optim/test_precision.py::test_a_pipeline_scales_the_loss_for_the_backward_alone",),
+    ),
+    mutant(
+        "micro-batches-share-a-dropout-mask",
+        "shardformer/engine/pipeline.py",
+        "seeds = [(seed + 7919 * i) % 2**62 if seed else None for i in range(len(parts))]",
+        "seeds = [seed % 2**62 if seed else None for i in range(len(parts))]",
+        "Every micro-batch of a step drops the same places.",
+        first=(
+            "tests/engine/test_pipeline.py::test_dropout_draws_the_same_numbers_in_every_layout",
+            "tests/verify/test_dropout.py",
+        ),
+    ),
+    mutant(
+        "split-backward-loses-the-first-stage",
+        "shardformer/pipeline/backward.py",
+        "return found, WeightBackward(beside)",
+        "return found, WeightBackward([])",
+        "With a zero-bubble schedule the first stage does not train.",
+        first=("tests/pipeline/test_backward.py",),
+    ),
+    mutant(
+        "split-backward-loses-other-outputs",
+        "shardformer/pipeline/backward.py",
+        "return _all_at_once(given + beside, inputs), WeightBackward([])",
+        "return _all_at_once(given, inputs), WeightBackward([])",
+        "With a zero-bubble schedule and checkpointing, an output that reads no input of the stage passes no gradient.",
+        first=("tests/pipeline/test_backward.py",),
+    ),
+    mutant(
+        "norm-of-one-stage",
+        "shardformer/layout/reduction.py",
+        'pipe = ("pipe",) if sizes.get("pipe", 1) > 1 else ()',
+        "pipe = ()",
+        "Each stage clips by the norm of its own gradients.",
+        first=("tests/optim/test_torch_clipping.py::test_all_stages_have_the_norm_of_what_some_of_them_hold",),
+    ),
+    mutant(
+        "stages-do-not-compare-batches",
+        "shardformer/engine/pipeline.py",
+        "if any(theirs[:-2] != every[0][:-2] for theirs in every):",
+        "if any(theirs[1] != every[0][1] for theirs in every):",
+        "Stages that are given different batches train on a mixture of both, without an error.",
+        first=(
+            "tests/engine/test_pipeline.py::test_what_cannot_be_is_said_on_every_stage",
+            "tests/engine/test_pipeline.py::test_an_unequal_batch_is_no_reason_to_hang",
+        ),
+    ),
+    mutant(
+        "layers-dropped-by-each-stage",
+        "shardformer/sharding/stages.py",
+        'if name.endswith("layerdrop") and isinstance(value, float) and value > 0:',
+        'if name.endswith("layerdrop") and isinstance(value, float) and value > 1:',
+        "A model with layer drop is accepted in a pipeline whose stages draw which layers to skip separately.",
+        first=("tests/engine/test_pipeline.py::test_what_cannot_be_is_said_on_every_stage",),
+    ),
+    mutant(
+        "one-row-for-all-samples-is-cut",
+        "shardformer/pipeline/microbatches.py",
+        "        if x.dim() == 0 or x.shape[0] == 1:\n            return [x for _ in self._each]\n",
+        "        if x.dim() == 0:\n            return [x for _ in self._each]\n",
+        "A batch with one row of positions for all samples is refused with micro-batches.",
+        first=("tests/pipeline/test_microbatches.py",),
+    ),
+]

@@ -1,0 +1,169 @@
+"""Faults of policies: derivation and its validation, the registry, families, and refusals."""
+
+from functools import partial
+
+from tests.mutants.mutant import Mutant
+
+mutant = partial(Mutant, "policies")
+
+MUTANTS = [
+    mutant(
+        "llama-repeats-shared-heads",
+        "shardformer/policies/models/llama.py",
+        'counts={"num_key_value_groups": "groups"},',
+        "counts={},",
+        "LLaMA with more tensor ranks than KV heads repeats KV heads as often as on one device.",
+        first=("tests/verify/test_families.py::test_other_settings",),
+    ),
+    mutant(
+        "uneven-heads-in-a-fused-projection",
+        "shardformer/policies/attention.py",
+        "if any(layout.expand(r) for r in range(layout.ranks)):",
+        "if layout.ranks < 1:",
+        "A fused projection whose KV heads do not divide is sharded wrongly instead of refused.",
+        first=(
+            "tests/verify/test_families.py::test_other_settings",
+            "tests/policies/test_heads.py",
+        ),
+    ),
+    mutant(
+        "bert-cross-attention-not-summed",
+        "shardformer/policies/models/bert.py",
+        "inputs=Inputs(from_context=True),",
+        "inputs=Inputs(),",
+        "A BERT decoder passes its encoder a part of the gradient.",
+        first=(
+            "tests/verify/test_families.py::test_cross_attention",
+            "tests/verify/test_families.py::test_cross_attention_on_states_of_the_batch",
+        ),
+    ),
+    mutant(
+        "falcon-mask-of-all-heads",
+        "shardformer/policies/models/falcon.py",
+        '                    "attention_mask": ("heads", 1),\n',
+        "",
+        "Falcon with ALiBi applies the slopes of the first heads to the heads of every rank.",
+        first=(
+            "tests/families/test_attention_kernels.py::test_other_settings",
+            "tests/verify/test_families.py::test_other_settings",
+        ),
+    ),
+    mutant(
+        "falcon-joins-sequential-exits",
+        "shardformer/policies/models/falcon.py",
+        "return bool(self.model.config.new_decoder_architecture or self.model.config.parallel_attn)",
+        "return True",
+        "Falcon whose MLP follows its attention is computed as if both ran side by side.",
+        first=("tests/policies/test_exits.py",),
+    ),
+    mutant(
+        "gptj-drops-two-outputs-at-once",
+        "shardformer/policies/models/gptj.py",
+        "return bool(self.model.config.resid_pdrop == 0)  # else each is dropped out by itself",
+        "return True",
+        "GPT-J with residual dropout drops attention and MLP outputs together.",
+        first=("tests/policies/test_exits.py",),
+    ),
+    mutant(
+        "whisper-sums-layers-of-one-stage",
+        "shardformer/policies/models/whisper.py",
+        "return BETWEEN_STAGES if sums else super().refuses_pipeline()",
+        "return super().refuses_pipeline()",
+        "Whisper with a weighted sum of its layers is accepted in a pipeline.",
+        first=("tests/verify/test_pipelines.py::test_what_reads_between_its_layers_is_refused",),
+    ),
+    mutant(
+        "bloom-multiplies-slices",
+        "shardformer/policies/models/bloom.py",
+        "if config.slow_but_exact and config.pretraining_tp > 1:",
+        "if config.slow_but_exact and config.pretraining_tp < 1:",
+        "BLOOM with slow_but_exact=True is sharded though its forward slices whole weights.",
+        first=("tests/verify/test_families.py::test_what_multiplies_slices_of_weights_itself_is_refused",),
+    ),
+    mutant(
+        "t5-stage-without-positions",
+        "shardformer/policies/models/t5.py",
+        "STAGES = StageNeeds(returns=3, from_first=TABLE)",
+        "STAGES = StageNeeds(returns=3)",
+        "In a pipeline the later stages of T5 have no relative positions.",
+        first=("tests/verify/test_pipelines.py::test_several_stacks_cut_anywhere",),
+    ),
+    mutant(
+        "albert-groups-in-turn",
+        "shardformer/policies/models/albert.py",
+        'units = tuple(f"{groups}.{at * kinds // depth}" for at in range(depth))',
+        'units = tuple(f"{groups}.{at % kinds}" for at in range(depth))',
+        "In a pipeline ALBERT with several groups of layers runs them in another order.",
+        first=("tests/pipeline/test_chain.py::test_units_are_the_layers_in_the_order_in_which_they_run",),
+    ),
+    mutant(
+        "validation-sees-no-exchanged-outputs",
+        "shardformer/policies/infer/prove.py",
+        "weights = torch.linspace(0.5, 1.5, shape.numel(), dtype=x.dtype, device=x.device).view(shape)",
+        "weights = torch.ones(shape.numel(), dtype=x.dtype, device=x.device).view(shape)",
+        "A derived policy that exchanges outputs of a model passes its validation.",
+        first=(
+            "tests/policies/infer/test_infer.py::test_a_wrong_table_is_not_proven",
+            "tests/policies/infer/test_sound.py",
+        ),
+    ),
+    mutant(
+        "validation-ignores-missing-gradients",
+        "shardformer/policies/infer/prove.py",
+        "if (expected is None) != (param.grad is None):",
+        "if expected is None and param.grad is not None:",
+        "A policy under which a weight gets no gradient passes its validation.",
+        first=("tests/policies/infer/test_given.py",),
+    ),
+    mutant(
+        "stage-validation-in-the-middle-only",
+        "shardformer/policies/infer/prove_stages.py",
+        "ends = {1, count // 2, count - 1, *(at for start in chain.starts for at in (start - 1, start))}",
+        "ends = {count // 2}",
+        "A model whose first or last layer differs is accepted in a pipeline.",
+        first=(
+            "tests/policies/infer/test_depth.py",
+            "tests/policies/infer/test_pipelines.py",
+        ),
+    ),
+    mutant(
+        "replaced-forward-is-trusted",
+        "shardformer/policies/infer/trust.py",
+        'return "forward" not in vars(module) and _package_of(of_class) in LIBRARIES',
+        "return _package_of(of_class) in LIBRARIES",
+        "A layer whose forward was replaced is sharded by a policy that does not fit it.",
+        first=("tests/policies/infer/test_trust.py",),
+    ),
+    mutant(
+        "unknown-kind-of-layer-is-cut",
+        "shardformer/policies/infer/infer.py",
+        "if kind_of(self.model.get_submodule(path)) not in made:",
+        "if not made:",
+        "A derived policy shards layers of a kind that its validation never saw.",
+        first=("tests/policies/infer/test_infer.py::test_a_layer_that_the_twin_does_not_have_is_refused",),
+    ),
+    mutant(
+        "registered-policy-of-a-known-family",
+        "shardformer/policies/registry.py",
+        "    if family in _REGISTERED:\n        return _REGISTERED[family]()",
+        "    if family in _REGISTERED and family not in FAMILIES:\n        return _REGISTERED[family]()",
+        "A policy that the user registers for a known family is ignored.",
+        first=("tests/policies/test_registry.py",),
+    ),
+    mutant(
+        "optimizer-of-whole-parameters",
+        "shardformer/sharding/checks.py",
+        "            if held is not None:\n",
+        "            if held is not None and stages is not None:\n",
+        "An optimizer that was made before sharding goes on with the unsharded parameters.",
+        first=("tests/policies/test_edges.py::test_an_optimizer_that_was_made_before_is_refused",),
+    ),
+    mutant(
+        "tied-weight-in-one-place",
+        "shardformer/sharding/plan.py",
+        "if id(p) in cut and (id(module), name) not in named:",
+        "if id(p) in cut and (id(module), name) in named:",
+        "A policy that names one of two tied modules leaves the other with the whole weight.",
+        first=("tests/sharding/test_plan.py::test_a_tied_weight_of_which_one_owner_is_not_named",),
+    ),
+]

@@ -1,0 +1,126 @@
+"""Faults of sequence parallelism, and of logits whose vocabulary is sharded."""
+
+from functools import partial
+
+from tests.mutants.mutant import Mutant
+
+mutant = partial(Mutant, "sequence")
+
+MUTANTS = [
+    mutant(
+        "overlap-joins-in-ring-order",
+        "shardformer/layers/tensor/edges.py",
+        "columns = zip(*(products[start] for start in sorted(products)), strict=True)",
+        "columns = zip(*(products[start] for start in products), strict=True)",
+        "With sequence_overlap, every rank but the first has its positions in a wrong order.",
+        first=("tests/layers/tensor/test_block.py::test_whatever_the_forward_does",),
+    ),
+    mutant(
+        "recomputation-with-another-length",
+        "shardformer/layers/tensor/stream.py",
+        "near = [n for n in self._lengths if abs(n - self.full) < self.axis.size]",
+        "near = [n for n in self._lengths if abs(n - self.full) < 1]",
+        "With activation checkpointing, a sequence one token longer than an earlier one is recomputed as that one.",
+        first=(
+            "tests/sharding/test_regions.py::test_what_is_given_beside_the_stream_is_cut_as_it_is_also_when_layers_are_computed_again",
+            "tests/test_training.py::test_features",
+        ),
+    ),
+    mutant(
+        "samples-dropped-by-each-rank",
+        "shardformer/layers/random_stream.py",
+        "seed, own = broadcast(seed.to(x.device), self._axis), 0",
+        "own = 0",
+        "Stochastic depth drops different samples on ranks that hold parts of the same sequence.",
+        first=("tests/timm/test_timm.py::test_ranks_drop_the_same_samples",),
+    ),
+    mutant(
+        "router-gradient-summed",
+        "shardformer/sharding/gradients.py",
+        "return layout, Place.GATHERED if name.startswith(self._whole) else Place.STACK",
+        "return layout, Place.STACK",
+        "A module that is given the whole sequence (a router) gets its gradient once for each tensor rank.",
+        first=(
+            "tests/sharding/test_regions.py::test_experts_are_given_the_tokens_of_all_ranks",
+            "tests/policies/infer/test_infer.py::test_what_sequence_parallelism_needs_is_found",
+        ),
+    ),
+    mutant(
+        "final-norm-not-summed",
+        "shardformer/sharding/gradients.py",
+        'for prefix in map(_prefix, (stack.layers, stack.final_norm or ""))',
+        "for prefix in map(_prefix, (stack.layers,))",
+        "With sequence parallelism the final norm is trained by each rank on its own positions.",
+        first=("tests/verify/test_families.py::test_sequence_parallel",),
+    ),
+    mutant(
+        "smoothing-over-own-columns",
+        "shardformer/layers/vocab/loss.py",
+        "(options.label_smoothing / options.bounds[-1]) if options.label_smoothing else None",
+        "(options.label_smoothing / max(logits_Tv.shape[1], 1)) if options.label_smoothing else None",
+        "Label smoothing on sharded logits has a wrong gradient; the loss is right.",
+        first=("tests/layers/vocab/test_loss.py::test_it_is_the_cross_entropy_of_the_full_logits",),
+    ),
+    mutant(
+        "smoothing-of-an-uneven-vocabulary",
+        "shardformer/layers/vocab/loss.py",
+        "spread_T = spread_T + (options.bounds[rank + 1] - options.bounds[rank]) * offset_T",
+        "spread_T = spread_T + options.bounds[1] * offset_T",
+        "Label smoothing gives a wrong loss where the vocabulary does not divide by the ranks.",
+        first=(
+            "tests/layers/vocab/test_loss.py::test_it_is_the_cross_entropy_of_the_full_logits",
+            "tests/layers/vocab/test_loss.py::test_the_vocabulary_may_be_cut_anywhere",
+        ),
+    ),
+    mutant(
+        "ignored-labels-have-gradients",
+        "shardformer/layers/vocab/loss.py",
+        "weight_T1 = torch.where(valid_T, grad, 0.0)[:, None]",
+        "weight_T1 = grad.expand(len(valid_T))[:, None]",
+        "Tokens with the label -100 change the weights.",
+        first=("tests/layers/vocab/test_loss.py::test_it_is_the_cross_entropy_of_the_full_logits",),
+    ),
+    mutant(
+        "rank-whose-logits-are-all-masked",
+        "shardformer/layers/vocab/loss.py",
+        "shifted_tv = torch.sub(x_tv, _finite(max_t)[:, None])",
+        "shifted_tv = torch.sub(x_tv, max_t[:, None])",
+        "The loss is NaN where a mask hides all of one rank's vocabulary.",
+        first=("tests/layers/vocab/test_loss.py::test_a_rank_whose_whole_part_is_masked_adds_nothing",),
+    ),
+    mutant(
+        "transposed-logits",
+        "shardformer/layers/vocab/views.py",
+        "return {a: b, b: a}.get(vocab, vocab), args",
+        "return {a: b}.get(vocab, vocab), args",
+        "logits.transpose(1, 2), as F.cross_entropy takes them, is read as if its last dim were the vocabulary.",
+        first=("tests/layers/vocab/test_logits.py::test_an_operation_gives_what_the_plain_tensor_gives",),
+    ),
+    mutant(
+        "written-logits-stay-stale-in-views",
+        "shardformer/layers/vocab/sharded_tensor.py",
+        "    x._writes[0] += 1\n",
+        "",
+        "A view of sharded logits keeps its old values after the logits were written to.",
+        first=(
+            "tests/layers/vocab/test_logits.py::test_an_operation_gives_what_the_plain_tensor_gives",
+            "tests/layers/vocab/test_sharded_tensor.py::test_sampling_that_writes_into_the_last_token_s_logits",
+        ),
+    ),
+    mutant(
+        "written-embeddings-ignored",
+        "shardformer/layers/tensor/pending.py",
+        "return not self._is_watched and not is_written",
+        "return not self._is_watched",
+        "A model that changes its embeddings in place before the first layer trains on the unchanged ones.",
+        first=("tests/layers/tensor/test_pending.py",),
+    ),
+    mutant(
+        "experts-see-own-tokens",
+        "shardformer/layers/tensor/arguments.py",
+        "        tokens = stream.by_token(x)\n",
+        "        tokens = None\n",
+        "With sequence parallelism the experts sum the results of different tokens.",
+        first=("tests/sharding/test_regions.py",),
+    ),
+]

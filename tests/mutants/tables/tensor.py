@@ -1,0 +1,147 @@
+"""Faults of tensor parallelism: linears, embeddings, norms, random numbers, gradients, grids."""
+
+from functools import partial
+
+from tests.mutants.mutant import Mutant
+
+mutant = partial(Mutant, "tensor")
+
+MUTANTS = [
+    mutant(
+        "row-bias-on-each-rank",
+        "shardformer/layers/tensor/linear.py",
+        "return y if bias is None else y + bias",
+        "return y if bias is None else y + self.axis.size * bias",
+        "A row-parallel linear adds its bias once for each rank: GPT-2, BERT and OPT give other outputs.",
+        first=("tests/layers/tensor/test_linear.py::test_a_cut_layer_is_the_plain_one",),
+    ),
+    mutant(
+        "row-bias-gradient-summed",
+        "shardformer/sharding/gradients.py",
+        "if name not in self._biases and name.startswith(self._inside):",
+        "if name.startswith(self._inside):",
+        "The bias of GPT-2's output projections gets its gradient once for each tensor rank.",
+        first=("tests/policies/test_forms.py::test_roles_on_gpt2",),
+    ),
+    mutant(
+        "gradient-of-a-norm-behind-the-exit",
+        "shardformer/sharding/gradients.py",
+        "alike = 1 if self.block.is_open else self.block.axis.size",
+        "alike = 1",
+        "An attention that applies its norm after its output projection trains it with a multiple of its gradient.",
+        first=(
+            "tests/policies/test_forms.py::test_a_norm_behind_the_exit_of_a_block",
+            "tests/sharding/test_shared.py::test_norms_in_a_layer_that_is_the_attention_itself",
+        ),
+    ),
+    mutant(
+        "shared-heads-not-summed",
+        "shardformer/layout/reduction.py",
+        'if axis in {"data", *partial, *inputs, *spec.shared_axes} and sizes[axis] > 1]',
+        'if axis in {"data", *partial, *inputs} and sizes[axis] > 1]',
+        "With more tensor ranks than KV heads, the copies of a KV head get different gradients and diverge.",
+        first=(
+            "tests/policies/test_forms.py::test_five_heads_over_four_ranks_and_a_data_axis",
+            "tests/verify/test_families.py::test_other_settings",
+        ),
+    ),
+    mutant(
+        "norm-counts-shared-heads-twice",
+        "shardformer/optim/grad_norm.py",
+        "return (powers / held_by.to(powers) if isinstance(held_by, Tensor) else powers).sum()",
+        "return powers.sum()",
+        "With more tensor ranks than KV heads, clipping sees a norm that is too large.",
+        first=("tests/optim/test_grad_norm.py::test_clipping_is_torchs_on_the_plain_model",),
+    ),
+    mutant(
+        "split-norm-counts-shared-heads-twice",
+        "shardformer/layers/tensor/split_norm.py",
+        "summed = (x if self.share is None else x * self.share.to(x.dtype)).sum(-1, keepdim=True)",
+        "summed = x.sum(-1, keepdim=True)",
+        "A norm over all KV heads is wrong where several ranks hold one head (OLMo 2 with few KV heads).",
+        first=(
+            "tests/timm/test_timm.py::test_nobody_can_tell",
+            "tests/policies/test_parts.py::test_a_norm_over_all_heads_sums_its_statistics",
+        ),
+    ),
+    mutant(
+        "split-norm-backward-not-summed",
+        "shardformer/layers/tensor/split_norm.py",
+        "return enter_block(leave_block(summed, self.axis), self.axis) / self.full",
+        "return leave_block(summed, self.axis) / self.full",
+        "A norm over all heads of q or k has wrong gradients; its outputs are right.",
+        first=(
+            "tests/policies/test_parts.py::test_a_norm_over_all_heads_sums_its_statistics",
+            "tests/policies/test_parts.py::test_nobody_can_tell",
+        ),
+    ),
+    mutant(
+        "same-dropout-in-each-block",
+        "shardformer/layers/random_stream.py",
+        "0x9E3779B97F4A7C15 * (self._axis.rank + 1)",
+        "0x9E3779B97F4A7C15",
+        "All tensor ranks drop the same places of their heads and features, as one device never would.",
+        first=("tests/layers/test_dropout.py::test_masks_inside_of_a_block_differ_by_rank",),
+    ),
+    mutant(
+        "padding-token-0-trains",
+        "shardformer/layers/tensor/embedding.py",
+        "if padding is not None and start <= padding < end else None",
+        "if padding is not None and start < padding < end else None",
+        "The embedding of the padding token gets a gradient where its number is 0 (BERT, T5).",
+        first=("tests/layers/tensor/test_embedding.py::test_a_cut_table_is_the_plain_one",),
+    ),
+    mutant(
+        "row-takes-its-part-without-a-sum",
+        "shardformer/layers/tensor/linear.py",
+        "return enter_block(x, self.axis).index_select(-1, self.split.indices(self.axis.rank).to(x.device))",
+        "return x.index_select(-1, self.split.indices(self.axis.rank).to(x.device))",
+        "A row-parallel linear with parallel_input=False and its own split passes back a part of the gradient.",
+        first=("tests/layers/tensor/test_linear.py::test_a_row_takes_its_part_by_its_own_split",),
+    ),
+    mutant(
+        "autocast-row-bias-in-fp32",
+        "shardformer/layers/tensor/linear.py",
+        "bias = bias.to(torch.get_autocast_dtype(x.device.type))",
+        "bias = bias.to(torch.float32)",
+        "Under autocast a row-parallel linear with a bias returns fp32 where the plain one returns bf16.",
+        first=("tests/layers/tensor/test_linear.py::test_autocast_computes_and_sends_in_16_bit",),
+    ),
+    mutant(
+        "expert-bias-on-each-rank",
+        "shardformer/layers/tensor/arguments.py",
+        "vars(module).update({name: module.get_parameter(name) / axis.size for name in own})",
+        "vars(module).update({name: module.get_parameter(name) for name in own})",
+        "The bias of experts is added once for each tensor rank (gpt-oss).",
+        first=(
+            "tests/sharding/test_regions.py::test_experts_of_transformers_are_cut_beside_the_sequence",
+            "tests/policies/infer/test_infer.py::test_a_family_that_nobody_described",
+        ),
+    ),
+    mutant(
+        "grid-norm-without-the-spread-of-means",
+        "shardformer/layers/grid/norm.py",
+        "variance = (sums + counts * (means - mean).square()).sum(0) / full",
+        "variance = sums.sum(0) / full",
+        "On a tensor grid a layer norm takes the variance within each rank for the variance of all features.",
+        first=("tests/layers/grid/test_summa.py::test_a_layer_norm_is_the_plain_one",),
+    ),
+    mutant(
+        "grid-bias-gradient-of-own-samples",
+        "shardformer/layers/grid/summa.py",
+        "return y if self.bias is None else y + enter_block(self.bias, self.grid.batch)",
+        "return y if self.bias is None else y + self.bias",
+        "A Linear2D that a model is written with trains its bias on the samples of one row of ranks.",
+        first=("tests/layers/grid/test_summa.py::test_a_product_is_that_of_the_plain_linear",),
+    ),
+    mutant(
+        "ranks-keep-their-own-weights",
+        "shardformer/sharding/agree.py",
+        "if axis.size > 1 and tensors and differs([checksum(t) for t in tensors], axis):",
+        "if axis.size > 1 and not tensors and differs([checksum(t) for t in tensors], axis):",
+        "Ranks that built their models from different seeds train parts of different models.",
+        first=(
+            "tests/test_bad_input.py::test_where_weights_differ_those_of_the_first_rank_are_taken_and_that_is_noted",
+        ),
+    ),
+]

@@ -1,0 +1,180 @@
+"""Faults of ZeRO: shards, precision, offload, stage 3, clipping, and optimizers that need whole matrices."""
+
+from functools import partial
+
+from tests.mutants.mutant import Mutant
+
+mutant = partial(Mutant, "ZeRO")
+
+MUTANTS = [
+    mutant(
+        "norm-counts-whole-matrices-twice",
+        "shardformer/optim/shard_norm.py",
+        "own = {*reduction.norm_over} - {*reduction.sum_over, *cut}",
+        "own = {*reduction.norm_over}",
+        "LAMB and Muon with stage 0 and tensor parallelism clip by a norm that is too large.",
+        first=(
+            "tests/optim/test_owners.py::test_cut_matrices_are_brought_together",
+            "tests/optim/test_zero.py::test_a_gradient_is_whole_when_asked_for_and_the_norm_that_of_all",
+        ),
+    ),
+    mutant(
+        "norm-counts-tied-weights-on-each-stage",
+        "shardformer/optim/shard_norm.py",
+        'elif reduction.stages and coords["pipe"] != reduction.stages[0]:',
+        'elif reduction.stages and coords["pipe"] < 0:',
+        "With stage 0 and a pipeline, a weight that two stages share counts twice in the norm.",
+        first=(
+            "tests/optim/test_zero.py::test_over_stages_and_data_ranks",
+            "tests/optim/test_zero.py::test_a_gradient_is_whole_when_asked_for_and_the_norm_that_of_all",
+        ),
+    ),
+    mutant(
+        "masters-replaced-by-rounded-weights",
+        "shardformer/optim/shards.py",
+        "value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide)))",
+        "value.copy_(written.to(self.wide))",
+        "load_state_dict with the weights that are there already rounds the fp32 masters to 16 bits.",
+        first=("tests/optim/test_zero.py::test_values_that_are_written_between_steps_are_taken_up",),
+    ),
+    mutant(
+        "loss-scale-grows-after-gaps",
+        "shardformer/optim/settings.py",
+        "self.good, self.bad = 0, self.bad + 1",
+        "self.bad = self.bad + 1",
+        "The fp16 loss scale grows though its good steps were not in a row.",
+        first=("tests/optim/test_precision.py::test_the_scale_grows_and_falls_as_told",),
+    ),
+    mutant(
+        "offload-keeps-scaled-gradients",
+        "shardformer/optim/offload/host.py",
+        "            part = part.to(self.dtype) / scale\n",
+        "            part = part.to(self.dtype)\n",
+        "fp16 with offload steps with gradients that are still multiplied by the loss scale.",
+        first=("tests/optim/test_offload.py::test_the_weights_are_to_the_bit_those_without",),
+    ),
+    mutant(
+        "offload-forgets-earlier-backwards",
+        "shardformer/optim/offload/host.py",
+        "self._sum = self._sum.add_(part) if self._has_sum else self._sum.copy_(part)",
+        "self._sum = self._sum.copy_(part)",
+        "Gradient accumulation with offload steps with the last backward alone.",
+        first=("tests/optim/test_offload.py::test_the_weights_are_to_the_bit_those_without",),
+    ),
+    mutant(
+        "failed-write-keeps-the-step-count",
+        "shardformer/optim/offload/paged.py",
+        "            state.clear()\n            state.update(small)\n",
+        "            state.update({})\n",
+        "After a disk was full, Adam's step count is one ahead of the weights.",
+        first=("tests/optim/test_offload.py::test_a_full_disk_leaves_the_step_before",),
+    ),
+    mutant(
+        "kahan-rest-not-added",
+        "shardformer/optim/rounding.py",
+        "                self._values += self.rest\n",
+        "                pass\n",
+        'masters="kahan" loses small updates, as plain bf16 does.',
+        first=("tests/optim/test_rounding.py",),
+    ),
+    mutant(
+        "rounding-depends-on-the-layout",
+        "shardformer/optim/rounding.py",
+        "noise(wide, piece.first, piece.key, self.step)",
+        "noise(wide, piece.at.start, piece.key, self.step)",
+        'masters="stochastic" rounds the same weight differently on another number of data ranks.',
+        first=("tests/optim/test_rounding.py",),
+    ),
+    mutant(
+        "paused-backwards-never-summed",
+        "shardformer/optim/optimizer.py",
+        "        self._agree_on_the_rest()\n        check_untouched(",
+        "        check_untouched(",
+        "Where all backwards of a step ran in no_sync, their gradients are not used.",
+        first=("tests/optim/test_zero.py",),
+    ),
+    mutant(
+        "stage-3-keeps-old-parameters",
+        "shardformer/optim/optimizer.py",
+        "        if self._walk is not None:\n            self._walk.put_away()\n        try:\n",
+        "        try:\n",
+        "Stage 3 that keeps layers after their use (a pipeline, reshard_after_forward=False) trains on stale weights.",
+        first=(
+            "tests/optim/test_stage3.py::test_over_stages_and_data_ranks",
+            "tests/optim/test_stage3_memory.py::test_what_may_stay_is_not_gathered_again",
+        ),
+    ),
+    mutant(
+        "stage-3-drops-writes",
+        "shardformer/optim/stage3/units.py",
+        "        if before != self._versions:\n",
+        "        if before is self._versions:\n",
+        "Under stage 3 a parameter that the model writes to loses what was written, without an error.",
+        first=("tests/optim/test_stage3.py::test_a_parameter_that_the_model_writes_to_is_refused",),
+    ),
+    mutant(
+        "owner-keeps-one-ranks-slices",
+        "shardformer/reduce/owned.py",
+        "box.of_full(full).add_(box.of_local(local))",
+        "box.of_full(full).copy_(box.of_local(local))",
+        "LAMB and Muon over tensor and data ranks step with the gradient of one data rank.",
+        first=("tests/optim/test_owners.py::test_cut_matrices_are_brought_together",),
+    ),
+    mutant(
+        "owner-gets-a-sum-for-a-mean",
+        "shardformer/reduce/owned.py",
+        "return torch.div(grad.reshape(-1), gradient.divisor).to(like.dtype)",
+        "return grad.reshape(-1).to(like.dtype)",
+        "Muon over tensor and data ranks gets gradients that are not divided by the number of data ranks.",
+        first=("tests/optim/test_owners.py::test_cut_matrices_are_brought_together",),
+    ),
+    mutant(
+        "whole-matrices-are-flat",
+        "shardformer/optim/shards.py",
+        "value = value.view(gradient.shape) if gradient.is_whole else value",
+        "value = value.reshape(-1)",
+        "LARS and Muon see every matrix as a vector.",
+        first=("tests/optim/test_owners.py::test_over_data_ranks_the_weights_are_those_of_one_process_to_the_bit",),
+    ),
+    mutant(
+        "shared-heads-added-up",
+        "shardformer/optim/shards.py",
+        "full = full / (copies.to(full) if isinstance(copies, Tensor) else copies)",
+        "full = full * 1.0",
+        "ZeRO with more tensor ranks than KV heads multiplies the weights of shared KV heads.",
+        first=(
+            "tests/optim/test_zero.py::test_the_weights_are_those_of_one_process",
+            "tests/verify/test_zero.py::test_over_data_and_tensor_ranks",
+        ),
+    ),
+    mutant(
+        "shared-gradient-divided-twice",
+        "shardformer/reduce/bucket.py",
+        "divisor = 1.0 if grad is None or gradient.is_shared else gradient.divisor",
+        "divisor = gradient.divisor",
+        "ZeRO with data ranks and shared KV heads divides some gradients twice.",
+        first=(
+            "tests/optim/test_zero.py::test_the_weights_are_those_of_one_process",
+            "tests/verify/test_zero.py::test_over_data_and_tensor_ranks",
+        ),
+    ),
+    mutant(
+        "fp32-gradients-ignored",
+        "shardformer/optim/settings.py",
+        "return torch.float32 if self.gradients else None",
+        "return None",
+        'Precision("bf16", gradients="fp32") sums gradients in bf16.',
+        first=("tests/optim/test_precision.py::test_16_bits_with_masters_are_those_of_one_process_to_the_bit",),
+    ),
+    mutant(
+        "loaded-state-has-no-loss-scale",
+        "shardformer/optim/optimizer.py",
+        "            setattr(self._precision.loss_scale, name, value)\n",
+        "            pass\n",
+        "An fp16 optimizer that loads its state_dict starts again with the first loss scale.",
+        first=(
+            "tests/optim/test_precision.py",
+            "tests/optim/test_zero.py::test_schedulers_closures_and_what_was_saved",
+        ),
+    ),
+]

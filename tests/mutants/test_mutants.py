@@ -1,0 +1,57 @@
+"""Each mutant is an edit of the package as it is now."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+
+import pytest
+
+from tests.mutants.mutant import AREAS, DoesNotApplyError, Mutant
+from tests.mutants.results import FOUND, SURVIVED, Result, page_of
+from tests.mutants.tables import all_mutants
+from tests.mutants.targets import OF_FOLDER, related_tests
+from tests.mutants.trees import ROOT, present
+
+MUTANTS = all_mutants()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_applies_once_and_is_python(mutant: Mutant) -> None:
+    source = (ROOT / mutant.file).read_text(encoding="utf-8")
+    mutated = mutant.mutated(source)
+    assert ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(source))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_tests_that_run_first_exist(mutant: Mutant) -> None:
+    assert mutant.first and present(ROOT, related_tests(mutant))
+
+
+def test_names_are_unique_and_every_area_has_mutants() -> None:
+    assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
+    counts = Counter(mutant.area for mutant in MUTANTS)
+    assert tuple(counts) == AREAS and min(counts.values()) >= 8 and len(MUTANTS) >= 72
+
+
+def test_folders_with_related_tests_exist() -> None:
+    assert [folder for folder in OF_FOLDER if not (ROOT / folder).is_dir()] == []
+
+
+@pytest.mark.parametrize("source", ["", "x = 1\nx = 1\n"])
+def test_text_that_does_not_occur_once_is_refused(source: str) -> None:
+    with pytest.raises(DoesNotApplyError, match=f"{source.count('x = 1')} times in a.py"):
+        Mutant("tensor", "m", "a.py", "x = 1", "x = 2", "").mutated(source)
+
+
+def test_the_page_names_the_finder_and_what_no_test_finds() -> None:
+    mutants = [Mutant("tensor", name, "a.py", "a", "b", f"Effect of {name}.") for name in ("one", "two", "three")]
+    results = {
+        "one": Result("one", "tensor", FOUND, "related tests", "tests/test_a.py::test_b[c|d]", 3.2, {}),
+        "two": Result("two", "tensor", SURVIVED, "tier test", None, 60.0, {}),
+    }
+    page = page_of(results, mutants)
+    assert "3 mutants, 2 of them tried, 1 found." in page
+    assert r"| tensor | one | `tests/test_a.py::test_b[c\|d]` | 3 |" in page
+    assert "| tensor | three | not tried |  |" in page
+    assert page.endswith("## Not found\n\n- **two** (survived, tier test). Effect of two.\n")
