@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +32,7 @@ from shardformer.reduce.pause import no_sync
 from shardformer.sharder import shard_model
 from shardformer.sharding.save import full_state_dict
 from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import LANGUAGE_MODEL, Batches, Sample
 from tests.ops import seeing_parts
 from tests.pairwise import pairwise
@@ -92,13 +93,28 @@ def build(family: str, **changes: Any) -> nn.Module:
 
 
 def side_by_side(
-    feature: Feature, family: str, options: Mapping[str, Any], changes: Mapping[str, Any], data: int = 1
-) -> dict[str, float]:
-    """Runs in the workers: the differences of what the feature gives, relative to the largest of each kind of value."""
-    plain = feature(build(family, **changes), family)
-    context = ParallelContext.from_world({"data": data})
-    sharded = shard_model(build(family, **changes), config=ShardConfig(context=context, **options))
-    ours = feature(sharded, family)
+    feature: Feature, family: str, options: Mapping[str, Any], *, tensor: int = 2, data: int = 1
+) -> list[dict[str, float]]:
+    """The differences of what the feature gives on each rank, relative to the largest of each kind of value.
+
+    The ranks are threads, which compute in turn: what a feature costs is its forwards and backwards, not its processes.
+    """
+    plain = on_plain(feature, family)
+
+    def compare(context: ParallelContext) -> dict[str, float]:
+        ours = feature(shard_model(build(family), config=ShardConfig(context=context, **options)), family)
+        return differences(ours, plain)
+
+    return run_as_threads(compare, tensor=tensor, data=data, in_turn=True)
+
+
+@cache
+def on_plain(feature: Feature, family: str) -> Values:
+    """What a feature gives on the plain model: computed once for all ranks and modes."""
+    return feature(build(family), family)
+
+
+def differences(ours: Values, plain: Values) -> dict[str, float]:
     assert ours.keys() == plain.keys(), sorted(ours.keys() ^ plain.keys())
     largest: dict[str, float] = {}
     for name, value in plain.items():
@@ -375,8 +391,8 @@ EVERYWHERE: tuple[Feature, ...] = (
 
 @pytest.mark.reduced
 @pytest.mark.parametrize(("feature", "family", "mode"), pairwise(EVERYWHERE, FAMILIES, list(MODES)))
-def test_features(pool2: WorkerPool, feature: Feature, family: str, mode: str) -> None:
-    assert_same(pool2.run(side_by_side, feature, family, MODES[mode], {}))
+def test_features(feature: Feature, family: str, mode: str) -> None:
+    assert_same(side_by_side(feature, family, MODES[mode]))
 
 
 @pytest.mark.reduced
@@ -386,9 +402,9 @@ def test_features(pool2: WorkerPool, feature: Feature, family: str, mode: str) -
     [accumulated, clipped_by_norms, checkpointed_reentrant, lengths_in_one_backward, wrapped_in_checkpoints],
     ids=lambda f: f.__name__,
 )
-def test_features_over_four_ranks(pool4: WorkerPool, feature: Feature, mode: str) -> None:
+def test_features_over_four_ranks(feature: Feature, mode: str) -> None:
     """Two KV heads, each of which two ranks hold."""
-    assert_same(pool4.run(side_by_side, feature, "llama", MODES[mode], {}))
+    assert_same(side_by_side(feature, "llama", MODES[mode], tensor=4))
 
 
 @pytest.mark.reduced
@@ -396,9 +412,9 @@ def test_features_over_four_ranks(pool4: WorkerPool, feature: Feature, mode: str
 @pytest.mark.parametrize(
     "feature", [accumulated, accumulated_without_traffic, frozen, checkpointed, clipped_by_norms, interrupted]
 )
-def test_features_with_a_data_axis(pool4: WorkerPool, feature: Feature, mode: str) -> None:
+def test_features_with_a_data_axis(feature: Feature, mode: str) -> None:
     """Two samples on each of two data ranks. The mean loss of a batch is the mean of those of its parts."""
-    assert_same(pool4.run(side_by_side, feature, "gpt2", MODES[mode], {}, data=2))
+    assert_same(side_by_side(feature, "gpt2", MODES[mode], data=2))
 
 
 # ----------------------------------------------------------------------------------------------------------- optimizers
@@ -431,19 +447,17 @@ def stepped(model: nn.Module, family: str, optimizer: str) -> Values:
     return named("weight", weights(model))
 
 
-def with_optimizer(optimizer: str, options: Mapping[str, Any]) -> dict[str, float]:
-    def feature(model: nn.Module, family: str) -> Values:
-        return stepped(model, family, optimizer)
-
-    # BERT stays in fp64, so that no optimizer divides noise by noise
-    return side_by_side(feature, "bert", options, {})
+@cache
+def stepping(optimizer: str) -> Feature:
+    return lambda model, family: stepped(model, family, optimizer)
 
 
 @pytest.mark.reduced
 @pytest.mark.parametrize("mode", ["plain", "sequence"])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_any_elementwise_optimizer(pool2: WorkerPool, optimizer: str, mode: str) -> None:
-    assert_same(pool2.run(with_optimizer, optimizer, MODES[mode]), 1e-9)
+def test_any_elementwise_optimizer(optimizer: str, mode: str) -> None:
+    # BERT stays in fp64, so that no optimizer divides noise by noise
+    assert_same(side_by_side(stepping(optimizer), "bert", MODES[mode]), 1e-9)
 
 
 # ------------------------------------------------------------------------------------------------- dropout, checkpoints
@@ -524,20 +538,17 @@ def ways_of_calling(family: str) -> dict[str, dict[str, Any]]:
     return ways
 
 
-def called(family: str, options: Mapping[str, Any], way: str) -> dict[str, float]:
-    def feature(model: nn.Module, family: str) -> Values:
-        """All outputs, and the gradients of a sum of functions of them."""
-        out, losses = {}, []
-        output = model(**ways_of_calling(family)[way])
-        for name, value in output.items() if hasattr(output, "items") else enumerate(output):
-            if isinstance(value, Tensor):
-                whole = value.full_tensor() if isinstance(value, VocabParallelLogits) else value
-                out[f"{name}:"] = whole.detach().clone()
-                losses.append(value.square().mean().double())
-        torch.stack([loss for loss in losses if loss.requires_grad]).sum().backward()
-        return {**out, **named("gradient", gradients(model))}
-
-    return side_by_side(feature, family, options, {})
+def called(model: nn.Module, family: str, way: str) -> Values:
+    """All outputs, and the gradients of a sum of functions of them."""
+    out, losses = {}, []
+    output = model(**ways_of_calling(family)[way])
+    for name, value in output.items() if hasattr(output, "items") else enumerate(output):
+        if isinstance(value, Tensor):
+            whole = value.full_tensor() if isinstance(value, VocabParallelLogits) else value
+            out[f"{name}:"] = whole.detach().clone()
+            losses.append(value.square().mean().double())
+    torch.stack([loss for loss in losses if loss.requires_grad]).sum().backward()
+    return {**out, **named("gradient", gradients(model))}
 
 
 @pytest.mark.reduced
@@ -549,8 +560,8 @@ def called(family: str, options: Mapping[str, Any], way: str) -> dict[str, float
         for j, way in enumerate(ways_of_calling(family))
     ],
 )
-def test_other_ways_of_calling(pool2: WorkerPool, family: str, way: str, mode: str) -> None:
-    assert_same(pool2.run(called, family, MODES[mode], way))
+def test_other_ways_of_calling(family: str, way: str, mode: str) -> None:
+    assert_same(side_by_side(partial(called, way=way), family, MODES[mode]))
 
 
 # ------------------------------------------------------------------------------------------------------------- autocast
@@ -642,29 +653,30 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def generated(family: str, options: Mapping[str, Any], length: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """For each way (plain, sharded): the tokens that follow prompts of unequal length."""
+def to_generate(family: str) -> Any:
+    sample = GENERATING[family]
+    torch.manual_seed(0)
+    return Sample(sample.family, sample.head, {**sample.changes, **DROPOUT[family]})().double().eval()
 
-    def run(model: Any) -> dict[str, Tensor]:
-        out = {}
-        for name, way in WAYS.items():
-            torch.manual_seed(7)
-            settings = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False, "pad_token_id": 0, **way}
-            out[name] = model.generate(ids, attention_mask=mask, **settings)
-        return out
 
+def generated(model: Any, length: int) -> dict[str, Tensor]:
+    """For each way the tokens that follow prompts of unequal length."""
     ids = torch.randint(5, 127, (3, length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     if length > 2:
         ids[1, :2], mask[1, :2] = 0, 0  # padded on the left
-    sample = GENERATING[family]
-    changed = Sample(sample.family, sample.head, {**sample.changes, **DROPOUT[family]})
-    torch.manual_seed(0)
-    plain = changed().double().eval()
+    out = {}
+    for name, way in WAYS.items():
+        torch.manual_seed(7)
+        settings = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False, "pad_token_id": 0, **way}
+        out[name] = model.generate(ids, attention_mask=mask, **settings)
+    return out
+
+
+def generated_on_ranks(family: str, options: Mapping[str, Any], length: int) -> dict[str, Tensor]:
+    """In the workers, each of which has random numbers of its own to sample with."""
     context = ParallelContext.from_world({})
-    torch.manual_seed(0)
-    sharded = shard_model(changed().double().eval(), config=ShardConfig(context=context, **options))
-    return {name: (tokens, ours) for (name, tokens), ours in zip(run(plain).items(), run(sharded).values())}
+    return generated(shard_model(to_generate(family), config=ShardConfig(context=context, **options)), length)
 
 
 @pytest.mark.reduced
@@ -674,11 +686,12 @@ def generated(family: str, options: Mapping[str, Any], length: int) -> dict[str,
 )
 def test_generate_gives_the_same_tokens(pools: Pools, family: str, layout: tuple[int, str], length: int) -> None:
     tensor, mode = layout
-    for found in pools(tensor).run(generated, family, MODES[mode], length):
-        for way, (tokens, ours) in found.items():
-            assert torch.equal(tokens, ours), way
-        said = found["greedy"][0][:, -7:]
-        assert len(set(said.flatten().tolist())) > 3, ("it says something", said)
+    plain = generated(to_generate(family), length)
+    for ours in pools(tensor).run(generated_on_ranks, family, MODES[mode], length):
+        for way, tokens in plain.items():
+            assert torch.equal(tokens, ours[way]), way
+    said = plain["greedy"][:, -7:]
+    assert len(set(said.flatten().tolist())) > 3, ("it says something", said)
 
 
 # -------------------------------------------------------------------------------------------------------- save and load

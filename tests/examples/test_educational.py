@@ -11,9 +11,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from shardformer.testing.pool import Pools
+from tests.commands import Commands
+
+Run = Callable[..., str]
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "educational"
 IN_TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -40,6 +46,17 @@ def run(script: str, *options: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.fixture
+def run_on_ranks(tmp_path: Path, pools: Pools) -> Run:
+    """The same in this process and in the workers of the session, where nothing of a process is measured."""
+
+    def run(script: str, *options: str) -> str:
+        count = "2" if "--tensor-parallel" in options else "1"
+        return Commands(tmp_path, pools).launched(["--nproc_per_node", count, str(FOLDER / script), *options])
+
+    return run
 
 
 def losses(output: str) -> list[float]:
@@ -80,9 +97,9 @@ def test_the_mlp_has_the_published_losses_and_half_the_memory_in_two(tmp_path: P
 
 @pytest.mark.parametrize("loss_parallel", [False, True], ids=["", "parallel-loss"])
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
-def test_the_transformer_has_the_published_losses(cut: bool, loss_parallel: bool) -> None:
+def test_the_transformer_has_the_published_losses(run_on_ranks: Run, cut: bool, loss_parallel: bool) -> None:
     options = ["--tensor-parallel"] * cut + ["--loss-parallel"] * loss_parallel
-    output = run("transformer.py", *options)
+    output = run_on_ranks("transformer.py", *options)
     assert losses(output) == pytest.approx(TEXT_LOSSES, rel=2e-5)
     cut_vocabulary = cut and loss_parallel
     here = (VOCAB + 1) // 2 * HIDDEN if cut_vocabulary else TIED
@@ -100,8 +117,10 @@ def test_the_transformer_has_the_published_losses(cut: bool, loss_parallel: bool
     assert [row for row in collectives(output) if row[3] != "block"] == loss_rows
 
 
-def test_random_tokens_with_padding_have_the_published_losses() -> None:
-    output = run("transformer.py", "--batch-size", "2", "--seq-len", "64", "--tensor-parallel", "--loss-parallel")
+def test_random_tokens_with_padding_have_the_published_losses(run_on_ranks: Run) -> None:
+    output = run_on_ranks(
+        "transformer.py", "--batch-size", "2", "--seq-len", "64", "--tensor-parallel", "--loss-parallel"
+    )
     # The published runs differ by this much among themselves.
     assert losses(output) == pytest.approx(RANDOM_LOSSES, rel=1e-4)
 
