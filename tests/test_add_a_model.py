@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from shardformer.policies.roles import MLP, Attention, Experts, Inputs, Projections, SequenceNeeds, Stack, StageNeeds
-from shardformer.testing.pool import Pools
-from tests.commands import Commands
+from tests.scripts import run_line
 
 ROLES = (Attention, Projections, Inputs, MLP, Experts, Stack, StageNeeds, SequenceNeeds)
 ROOT = Path(__file__).parents[1]
@@ -27,16 +26,16 @@ COMMANDS = [
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory, pools: Pools) -> Commands:
-    """Runs commands where the page's files are, what its first one saves, and what is inferred of that."""
-    ran = Commands(tmp_path_factory.mktemp("page"), pools)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page's files, what its first one saves, and what is inferred of that."""
+    folder = tmp_path_factory.mktemp("page")
     for name, text in FILES.items():
-        (ran.folder / name).write_text(text)
-    ran("python save.py")
+        (folder / name).write_text(text)
+    run_line("python save.py", folder)
     for line in COMMANDS:
         if "infer" in line:
-            ran(line)
-    return ran
+            run_line(line, folder)
+    return folder
 
 
 def test_the_page_has_these_files_and_commands() -> None:
@@ -44,29 +43,29 @@ def test_the_page_has_these_files_and_commands() -> None:
     assert [line.split()[1] for line in COMMANDS] == ["infer", "infer", "verify", "verify", "verify", "run"]
 
 
-def test_what_is_printed_is_what_the_page_shows(ran: Commands) -> None:
-    printed = runpy.run_path(str(ran.folder / "phi.py"))["PhiPolicy"]
+def test_what_is_printed_is_what_the_page_shows(folder: Path) -> None:
+    printed = runpy.run_path(str(folder / "phi.py"))["PhiPolicy"]
     names: dict[str, Any] = {}
     exec(FILES["phi.py"], names)
     for name in ("stack", "embeddings", "head", "whole"):
         assert getattr(printed, name) == getattr(names["PhiPolicy"], name)
-    assert "Whole" not in (ran.folder / "phi.py").read_text()
+    assert "Whole" not in (folder / "phi.py").read_text()
 
 
-def test_the_comments_say_what_was_not_understood(ran: Commands) -> None:
-    comments = [line for line in (ran.folder / "found.py").read_text().splitlines() if line.startswith("#")]
+def test_the_comments_say_what_was_not_understood(folder: Path) -> None:
+    comments = [line for line in (folder / "found.py").read_text().splitlines() if line.startswith("#")]
     (why,) = [line for line in comments if "layer.*.attention.self.query" in line]
     assert "groups=6, weight of size [6, 1, 65, 1]" in why and "to have 6 channels, but got 3" in why
 
 
 @pytest.mark.parametrize("line", [line for line in COMMANDS if "verify" in line])
-def test_nobody_can_tell(ran: Commands, line: str) -> None:
-    assert "Nobody can tell." in ran(line)
+def test_nobody_can_tell(folder: Path, line: str) -> None:
+    assert "Nobody can tell." in run_line(line, folder)
 
 
-def test_a_registered_policy_is_used(ran: Commands) -> None:
+def test_a_registered_policy_is_used(folder: Path) -> None:
     (line,) = [line for line in COMMANDS if " run " in line]
-    said = ran(line)
+    said = run_line(line, folder)
     assert "by the policy registered by the user for 'nystromformer'" in said
     assert re.search(r"attention\.self\.query, key, value +Linear +Linear1D_Col", said)
 

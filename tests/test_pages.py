@@ -11,8 +11,7 @@ import torch
 import transformers
 
 import shardformer
-from shardformer.testing.pool import Pools
-from tests.commands import Commands
+from tests.scripts import run_line
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -86,8 +85,7 @@ def fewer_steps(text: str) -> str:
     return re.sub(number, lambda found: f"{found[1]}{STEPS[int(found[2])]}", text)
 
 
-def test_the_first_run(tmp_path: Path, pools: Pools) -> None:
-    run = Commands(tmp_path, pools)
+def test_the_first_run(tmp_path: Path) -> None:
     (config,) = blocks("first-run.md", "toml")
     (tmp_path / "run.toml").write_text(fewer_steps(config), encoding="utf-8")
     code = blocks("first-run.md", "python")
@@ -96,7 +94,7 @@ def test_the_first_run(tmp_path: Path, pools: Pools) -> None:
     assert "pip install" in commands[0]
     commands[0] = commands[0].splitlines()[1]
     assert config.count("steps = 60") == code[1].count("steps=60") == 1 == commands[3].count("training.steps=9 ")
-    said = "".join(run(command) for command in [*commands[:-1], f"python -c '{code[0]}'", commands[-1]])
+    said = "".join(run_line(command, tmp_path) for command in [*commands[:-1], f"python -c '{code[0]}'", commands[-1]])
     assert "goes on from step 6" in said
     assert "step 9/9" in said
     for file in ("first/curves.png", "first/model/model.safetensors", "scripted/model/model.safetensors"):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from shardformer.testing.pool import Pools
-from tests.commands import Commands
+from tests.scripts import run_line
 
 NUM_STEPS = 10
 
@@ -17,5 +16,5 @@ def losses_in(output: str) -> list[float]:
     return [float(loss) for _, loss in lines]
 
 
-def run_in_two(script: Path, folder: Path, pools: Pools) -> list[float]:
-    return losses_in(Commands(folder, pools).launched(["--nproc_per_node", "2", str(script)]))
+def run_in_two(script: Path, folder: Path) -> list[float]:
+    return losses_in(run_line(f"shardformer run --nproc_per_node 2 {script}", folder))

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 
-import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from shardformer.testing.pool import Pools
-from tests.commands import Commands, run_script
+from tests.scripts import run_line
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "convergence.py"
 WORDS = [
@@ -44,21 +41,11 @@ def write_pairs(folder: Path) -> None:
         (folder / f"msr_paraphrase_{part}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8-sig")
 
 
-def test_the_layouts_have_the_same_losses(tmp_path: Path, pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layouts_have_the_same_losses(tmp_path: Path) -> None:
     save_model(tmp_path / "bert")
     write_pairs(tmp_path / "mrpc")
-    commands, counts = Commands(tmp_path, pools), []
-
-    def run(command: list[str], *, check: bool) -> None:
-        """In the place of a launcher with processes of its own."""
-        assert check and command[1:5] == ["-m", "shardformer", "run", "--nproc_per_node"]
-        counts.append(command[5])
-        commands.launched(command[4:])
-
-    monkeypatch.setattr(subprocess, "run", run)
-    options = ["--epochs", "1", "--out", "out", "--layouts", "sequence 2", "pipe 2, data 2, ZeRO 1"]
-    printed = run_script(tmp_path, str(SCRIPT), "--data", "mrpc", "--model", "bert", "--all", *options)
-    assert counts == ["1", "2", "4"]
+    options = "--epochs 1 --out out --layouts 'sequence 2' 'pipe 2, data 2, ZeRO 1'"
+    printed = run_line(f"python {SCRIPT} --data mrpc --model bert --all {options}", tmp_path)
     rows = re.findall(r"^\| (.*?) \| (\d) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$", printed, re.MULTILINE)
     assert [(name, processes) for name, processes, *_ in rows] == [
         ("one process", "1"),

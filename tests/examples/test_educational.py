@@ -11,15 +11,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from shardformer.testing.pool import Pools
-from tests.commands import Commands
-
-Run = Callable[..., str]
+from tests.scripts import PYTHON
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "educational"
 IN_TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -34,29 +30,18 @@ CUT = LAYERS * 12 * HIDDEN**2
 WHOLE = BLOCK * HIDDEN + (2 * LAYERS + 1) * HIDDEN
 
 
-def run(script: str, *options: str) -> str:
+def run(script: str, *options: str, python: str = PYTHON) -> str:
     """What the example prints; with --tensor-parallel in two processes."""
     launcher = IN_TWO if "--tensor-parallel" in options else []
     done = subprocess.run(
-        [sys.executable, *launcher, str(FOLDER / script), *options],
+        [python, *launcher, str(FOLDER / script), *options],
         capture_output=True,
         text=True,
         timeout=60,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": python},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.fixture
-def run_on_ranks(tmp_path: Path, pools: Pools) -> Run:
-    """The same in this process and in the workers of the session, where nothing of a process is measured."""
-
-    def run(script: str, *options: str) -> str:
-        count = "2" if "--tensor-parallel" in options else "1"
-        return Commands(tmp_path, pools).launched(["--nproc_per_node", count, str(FOLDER / script), *options])
-
-    return run
 
 
 def losses(output: str) -> list[float]:
@@ -77,7 +62,8 @@ def collectives(output: str) -> list[tuple[str, int, int, str]]:
 
 def test_the_mlp_has_the_published_losses_and_half_the_memory_in_two(tmp_path: Path) -> None:
     for cut in (False, True):
-        output = run("mlp.py", "--profile", "--out", str(tmp_path), *["--tensor-parallel"] * cut)
+        # its memory is measured, and a forked process has that of its server, too
+        output = run("mlp.py", "--profile", "--out", str(tmp_path), *["--tensor-parallel"] * cut, python=sys.executable)
         assert losses(output) == [pytest.approx(MLP_LOSSES[0], rel=2e-5), pytest.approx(MLP_LOSSES[1], abs=1e-3)]
         assert "[[-0.7231, 0.7115, -0.2774, ..." in output
         assert "[[2.4085, 1.6419, 0.8216, ..." in output
@@ -97,9 +83,9 @@ def test_the_mlp_has_the_published_losses_and_half_the_memory_in_two(tmp_path: P
 
 @pytest.mark.parametrize("loss_parallel", [False, True], ids=["", "parallel-loss"])
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
-def test_the_transformer_has_the_published_losses(run_on_ranks: Run, cut: bool, loss_parallel: bool) -> None:
+def test_the_transformer_has_the_published_losses(cut: bool, loss_parallel: bool) -> None:
     options = ["--tensor-parallel"] * cut + ["--loss-parallel"] * loss_parallel
-    output = run_on_ranks("transformer.py", *options)
+    output = run("transformer.py", *options)
     assert losses(output) == pytest.approx(TEXT_LOSSES, rel=2e-5)
     cut_vocabulary = cut and loss_parallel
     here = (VOCAB + 1) // 2 * HIDDEN if cut_vocabulary else TIED
@@ -117,16 +103,14 @@ def test_the_transformer_has_the_published_losses(run_on_ranks: Run, cut: bool, 
     assert [row for row in collectives(output) if row[3] != "block"] == loss_rows
 
 
-def test_random_tokens_with_padding_have_the_published_losses(run_on_ranks: Run) -> None:
-    output = run_on_ranks(
-        "transformer.py", "--batch-size", "2", "--seq-len", "64", "--tensor-parallel", "--loss-parallel"
-    )
+def test_random_tokens_with_padding_have_the_published_losses() -> None:
+    output = run("transformer.py", "--batch-size", "2", "--seq-len", "64", "--tensor-parallel", "--loss-parallel")
     # The published runs differ by this much among themselves.
     assert losses(output) == pytest.approx(RANDOM_LOSSES, rel=1e-4)
 
 
 def test_tensor_parallelism_with_one_process_is_refused() -> None:
-    command = [sys.executable, str(FOLDER / "mlp.py"), "--tensor-parallel"]
+    command = [PYTHON, str(FOLDER / "mlp.py"), "--tensor-parallel"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "ConfigError: --tensor-parallel is on" in done.stderr

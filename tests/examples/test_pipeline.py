@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 import shardformer
 from shardformer.mesh.context import ParallelContext
-from shardformer.testing.pool import Pools
 from tests.examples.running import losses_in, run_in_two
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "pipeline.py"
@@ -32,12 +31,12 @@ def _run_in_one(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_two_stages_train_and_save_what_one_does(
-    tmp_path: Path, pools: Pools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()
     cut.mkdir()
-    losses = run_in_two(SCRIPT, cut, pools)
+    losses = run_in_two(SCRIPT, cut)
     assert losses == pytest.approx(_run_in_one(whole, monkeypatch, capsys), rel=1e-3)
     assert losses[-1] < 0.75 * losses[0]
     expected, saved = (

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 import shardformer
 from shardformer.mesh.context import ParallelContext
-from shardformer.testing.pool import Pools
 from tests.examples.running import losses_in, run_in_two
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train.py"
@@ -32,12 +31,12 @@ def _run_plain(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_two_processes_train_and_save_what_the_plain_model_does(
-    tmp_path: Path, pools: Pools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain, cut = tmp_path / "plain", tmp_path / "cut"
     plain.mkdir()
     cut.mkdir()
-    losses = run_in_two(SCRIPT, cut, pools)
+    losses = run_in_two(SCRIPT, cut)
     assert losses == pytest.approx(_run_plain(plain, monkeypatch, capsys), rel=1e-3)
     assert losses[-1] < 0.5 * losses[0]
     expected, saved = (
