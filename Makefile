@@ -36,7 +36,7 @@ test: $(VENV)/.installed-test $(VENV)/.installed-timm
 test-fast: $(VENV)/.installed-test
 	$(TIER) fast $(ARGS)
 
-test-all: $(VENV)/.installed-test $(VENV)/.installed-timm
+test-all: $(VENV)/.installed-test $(VENV)/.installed-timm $(OLDEST)/.installed-test
 	$(TIER) all $(ARGS)
 
 test-oldest: $(OLDEST)/.installed-test $(VENV)/.installed-timm

@@ -14,6 +14,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +24,16 @@ from tests.tiers import LIMIT_MIN, TIERS
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 LINT = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
+OLDEST = ROOT / ".venv-oldest" / "bin" / "python"
+AFTER_ALL = (
+    (sys.executable, "-m", "tests.hostile", "--seed", "7", "--only", "argument", "--only", "divergence"),
+    (sys.executable, "-m", "tests.mutants", "--recheck"),
+    (sys.executable, "-m", "tests.hostile", "--seed", "7", "--only", "mutation"),
+    (sys.executable, "-m", "tests.hostile", "--seed", "7", "--only", "fault", "--count", "16"),
+    (str(OLDEST), "-m", "pytest", "-q", "--tier", "test", "-m", "feature"),
+    (str(OLDEST), "-m", "pytest", "-q", "--tier", "test", "tests/policies"),
+)
+"""What `make test-all` runs after the tests, as many at once as there are jobs."""
 
 
 @dataclass
@@ -41,6 +53,20 @@ class Lint:
         self.seconds = time.monotonic() - start
 
 
+def _run_after_all(command: Sequence[str]) -> int:
+    """Runs a command, then prints what it printed."""
+    start = time.monotonic()
+    environment = {**os.environ, "TIMM_FOLDER": str(Path(sys.prefix) / "timm")}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    lines = done.stdout.splitlines()
+    shown = lines if done.returncode else lines[-12:]
+    outcome = f"status {done.returncode} after {time.monotonic() - start:.0f} s"
+    print("\n".join([f"== {' '.join(command[1:])}: {outcome}", *shown]), flush=True)
+    return abs(done.returncode)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tier", choices=TIERS)
@@ -56,6 +82,9 @@ def main() -> int:
     thread.join()
     for failed in lint.failed:
         print(failed)
+    if asked.tier == "all":
+        with ThreadPoolExecutor(asked.jobs) as executor:
+            status = max(status, *executor.map(_run_after_all, AFTER_ALL))
     minutes = (time.time() - asked.started) / 60
     print(
         f"lint and types: {'FAILED' if lint.failed else 'passed'} in {lint.seconds:.0f} s, beside the tests\n"

@@ -43,6 +43,7 @@ def test_the_page_has_these_files_and_commands() -> None:
     assert [line.split()[1] for line in COMMANDS] == ["infer", "infer", "verify", "verify", "verify", "run"]
 
 
+@pytest.mark.slow
 def test_what_is_printed_is_what_the_page_shows(folder: Path) -> None:
     printed = runpy.run_path(str(folder / "phi.py"))["PhiPolicy"]
     names: dict[str, Any] = {}
@@ -58,11 +59,13 @@ def test_the_comments_say_what_was_not_understood(folder: Path) -> None:
     assert "groups=6, weight of size [6, 1, 65, 1]" in why and "to have 6 channels, but got 3" in why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [line for line in COMMANDS if "verify" in line])
 def test_nobody_can_tell(folder: Path, line: str) -> None:
     assert "Nobody can tell." in run_line(line, folder)
 
 
+@pytest.mark.slow
 def test_a_registered_policy_is_used(folder: Path) -> None:
     (line,) = [line for line in COMMANDS if " run " in line]
     said = run_line(line, folder)

@@ -35,6 +35,8 @@ from shardformer.testing.zoo import Batches, Sample
 from tests.policies.toy import ToyLM, ToyPolicy, toy_batch, toy_loss
 from tests.scripts import SHARDFORMER
 
+pytestmark = pytest.mark.slow
+
 SEQUENCE = {"enable_sequence_parallelism": True}
 
 

@@ -16,6 +16,8 @@ import pytest
 
 from shardformer.testing.pool import Pools, WorkerPool
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 TINY = ["--repetitions", "1", "--layers", "1", "--vocabulary", "64", "--batch", "1"]
 

@@ -58,6 +58,7 @@ def test_the_readme_trains_as_the_script_that_it_names() -> None:
     assert (ROOT / "examples" / "train.py").read_text(encoding="utf-8").endswith(block)
 
 
+@pytest.mark.slow
 def test_the_readme_verifies_a_model_of_ones_own() -> None:
     (block,) = [b for b in BLOCKS if "verify" in b]
     sample = Sample("gpt2")
@@ -66,6 +67,7 @@ def test_the_readme_verifies_a_model_of_ones_own() -> None:
     assert names["report"].passed
 
 
+@pytest.mark.slow
 def test_the_command_with_a_config_file_runs(tmp_path: Path) -> None:
     for text in re.findall(r"```python\n(.*?)```", CONCEPTS, flags=re.DOTALL):
         (tmp_path / text.split("\n", 1)[0].removeprefix("# ")).write_text(text)

@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[1]
 TESTS = """
 import pytest
 
+pytestmark = pytest.mark.slow
+
 @pytest.mark.feature("tensor parallel")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("family", ["bert", "swin", "phi"])

@@ -313,16 +313,19 @@ def import_seconds(statement: str) -> float:
 ALL_NAMES = "import shardformer; [getattr(shardformer, name) for name in getattr(shardformer, '__all__', ())]"
 
 
+@pytest.mark.slow
 def test_importing_shardformer_costs_less_than_a_second_beside_torch() -> None:
     assert import_seconds(ALL_NAMES) < 1.0
 
 
+@pytest.mark.slow
 def test_importing_shardformer_leaves_slow_libraries_alone() -> None:
     code = f"import sys, torch; before = set(sys.modules); {ALL_NAMES}; "
     code += f"print(sorted((set(sys.modules) - before) & {LATE_ONLY!r}))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120).strip() == "[]"
 
 
+@pytest.mark.slow
 def test_the_command_line_starts_without_torch() -> None:
     code = "import sys, shardformer.cli as cli; cli.build_app(); print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120).strip() == "False"

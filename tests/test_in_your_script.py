@@ -46,6 +46,7 @@ def batches_of(rank: int = 0) -> list[dict[str, Tensor]]:
     return [Batches(MAIN["llama"])(10 * step + rank) for step in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("piece", [piece for piece in PIECES if piece != "Compiling"])
 def test_a_piece_of_the_page_is_that_of_the_plain_script(piece: str, family: str) -> None:

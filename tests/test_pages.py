@@ -85,6 +85,7 @@ def fewer_steps(text: str) -> str:
     return re.sub(number, lambda found: f"{found[1]}{STEPS[int(found[2])]}", text)
 
 
+@pytest.mark.slow
 def test_the_first_run(tmp_path: Path) -> None:
     (config,) = blocks("first-run.md", "toml")
     (tmp_path / "run.toml").write_text(fewer_steps(config), encoding="utf-8")

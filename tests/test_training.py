@@ -389,12 +389,14 @@ EVERYWHERE: tuple[Feature, ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.reduced
 @pytest.mark.parametrize(("feature", "family", "mode"), pairwise(EVERYWHERE, FAMILIES, list(MODES)))
 def test_features(feature: Feature, family: str, mode: str) -> None:
     assert_same(side_by_side(feature, family, MODES[mode]))
 
 
+@pytest.mark.slow
 @pytest.mark.reduced
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize(
@@ -407,6 +409,7 @@ def test_features_over_four_ranks(feature: Feature, mode: str) -> None:
     assert_same(side_by_side(feature, "llama", MODES[mode], tensor=4))
 
 
+@pytest.mark.slow
 @pytest.mark.reduced
 @pytest.mark.parametrize("mode", ["plain", "overlap"])
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ def test_an_output_without_a_cache_stays_as_it_is() -> None:
         assert without_caches(output, arguments_of(Model())) is None
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_is_built_where_docstrings_are_missing() -> None:
     code = "from shardformer.transformers_compat import load_transformers as load; t = load(); "
     code += "print(t.GPT2LMHeadModel(t.GPT2Config(n_embd=4, n_layer=1, n_head=1)).config.n_embd, t.GPT2Model.__doc__)"
@@ -76,6 +77,7 @@ def test_a_model_of_transformers_is_built_where_docstrings_are_missing() -> None
     assert said.stdout.split() == ["4", "None"], said.stderr
 
 
+@pytest.mark.slow
 def test_a_run_file_is_read_where_docstrings_are_missing() -> None:
     code = "from shardformer.runs.config import ParallelTable as T; print(T.model_fields['pipe'].description[:6])"
     said = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, timeout=240)

@@ -32,10 +32,10 @@ class Guard:
     def __init__(self, model: nn.Module, state: ShardedState, structure: Structure, *, is_cut: bool) -> None:
         import torch._dynamo
 
+        self._state, self._structure, self._is_cut = state, structure, is_cut  # first: pickle meets the state's refusal
         # torch.compile leaves it alone: what is done there is once, or with other processes. Of this model alone:
         # a model that is sharded later must not change what this one was compiled with
         self._eager: Callable[..., None] = torch._dynamo.disable(Guard._look)
-        self._state, self._structure, self._is_cut = state, structure, is_cut
         self._compared = not state.request.extra.get("check_inputs", True) or state.alike.size == 1
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._behind)

@@ -132,7 +132,7 @@ class WorkerPool:
             raise LaunchError("run() on a closed pool", rule=rule, remedy="Make a new WorkerPool")
         name = f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', fn)}"
         try:
-            if not all(worker.process.is_alive() for worker in self._workers):
+            if not all(worker.is_at_rest() for worker in self._workers):
                 self._kill()
             if not self._workers:
                 for rank in range(self.num_workers):
@@ -274,6 +274,10 @@ class _Worker:
     def pid(self) -> int:
         assert self.process.pid is not None
         return self.process.pid
+
+    def is_at_rest(self) -> bool:
+        """Whether it waits for a call: the pipe of one that has died is at its end, before its exit code is known."""
+        return self.process.is_alive() and not self.calls.poll()
 
     def send(self, request: Request) -> None:
         try:

@@ -292,6 +292,7 @@ def in_stages(on: str | None, schedule: str, tensor: int, reentrant: bool | None
     return run_as_threads(run, tensor=tensor, pipe=2, in_turn=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_over_stages(schedule: str) -> None:
     expected, found = in_stages("device", schedule, 1, None), in_stages("host", schedule, 1, None)
@@ -301,6 +302,7 @@ def test_over_stages(schedule: str) -> None:
         assert own[2].most_host > 0.5 * other[2].most
 
 
+@pytest.mark.slow
 def test_over_stages_and_tensor_ranks_with_checkpoints() -> None:
     """What a stage received stays whole: the pipeline holds it for its gradient."""
     expected, found = in_stages("device", "1f1b", 2, False), in_stages("tensor", "1f1b", 2, False)
@@ -314,6 +316,7 @@ def test_over_stages_and_tensor_ranks_with_checkpoints() -> None:
 # ----------------------------------------------------------------------------------------------------------------- ZeRO
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["whole", "checkpoint", "reentrant"])
 @pytest.mark.parametrize(("stage", "first"), [(2, "zero"), (3, "zero"), (3, "store")])
 def test_zero(stage: int, first: str, reentrant: bool | None) -> None:

@@ -360,6 +360,7 @@ def test_a_forward_that_is_broken_off_leaves_no_hooks_behind_the_next(kind: type
     assert top() is None
 
 
+@pytest.mark.slow
 def test_parts_that_are_compiled_and_models_that_are() -> None:
     model = Net()
     expected = gradients(model, once)

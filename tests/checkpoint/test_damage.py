@@ -106,6 +106,7 @@ def copy(two: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(two, tmp_path / "checkpoints"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100))
 def test_a_flipped_bit_is_noticed_or_nothing(seed: int, copy: Path) -> None:
     """Of a folder the older checkpoint is taken; of what nobody reads, such as padding, the bits do not matter."""
@@ -253,6 +254,7 @@ def _failing(monkeypatch: pytest.MonkeyPatch, at: int) -> list[int]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.reduced
 @pytest.mark.parametrize("save", [save_checkpoint, in_background])
 @pytest.mark.parametrize("at", range(1, 31))
@@ -433,6 +435,7 @@ def test_a_step_that_is_saved_again_is_there_until_the_disk_has_the_new_one(
     assert check(copy, 2).skipped
 
 
+@pytest.mark.slow
 def test_killed_processes_leave_whole_checkpoints(tmp_path: Path) -> None:
     script = Path(__file__).with_name("kills.py")
     done = subprocess.run(

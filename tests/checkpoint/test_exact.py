@@ -98,6 +98,7 @@ def begin(case: Case, seed: int, context: ParallelContext, folder: Path) -> tupl
     return model, zero(inner, model, **settings), scheduler
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_run_goes_on_as_if_it_had_not_been_stopped(case: Case, tmp_path: Path) -> None:
     disk = tmp_path / "offload"

@@ -40,6 +40,7 @@ def test_one_process_writes_what_transformers_reads(family: str, tmp_path: Path)
     same(tmp_path / "out", model)
 
 
+@pytest.mark.slow
 @pytest.mark.reduced
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
 @pytest.mark.parametrize("family", ["llama", "t5"])

@@ -15,6 +15,8 @@ import torch
 
 from tests.checkpoint.runs import LAYOUTS, SAMPLES, Layout, Run, load, on_ranks, save
 
+pytestmark = pytest.mark.slow
+
 BEFORE, AFTER = 2, 2
 NAMES = tuple(LAYOUTS)
 FAMILIES = {"llama": 3, "bert": 1, "gpt2": 1, "t5": 1, "stablelm": 0}

@@ -19,10 +19,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_check, "measure_all_reduce", lambda: 0.5)
 
 
+@pytest.mark.slow
 def test_two_processes_add_up_their_numbers() -> None:
     assert 0 < measure_all_reduce() < 10_000
 
 
+@pytest.mark.slow
 def test_an_all_reduce_that_hangs_is_ended_and_named() -> None:
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"did not finish an all-reduce in 0\.2 s"):
@@ -30,6 +32,7 @@ def test_an_all_reduce_that_hangs_is_ended_and_named() -> None:
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-device")
     with pytest.raises(WorkerError, match=r"Rank \d of an all-reduce ended with exit code 1"):

@@ -18,6 +18,8 @@ from shardformer.testing.pool import Pools, WorkerPool
 from shardformer.testing.zoo import Sample
 from tests.scripts import SHARDFORMER
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--layers", "1", "--hidden", "64", "--batch", "2", "--sequence", "32", "--steps", "4"]
 Run = Callable[..., tuple[int, str, str]]
 

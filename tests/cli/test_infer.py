@@ -13,6 +13,7 @@ from shardformer.policies.role_policy import RolePolicy
 from shardformer.testing.zoo.shrink import shrunk
 
 
+@pytest.mark.slow
 def test_it_prints_a_policy_that_can_be_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = shrunk(transformers.AutoConfig.for_model("mistral", architectures=["MistralForCausalLM"]))
     config.save_pretrained(tmp_path)

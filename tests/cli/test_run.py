@@ -22,6 +22,8 @@ from shardformer.cli.run import Host, find_this_host, parse, read_hostfile, sele
 from shardformer.errors import LaunchError, ShardFormerError
 from tests.scripts import SHARDFORMER
 
+pytestmark = pytest.mark.slow
+
 
 def start(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
     clean = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS" and not k.startswith("PET_")}

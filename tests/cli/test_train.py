@@ -46,6 +46,7 @@ def started(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_two_processes_train_and_one_goes_on(folder: Path) -> None:
     first = started("--set", "parallel.tensor=2")
     assert first.returncode == 0, first.stderr

@@ -25,6 +25,8 @@ from shardformer.layers.tensor.linear import Linear1D_Row
 from shardformer.policies.models.gpt2 import GPT2Policy
 from shardformer.testing.zoo import Batches, Sample
 
+pytestmark = pytest.mark.slow
+
 class Forgetful(GPT2Policy):
     def postprocess(self):
         rows = [module for module in self.model.modules() if isinstance(module, Linear1D_Row)]

@@ -78,6 +78,7 @@ def test_every_epoch_has_its_own_order_and_not_without_shuffle() -> None:
     assert next(iter(plain)).tolist() == list(range(20))
 
 
+@pytest.mark.slow
 @given(first=st.integers(1, 7), then=st.integers(1, 7), steps=st.integers(0, 12))
 def test_a_run_goes_on_at_the_same_sample(first: int, then: int, steps: int) -> None:
     def samples(batches: Batches, number: int) -> list[int]:
@@ -117,6 +118,7 @@ def noisy_collate(samples: list[Tensor]) -> Tensor:
     return torch.stack(samples) + torch.rand(())
 
 
+@pytest.mark.slow
 def test_what_samples_draw_depends_on_neither_layout_nor_workers_nor_a_restart() -> None:
     def rows(ranks: int, **options: Any) -> list[list[float]]:
         found = parts(Noisy, ranks, batch_size=4, **options)
@@ -133,6 +135,7 @@ def test_what_samples_draw_depends_on_neither_layout_nor_workers_nor_a_restart()
     assert [row for batch in goes_on for row in batch.tolist()] == expected[4:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_random_numbers_of_training_stay_where_they_are(workers: int) -> None:
     torch.manual_seed(0)

@@ -32,6 +32,7 @@ class Process(Dataset[Any]):
         return torch.tensor([os.getpid(), float(torch.rand(()))], dtype=torch.float64)
 
 
+@pytest.mark.slow
 def test_workers_that_persist_are_the_same_in_every_epoch() -> None:
     options: dict[str, Any] = {"batch_size": 2, "num_workers": 1}
     batches = Batches(DataLoader(Process(), persistent_workers=True, **options), place())
@@ -44,6 +45,7 @@ def test_workers_that_persist_are_the_same_in_every_epoch() -> None:
     assert torch.equal(again[:, 1], expected[1])
 
 
+@pytest.mark.slow
 def test_what_a_worker_finds_wrong_is_said_as_it_is() -> None:
     samples = [{"ids": [1]}, {"ids": [1, 2]}]
     with pytest.raises(InputError, match=r"^The samples of a batch have 'ids' of the shapes"):

@@ -7,9 +7,12 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.scripts import PYTHON, SHARDFORMER
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("elastic.py")
 

@@ -66,11 +66,11 @@ def pairs_in_a_row(count: int) -> list[int]:
     return way
 
 
-def _tour(family: str, layouts: list[Layout] | None = None) -> tuple[float, list[Moved]]:
+def _tour(family: str, layouts: list[Layout] | None = None, way: list[int] | None = None) -> tuple[float, list[Moved]]:
     if layouts is None:
         # every pair for one of them; a family that is found is found anew for each layout
         layouts = LAYOUTS if family == "llama" else LAYOUTS[:3] if family in MAIN else LAYOUTS[:2]
-    way = pairs_in_a_row(len(layouts))
+    way = way or pairs_in_a_row(len(layouts))
     stays, engine = made(family, layouts[0]), made(family, layouts[0])
     expected, found = [next_loss(stays) for _ in way], [next_loss(engine)]
     moves = []
@@ -82,7 +82,12 @@ def _tour(family: str, layouts: list[Layout] | None = None) -> tuple[float, list
     return max(abs(a - b) for a, b in zip(found, expected, strict=True)), moves
 
 
-@pytest.mark.reduced(one_in=3)
+def test_each_layout_becomes_the_next_one(pool4: WorkerPool) -> None:
+    ring = [*range(len(LAYOUTS)), 0]
+    assert max(difference for difference, _ in pool4.run(_tour, "llama", LAYOUTS, ring)) < 1e-6
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "t5", "stablelm"])
 def test_each_layout_becomes_each_other_one(pool4: WorkerPool, family: str) -> None:
     with pool4.with_timeout(150):  # an engine is built for each of 31 layouts

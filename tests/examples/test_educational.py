@@ -17,6 +17,8 @@ import pytest
 
 from tests.scripts import PYTHON
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "educational"
 IN_TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 

@@ -13,6 +13,8 @@ import shardformer
 from shardformer.mesh.context import ParallelContext
 from tests.examples.running import losses_in, run_in_two
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train.py"
 
 

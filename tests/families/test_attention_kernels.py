@@ -64,6 +64,7 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[int, int, int]
     assert torch.backends.cuda.math_sdp_enabled(), "torch's switch, one for all threads, was left as it was"
 
 
+@pytest.mark.slow
 @pytest.mark.feature("flash attention")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_attention_calls_the_kernel_and_nobody_can_tell(family: str, scores: set[tuple[int, int, int]]) -> None:

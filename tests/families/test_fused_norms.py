@@ -13,6 +13,7 @@ IN_FP64 = ("bert", "roberta", "albert", "ernie", "whisper", "vit", "beit", "swin
 KIND = {"t5": "t5", "llama": "llama", "qwen2": "llama", "qwen3": "llama", "mistral": "llama", "chatglm": "torch"}
 
 
+@pytest.mark.slow
 @pytest.mark.feature("fused norm")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_norm_of_a_family(family: str) -> None:

@@ -51,6 +51,7 @@ def test_a_family_whose_activation_is_no_module(record_property: Callable[[str, 
     record_property("feature", "refused: it has" + refused.value.what.partition(" has")[2])
 
 
+@pytest.mark.slow
 @pytest.mark.feature("JIT-fused operators")
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "chatglm"])
 def test_the_kernels_of_a_family(family: str, ran: set[str]) -> None:

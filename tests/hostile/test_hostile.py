@@ -11,6 +11,7 @@ from tests.hostile.net import EQUAL, FINDINGS, HANGS, RAW, WRONG, Case, Trace, d
 SOME = {"argument": (arguments.cases, 40), "divergence": (divergence.cases, 25), "mutation": (mutations.cases, 15)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SOME)
 def test_nothing_goes_wrong_in_silence(kind: str) -> None:
     make, count = SOME[kind]
@@ -41,6 +42,7 @@ def test_the_net_tells_outcomes_apart(run: object, plain: object, what: str) -> 
     assert outcome(Case("argument", "", {"tensor": 2}, run, plain)).what == what  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("fault", [Fault("exit 0", "forward", "tensor"), Fault("swallow", "step", "data")], ids=str)
 def test_a_rank_that_leaves_others_waiting_is_named(fault: Fault) -> None:

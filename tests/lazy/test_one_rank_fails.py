@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 TWO = """
     import atexit, os, sys
     import torch.distributed as dist

@@ -65,6 +65,7 @@ PAIRS = [  # each family once, over 2 or over 4 ranks, plainly or with all optio
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.feature("lazy initialization")
 @pytest.mark.parametrize(("family", "size", "options"), PAIRS)  # 127 tokens, 6 heads and 2 KV heads divide by few
 def test_parts_and_a_training_step_are_those_of_the_eager_model(
@@ -123,6 +124,7 @@ def test_a_model_of_ones_own_with_a_policy_of_its_own() -> None:
     run_as_threads(shard, tensor=2)
 
 
+@pytest.mark.slow
 def test_a_policy_that_is_found_fits_a_model_without_values() -> None:
     plain, lazy = stable_lm(), []
     for _ in range(2):
@@ -172,6 +174,7 @@ class Speaking(ToyLM):
         return super().forward(input_ids)
 
 
+@pytest.mark.slow
 def test_a_policy_is_found_for_a_lazy_model_of_ones_own_on_a_copy_with_values() -> None:
     plain, lazy = built(Speaking), built_lazily(Speaking, 2)
 

@@ -61,6 +61,7 @@ def test_who_has_not_joined_is_named_in_the_error(monkeypatch: pytest.MonkeyPatc
         store.wait(["nobody"], timedelta(seconds=0.5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "host"), [(1, "127.0.0.1"), (0, "127.0.0.1"), (1, "no.such.host.invalid")])
 def test_who_is_not_reached_is_said_with_the_reason(place: int, host: str, capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()

@@ -33,6 +33,7 @@ ENDINGS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks processes that have torch's threads")
 def test_a_process_ends_without_an_abort_in_a_thread_of_gloo(tmp_path: Path) -> None:
     stores = [str(tmp_path / str(i)) for i in range(10)]

@@ -60,6 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             copy_of_commit(options.check_before, base)
         else:
             copy_of_working_tree(base)
+        if options.recheck:
+            return recheck(
+                [(mutant, results[mutant.name]) for mutant in chosen if mutant.name in results], base, options
+            )
         for mutant in chosen:
             if options.check_before is None:
                 result = tried(mutant, base, Options(options.tier, options.related_only, options.limit, options.jobs))
@@ -94,6 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=float, default=1800, metavar="SECONDS", help="for each call of pytest")
     parser.add_argument("--jobs", type=int, default=1, help="tests at once in the rest of the tier")
     parser.add_argument("--related-only", action="store_true", help="leave out the rest of the tier")
+    parser.add_argument(
+        "--recheck", action="store_true", help="run only the recorded finder of each mutant, and write no results"
+    )
     parser.add_argument(
         "--check-before",
         metavar="COMMIT",
@@ -152,6 +159,17 @@ def failing_without(finders: Sequence[str], base: Path, limit_s: float) -> set[s
             break
         failing.add(run.failed)
     return failing
+
+
+def recheck(known: Sequence[tuple[Mutant, Result]], base: Path, options: argparse.Namespace) -> int:
+    """Runs the recorded finder of each mutant. Returns 1 if one of them finds its mutant no longer."""
+    lost = []
+    for mutant, result in known:
+        if result.found_by is not None and (outcome := found_before(mutant, base, result, options.limit)) != FOUND:
+            lost.append(mutant.name)
+            print(f"{mutant.area:<12} {mutant.name:<44} {outcome}: {result.found_by}", flush=True)
+    print(f"{len(known)} mutants with results, {len(lost)} of them no longer found by their tests")
+    return int(bool(lost))
 
 
 def found_before(mutant: Mutant, base: Path, result: Result, limit_s: float) -> str:

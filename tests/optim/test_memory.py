@@ -39,6 +39,7 @@ def bytes_of(tensors: list[Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -176,6 +177,7 @@ def peak_of(ranks: int, stage: int, **how: Any) -> tuple[float, Memory]:
     return max(run_as_threads(train, data=ranks)), said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_measured_peak_is_what_was_said(ranks: int, precision: str) -> None:

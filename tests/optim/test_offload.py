@@ -92,6 +92,7 @@ FP16 = "fp16"
 REDUCED = Precision("bf16", gradients="fp32")
 
 
+@pytest.mark.slow
 @pytest.mark.reduced
 @pytest.mark.parametrize(
     ("optimizer", "how"),
@@ -205,6 +206,7 @@ def test_values_written_between_steps_reach_the_masters_of_the_host(files: bool,
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "how"),
     [

@@ -103,6 +103,7 @@ def test_over_data_ranks_the_weights_are_those_of_one_process_to_the_bit(name: s
         assert all(torch.equal(weights[key], value) for key, value in want.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "job", "bound"),
     [

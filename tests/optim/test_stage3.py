@@ -39,6 +39,7 @@ def _units_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "SMALL", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "bound"),
     [
@@ -201,6 +202,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_layers_that_are_used_oddly(name: str) -> None:
     check(CASES[name])

@@ -113,6 +113,7 @@ def with_zero(job: Job) -> list[tuple[Weights, list[float], float]]:
 SEQUENCE = {"enable_sequence_parallelism": True}
 
 
+@pytest.mark.slow
 @pytest.mark.reduced
 @pytest.mark.parametrize(
     ("job", "bound"),

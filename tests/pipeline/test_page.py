@@ -36,6 +36,7 @@ def test_the_page_has_an_example_for_each_way() -> None:
     assert list(FILES) == ["train.py", "stages.py", "own_loss.py"]
 
 
+@pytest.mark.slow
 def test_the_example_trains_saves_and_prints_its_stages(tmp_path: Path) -> None:
     out = _run(tmp_path, "train.py")
     assert re.findall(r"^step (\d)  loss \d\.\d{3}$", out, re.MULTILINE) == ["0", "1", "2"]
@@ -44,10 +45,12 @@ def test_the_example_trains_saves_and_prints_its_stages(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "pipeline" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_the_stages_are_cut_as_the_page_says(tmp_path: Path) -> None:
     _run(tmp_path, "stages.py")
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own_is_the_same_on_both_stages(tmp_path: Path) -> None:
     # two processes write to one pipe: what they print may stand on one line
     first, second = re.findall(r"\d\.\d\d?", _run(tmp_path, "own_loss.py"))

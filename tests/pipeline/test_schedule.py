@@ -107,6 +107,7 @@ def test_the_picture_in_the_docstring_is_the_schedule(name: str, said: str | Non
 # ----------------------------------------------------------------------------------------------------- all of all sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "chunks"), WITH_CHUNKS)
 def test_every_schedule_of_every_size_can_be_run(name: str, chunks: int) -> None:
     for stages, micro_batches in sizes(name, chunks):

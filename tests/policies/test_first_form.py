@@ -237,6 +237,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "inference"])
 def test_the_run_command_of_the_first_form(tmp_path: Path, mode: str) -> None:
     (tmp_path / "test.py").write_text(textwrap.dedent(SCRIPT))

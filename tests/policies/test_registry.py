@@ -22,6 +22,7 @@ from tests.policies.toy import HEADS, ToyLM, ToyPolicy
 HIDDEN, VOCAB = 24, 97
 
 
+@pytest.mark.slow
 def test_asking_for_the_registry_imports_no_policy_and_no_transformers() -> None:
     code = """
         import sys

@@ -160,6 +160,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.reduced
 @pytest.mark.feature("context parallel")
 @pytest.mark.parametrize(("family", "layout"), CASES, ids=str)
@@ -175,6 +176,7 @@ WHOLE: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.feature("context parallel")
 @pytest.mark.filterwarnings("ignore:The attention of:UserWarning")
 @pytest.mark.parametrize(
@@ -267,6 +269,7 @@ def test_padding_documents_and_windows(family: str, more: dict[str, Any], way: s
     check(plain_of(family), text(**more), {"sequence": 2, "way": way}, 3e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.reduced
 @pytest.mark.parametrize("layout", [{"sequence": 2, "pipe": 2}, {"sequence": 2, "pipe": 2, "tensor": 2}])
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "whisper"])
@@ -281,6 +284,7 @@ def hybrid(family: str, head: str) -> tuple[nn.Module, list[dict[str, Any]]]:
     return plain, [{**batch, "labels": batch["input_ids"]} for batch in batches_for(plain)[:1]] * STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.reduced(one_in=3)
 @pytest.mark.usefixtures("found_once")
 @pytest.mark.parametrize(
@@ -302,6 +306,7 @@ def test_what_mixes_tokens_without_attention_is_given_all_of_them(
     check(plain, batches, layout, 3e-6)  # they compute in fp32 inside
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("found_once")
 def test_that_it_is_given_them_is_found_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, _ = hybrid("jamba", "JambaForCausalLM")
@@ -433,6 +438,7 @@ def test_what_cannot_be_is_said_on_all_ranks(batch: Batch | None, sequence: Any,
     assert found.count(". ") >= 2, "the rule, and the remedy"
 
 
+@pytest.mark.slow
 @pytest.mark.feature("context parallel")
 @pytest.mark.parametrize("family", [name for name in MAIN if name not in (*FAMILIES, *OF_THEIR_OWN)])
 def test_a_model_that_cannot_be_cut_is_refused_before_it_is(

@@ -133,18 +133,21 @@ def near(what: str, found: Tensor, expected: Tensor, bound: float) -> None:
     assert difference <= bound * max(expected.abs().max().item(), 1e-3), (what, difference)
 
 
+@pytest.mark.slow
 @pytest.mark.feature("tensor grids")
 @pytest.mark.parametrize(("family", "mode", "sizes"), in_turn(FAMILIES, *GRIDS), ids=str)
 def test_nobody_can_tell(family: str, mode: str, sizes: Sizes) -> None:
     check(plain_of(family), batches_of(family), mode, sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.reduced
 @pytest.mark.parametrize(("mode", "sizes"), GRIDS, ids=str)
 def test_each_grid(mode: str, sizes: Sizes) -> None:
     check(plain_of("llama"), batches_of("llama", samples=5), mode, sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.feature("tensor grids")
 @pytest.mark.parametrize(("family", "mode", "sizes"), [("albert", "2d", (2, 2)), ("gpt_neo", "3d", (2, 2, 2))], ids=str)
 def test_layers_that_stand_apart(family: str, mode: str, sizes: Sizes) -> None:
@@ -169,6 +172,7 @@ def test_a_mode_that_does_not_serve_a_family_is_refused(
     record_property("feature", f"{word}: {why}")
 
 
+@pytest.mark.slow
 @pytest.mark.reduced(one_in=2, first=1)
 @pytest.mark.parametrize(
     ("family", "mode", "sizes"),
@@ -195,6 +199,7 @@ def mixture(family: str, head: str) -> tuple[nn.Module, list[dict[str, Any]]]:
     return model, [{**in_fp64(batch), "labels": batch["input_ids"]}] * STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("found_once")
 @pytest.mark.parametrize(("family", "head"), [("mixtral", "MixtralForCausalLM"), ("qwen2_moe", "Qwen2MoeForCausalLM")])
 def test_a_mixture_of_experts_is_given_all_features(family: str, head: str) -> None:
@@ -213,6 +218,7 @@ def test_what_is_said_of_a_grid() -> None:
 # --- what users do with it
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("found_once")
 @pytest.mark.parametrize(
     ("family", "head", "mode", "sizes"),
@@ -226,6 +232,7 @@ def test_norms_that_write_out_their_formula(family: str, head: str, mode: str, s
     check(plain.double().train(), [dict(batches_for(plain)[0])], mode, sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("found_once")
 def test_an_attention_that_stays_whole_is_given_its_own_samples() -> None:
     """Of the mask and the positions, too."""
@@ -259,6 +266,7 @@ def sharded(context: ParallelContext, family: str, mode: str, sizes: Sizes, **op
     return shardformer.shard_model(plain, context=with_tensor(context, sizes), tensor_parallel_mode=mode, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.reduced(cover="mode")
 @pytest.mark.parametrize(
     ("family", "mode", "sizes"),
@@ -353,6 +361,7 @@ def test_dropout_leaves_what_ranks_have_alike_alike(pool4: WorkerPool) -> None:
 # --- what it costs
 
 
+@pytest.mark.slow
 def test_what_is_sent_is_what_the_formulas_say() -> None:
     hidden, width, layers, samples, length = 32, 64, 2, 4, 8
     config = transformers.LlamaConfig(
@@ -400,6 +409,7 @@ def test_what_is_sent_is_what_the_formulas_say() -> None:
                 assert of_stream == pytest.approx(expected + 2 * tokens * hidden / (rows * columns) * rest(contraction))
 
 
+@pytest.mark.slow
 def test_each_rank_has_its_share_of_the_weights() -> None:
     plain = plain_of("llama")
     whole = sum(p.numel() for p in plain.get_submodule("model.layers").parameters() if p.dim() > 1)

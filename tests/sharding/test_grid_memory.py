@@ -12,6 +12,8 @@ from shardformer.mesh.context import ParallelContext, with_tensor
 from shardformer.testing.threads import run_as_threads
 from tests.ops import seeing_parts
 
+pytestmark = pytest.mark.slow
+
 SAMPLES, TOKENS, WIDTH = 8, 64, 128
 
 

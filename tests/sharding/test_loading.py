@@ -35,6 +35,7 @@ def batch(family: str = "llama") -> dict[str, Any]:
     return Batches(MAIN[family])(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sizes", [{"tensor": 3}, {"data": 2}, {"pipe": 2, "tensor": 2}], ids=str)
 def test_the_plain_models_state_dict_is_cut(family: str, sizes: dict[str, int]) -> None:
@@ -123,6 +124,7 @@ def test_under_stage_3_nothing_is_loaded_past_the_optimizer() -> None:
 # --- out of it
 
 
+@pytest.mark.slow
 def test_a_sharded_model_is_not_pickled_but_copied() -> None:
     def do(context: ParallelContext) -> None:
         model = shardformer.shard_model(plain(), context=context)
@@ -178,6 +180,7 @@ def test_what_save_pretrained_is_given_is_looked_at(tmp_path: Path) -> None:
     assert not (tmp_path / "part").exists() and not (tmp_path / "nobody").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", ["27", pytest.param("9", marks=pytest.mark.full)])
 def test_a_save_that_ends_at_any_of_its_operations_leaves_no_mixture(tmp_path: Path, every: str) -> None:
     script = Path(__file__).with_name("saves.py")

@@ -85,6 +85,7 @@ def test_experts_are_given_the_tokens_of_all_ranks(length: int, ranks: int) -> N
     run_as_threads(compute, tensor=ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "deepseek_v3"])
 def test_experts_of_transformers_are_cut_beside_the_sequence(family: str) -> None:

@@ -38,6 +38,7 @@ def test_a_layer_that_is_called_again_costs_each_time() -> None:
     assert costs[1] == costs[2] > 1000
 
 
+@pytest.mark.slow
 def test_of_experts_those_count_that_a_token_is_sent_to() -> None:
     import transformers
 

@@ -131,6 +131,7 @@ def assert_alike(found: list[Step], expected: list[Step]) -> None:
         assert real.calls and all(real.peaks)
 
 
+@pytest.mark.slow
 @pytest.mark.reduced
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
@@ -250,6 +251,7 @@ print(time.process_time() - start, int(peak) / 2**20)
 """
 
 
+@pytest.mark.slow
 def test_one_of_1024_ranks_of_llama_7b_is_traced_in_seconds() -> None:
     """On the first of 4 stages: 8 of 32 layers, each with 2 all-reduces forward and 2 backward for each of 4
     micro-batches, and one of the embedding."""

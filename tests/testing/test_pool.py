@@ -24,6 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardformer.errors import ConfigError, InputError, LaunchError, WorkerError
 from shardformer.testing.pool import Pools, WorkerPool
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:

@@ -86,6 +86,7 @@ def test_what_the_numbers_of_an_unheard_of_config_count_is_measured(odd: nn.Modu
     assert (small.meadow, small.storeys, small.lexicon) == (ODD.widths[0], 2, ODD.words)
 
 
+@pytest.mark.slow
 def test_a_model_of_unheard_of_names_is_found(odd: nn.Module) -> None:
     policy: Any = infer(odd)
     attention, mlp = policy.stack.blocks
@@ -102,6 +103,7 @@ class Named(OddModel):
         self.name = name
 
 
+@pytest.mark.slow
 def test_a_class_that_takes_more_than_a_config_is_its_own_twin(odd: nn.Module) -> None:
     policy: Any = infer(Named(Shrinker(odd).config(), "mine"))
     assert policy.stack.layers == "storeys"

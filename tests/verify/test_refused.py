@@ -80,6 +80,7 @@ def test_a_config_that_names_a_group_is_refused(pool2: WorkerPool) -> None:
         verify(Sample("gpt2"), Batches("GPT2LMHeadModel"), config=config, pool=pool2)
 
 
+@pytest.mark.slow
 def test_a_call_without_a_guard_is_one_sentence_that_says_where(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -36,6 +36,8 @@ from shardformer.verify import Bounds, Report, report_here, verify
 from shardformer.verify.run import Job
 from tests.verify.tower import ForgetfulPolicy, Tower, TowerPolicy, distance, numbers
 
+pytestmark = pytest.mark.slow
+
 LLAMA_BATCHES = Batches(LANGUAGE_MODEL["llama"])
 SEQUENCE = {"enable_sequence_parallelism": True}
 OVERLAP = {**SEQUENCE, "enable_sequence_overlap": True}

@@ -114,6 +114,7 @@ def test_what_there_is_not_is_refused(asked: dict[str, Any], said: str) -> None:
         Training(**asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("training", "pipeline", "said"),
     [

@@ -161,6 +161,7 @@ def test_a_window_is_sent_to_those_alone_who_look_through_it() -> None:
     assert sum(run_as_threads(compute, sequence=ring)) == 2 * ring - 2
 
 
+@pytest.mark.slow
 def test_16_bits_over_a_long_ring_are_as_near_as_in_one_kernel() -> None:
     """Of outputs and gradients, 1.3 times the error of one kernel at the most."""
     torch.manual_seed(0)

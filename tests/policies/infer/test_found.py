@@ -46,6 +46,7 @@ def drawn(family: str) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize("family", sorted(FOUND))
 def test_it_is_found_and_its_weights_are_cut(family: str) -> None:

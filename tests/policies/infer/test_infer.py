@@ -77,6 +77,7 @@ def cut_lines(model: nn.Module, policy: Policy) -> list[str]:
     return [*sorted(replaced), *blocks, *map(str, plan.stacks)]
 
 
+@pytest.mark.slow
 @pytest.mark.reduced(one_in=4)
 @pytest.mark.parametrize("family", sorted(FOUND))
 def test_the_registered_families_are_found_as_they_are_written(family: str) -> None:
@@ -89,6 +90,7 @@ def _without_hints(lines: list[str]) -> list[str]:
     return [line.replace("activated=True", "activated=False").split(", context=")[0] for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.reduced(one_in=5, first=1)
 @pytest.mark.parametrize("family", sorted(UNDESCRIBED))
 def test_a_family_that_nobody_described(family: str) -> None:
@@ -107,6 +109,7 @@ def test_a_family_that_nobody_described(family: str) -> None:
     assert share == pytest.approx(UNDESCRIBED[family][1], abs=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.reduced(cover="need")
 @pytest.mark.parametrize(
     ("family", "head", "need", "name"),
@@ -138,6 +141,7 @@ def test_what_sequence_parallelism_needs_is_found(
     assert mismatch(reference, type(policy), 2, enable_sequence_parallelism=True) is not None
 
 
+@pytest.mark.slow
 def test_it_is_the_last_link_of_the_chain_and_said_so() -> None:
     def shard(context: ParallelContext) -> str:
         return str(shardformer.describe(shard_model(small("convbert"), context=context)))
@@ -148,6 +152,7 @@ def test_it_is_the_last_link_of_the_chain_and_said_so() -> None:
     assert "Whole, since" in said and "encoder.layer.*.attention.self.query" in said
 
 
+@pytest.mark.slow
 @pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize("family", ["opt", "phi3", "bart"])
 def test_what_is_printed_is_the_policy(family: str) -> None:
@@ -158,6 +163,7 @@ def test_what_is_printed_is_the_policy(family: str) -> None:
     assert cut_lines(model, names["Written"]()) == cut_lines(model, policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["albert", "convbert"])
 def test_what_is_printed_says_what_is_given_the_whole_sequence(family: str) -> None:
     model = small(family).double().eval()
@@ -167,6 +173,7 @@ def test_what_is_printed_says_what_is_given_the_whole_sequence(family: str) -> N
     assert mismatch(reference, names["Written"], 2, enable_sequence_parallelism=True) is None
 
 
+@pytest.mark.slow
 def test_of_a_config() -> None:
     config = transformers.AutoConfig.for_model("opt", architectures=["OPTForCausalLM"])
     assert "decoder.layers" in str(infer(config).stack)
@@ -223,6 +230,7 @@ def test_a_proof_leaves_the_model_without_gradients_and_its_numbers_alone() -> N
     assert all(p.grad is None and p.equal(before[name]) for name, p in model.named_parameters())
 
 
+@pytest.mark.slow
 def test_what_cannot_be_inferred_says_why() -> None:
     with pytest.raises(PolicyError, match=r"What to feed ToyLM is not known.*batch="):
         infer(ToyLM())
@@ -241,6 +249,7 @@ def odd_one(num_layers: int) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_a_layer_that_the_twin_does_not_have_is_refused() -> None:
     policy = infer(transformers.Olmo2ForCausalLM(shrunk(transformers.Olmo2Config())))
     policy.set_model(odd_one(3))
@@ -248,6 +257,7 @@ def test_a_layer_that_the_twin_does_not_have_is_refused() -> None:
         policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
 
 
+@pytest.mark.slow
 def test_a_small_model_whose_twin_lacks_a_layer_is_its_own_twin() -> None:
     stack = infer(odd_one(3)).stack
     assert isinstance(stack, Stack)
@@ -261,6 +271,7 @@ def test_a_twin_has_a_layer_of_each_kind() -> None:
     assert kinds_of_layers(twin_of(model).model) == kinds_of_layers(model)
 
 
+@pytest.mark.slow
 def test_a_model_whose_gradients_are_not_finite_in_fp64_is_proven_in_fp32() -> None:
     """Its mask is the lowest number of fp64, on which a softmax in fp32 gives none; and it attends on (S, B, H)."""
     model = transformers.LongformerForMaskedLM(shrunk(transformers.LongformerConfig()))
@@ -286,6 +297,7 @@ OTHER_STATES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.reduced(one_in=4, first=1)
 @pytest.mark.parametrize("name", OTHER_STATES)
 def test_states_that_enter_by_further_arguments_of_the_attention(name: str) -> None:

@@ -36,7 +36,10 @@ CLASSES = {
     "mt5": "MT5ForConditionalGeneration",  # the first layer of each stack has a table that the others read
 }
 # the oldest transformers compiles a part of DeBERTa when that is imported
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+]
 XLM = "XLMWithLMHeadModel"  # its attentions and its MLPs stand in two lists
 
 

@@ -25,6 +25,7 @@ from shardformer.testing.zoo.inputs import batches_for, runner
 from shardformer.testing.zoo.shrink import model_of
 
 
+@pytest.mark.slow
 @pytest.mark.reduced(one_in=2, first=1)
 @pytest.mark.parametrize("name", ["T5Gemma2ForConditionalGeneration", "FSMTForConditionalGeneration"])
 def test_states_of_the_encoder_enter_once_although_a_pipeline_knows_where_they_come_in(name: str) -> None:
@@ -111,6 +112,7 @@ def test_a_module_that_takes_an_entrys_place_in_the_forward(bird: tuple[nn.Modul
         run_as_threads(short, tensor=2)
 
 
+@pytest.mark.slow
 @pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize(("hidden", "width"), [(32, 16), (16, 16)])
 def test_of_experts_as_wide_as_the_hidden_states_the_dim_is_cut_that_was_proven_on_the_twin(
@@ -153,6 +155,7 @@ def test_what_a_pipeline_needs_is_left_out_where_ranks_would_differ_with_it(
     assert "cut so, it does not run" in policy.against_pipeline
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_policy_is_found_although_no_gradients_are_wanted() -> None:
     model = transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=60, num_hidden_layers=2))

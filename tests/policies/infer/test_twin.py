@@ -16,6 +16,8 @@ from shardformer.sharding.plan import make_plan
 from shardformer.testing.zoo.layers import kinds_of_layers
 from shardformer.testing.zoo.shrink import ODD, model_of, shrunk
 
+pytestmark = pytest.mark.slow
+
 
 def native(model_type: str, name: str, **settings: object) -> nn.Module:
     return model_of(transformers.AutoConfig.for_model(model_type, architectures=[name], **settings))

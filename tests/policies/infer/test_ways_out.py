@@ -18,6 +18,8 @@ from shardformer.errors import PolicyError
 from shardformer.mesh.context import ParallelContext
 from shardformer.testing.threads import run_as_threads
 
+pytestmark = pytest.mark.slow
+
 
 class Fed(nn.Module):
     """An MLP between an embedding and a head, whose input has a name of its own."""

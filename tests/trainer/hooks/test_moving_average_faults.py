@@ -100,6 +100,7 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_the_average_is_that_of_one_process_under_every_layout(make: Any) -> None:
     alone, loss, _ = language_model(None, make)
