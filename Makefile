@@ -4,6 +4,7 @@
 # make features  run the tests of the families and write docs/features.md from what they say
 # make pages   write docs/configuration.md and docs/commands.md from the code
 # make test-oldest  the tests of the families with the oldest transformers that is supported, in .venv-oldest
+# make test-gpu  check and measure one GPU, in at most 5 minutes; without one, device placement on a fake accelerator
 # make hostile  what hostile users try, all of it: ARGS="--seed 7" repeats a run
 # make bench   every script of benchmarks/   make clean    remove .venv and what the tools left
 
@@ -17,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # The package is read by hundreds of processes: its compiled files are kept, whatever the machine says of others.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
-.PHONY: demo test test-oldest hostile features pages lint format bench clean
+.PHONY: demo test test-gpu test-oldest hostile features pages lint format bench clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
@@ -25,6 +26,9 @@ demo: $(VENV)/.installed
 
 test: lint $(VENV)/.installed-timm
 	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
+
+test-gpu: $(VENV)/.installed-test
+	$(TEST_ENV) $(BIN)/python -m tests.gpu $(ARGS)
 
 test-oldest: $(OLDEST)/.installed-test $(VENV)/.installed-timm
 	$(TEST_ENV) TIMM_FOLDER=$(CURDIR)/$(VENV)/timm $(OLDEST)/bin/python -m pytest -m feature $(ARGS)
