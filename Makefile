@@ -8,6 +8,7 @@
 # make test-oldest  the tests of the families with the oldest transformers that is supported, in .venv-oldest
 # make test-versions  the versions that users have, from the oldest to the newest: an environment of its own for each
 #              row of docs/versions.md; ARGS="--rows 3.13 --envs FOLDER --only train" runs some of it
+# make test-gpu  check and measure one GPU, in at most 5 minutes; without one, device placement on a fake accelerator
 # make hostile  what hostile users try, all of it: ARGS="--seed 7" repeats a run
 # make mutants  known faults in a copy of the package, and the test that finds each: ARGS="--area context" for some
 # make bench   every script of benchmarks/   make clean    remove .venv and what the tools left
@@ -24,7 +25,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTH
 STARTED := $(shell date +%s)
 TIER := $(TEST_ENV) $(BIN)/python -m tests.run_tier --jobs $(JOBS) --started $(STARTED)
 
-.PHONY: demo test test-fast test-all test-oldest test-versions hostile mutants features pages lint format bench clean
+.PHONY: demo test test-fast test-all test-gpu test-oldest test-versions hostile mutants features pages lint format bench clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
@@ -38,6 +39,9 @@ test-fast: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test $(VENV)/.installed-timm $(OLDEST)/.installed-test
 	$(TIER) all $(ARGS)
+
+test-gpu: $(VENV)/.installed-test
+	$(TEST_ENV) $(BIN)/python -m tests.gpu $(ARGS)
 
 test-oldest: $(OLDEST)/.installed-test $(VENV)/.installed-timm
 	$(TEST_ENV) TIMM_FOLDER=$(CURDIR)/$(VENV)/timm $(OLDEST)/bin/python -m pytest -m feature $(ARGS)

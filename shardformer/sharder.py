@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardformer.comm.values import with_values
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError, nearest
 from shardformer.mesh.axis import Axis
@@ -193,7 +194,8 @@ def resolve_policy(
             check_trusted(model, known[0])
         return known
     try:
-        inferred = infer(model)
+        with with_values():  # a policy is found on a small model
+            inferred = infer(model)
         if tensor == 1 and inferred.against_pipeline:
             uncut = infer_stacks(model)
             inferred = uncut if uncut.stack and not uncut.against_pipeline else inferred

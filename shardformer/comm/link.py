@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardformer.comm.values import has_values
+
 DOWN, UP = "to the host", "to the device"
 REMEMBERED = 4096
 """Copies whose times are kept."""
@@ -109,6 +111,9 @@ class Link:
         return self._start_on_stream(way, out, x) if self._is_cuda else self._start_on_thread(way, out, x)
 
     def _start_on_thread(self, way: str, out: Tensor, x: Tensor) -> Copy:
+        if not has_values(x):  # threads cannot trace at the same time
+            out.copy_(x)
+            return Copy(out, x, bool, bool, lambda: True)
         future: Future[None] = self._workers[way].submit(self._copy, way, out, x)
         return Copy(out, x, future.result, future.result, future.done)
 

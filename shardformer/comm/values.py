@@ -24,5 +24,16 @@ def numbers_in(x: Tensor) -> Any:
     return ones
 
 
+def is_true(x: Tensor) -> bool:
+    """What ``bool(x)`` gives; True where there are no values: a check of numbers finds nothing wrong in a trace."""
+    return bool(x) if has_values(x) else True
+
+
+def memory_of(x: Tensor) -> int:
+    """A number of the memory of ``x``, which no other memory has while it is held; also where it has no address."""
+    number: int = x.untyped_storage()._cdata
+    return number
+
+
 with_values = unset_fake_temporarily
 """In here, or in what it decorates, what is made has values, also while a step is traced: something is tried out."""

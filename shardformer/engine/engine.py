@@ -19,6 +19,7 @@ from shardformer.checkpoint.load import Loaded, load_checkpoint
 from shardformer.checkpoint.move import Moved
 from shardformer.checkpoint.save import Saving, save_checkpoint, start_checkpoint
 from shardformer.comm.collectives import all_reduce, gather_objects
+from shardformer.comm.values import is_true
 from shardformer.engine.batch import is_several, named_batch, on_device
 from shardformer.engine.data import Batches
 from shardformer.engine.parallel import Parallel
@@ -224,18 +225,17 @@ class Engine:
 
     def _clip(self) -> bool:
         """Returns whether the step is to be made."""
-        asked = self.parallel
-        self.grad_norm = norm = grad_norm(self.model) if asked.max_grad_norm or self.takes_grad_norm else None
-        is_right = norm is None or asked.on_nonfinite == "ignore" or bool(torch.isfinite(norm))
+        asked, takes_norm = self.parallel, self.parallel.max_grad_norm or self.takes_grad_norm
+        self.grad_norm = norm = grad_norm(self.model) if takes_norm else None
+        is_right = norm is None or asked.on_nonfinite == "ignore" or is_true(torch.isfinite(norm))
         if norm is not None and is_right:  # else they stay as they are, for what is not finite to be found
             scale_gradients(self.model, norm, asked.max_grad_norm or math.inf)
-        if is_right or asked.on_nonfinite == "skip":
+        if is_right or asked.on_nonfinite == "skip" or norm is None:
             return is_right
-        assert norm is not None
         raise InputError(
             f"The norm of the gradients of step {self.steps + 1} is {float(norm)}{self._nonfinite()}",
-            rule="A step with gradients that are not finite would make the weights so too",
-            remedy="Lower the learning rate, look at the batch, or write on_nonfinite='skip'; no weight was changed",
+            rule="A step with gradients that are not finite would make the weights so too; no weight was changed",
+            remedy="Lower the learning rate, look at the batch, or write on_nonfinite='skip'",
         )
 
     def _nonfinite(self) -> str:

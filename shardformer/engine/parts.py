@@ -19,7 +19,7 @@ from shardformer.engine.parallel import Parallel
 from shardformer.engine.pipeline import Pipeline
 from shardformer.errors import ConfigError
 from shardformer.layout.state import ROOT
-from shardformer.mesh.context import ParallelContext, with_tensor
+from shardformer.mesh.context import ParallelContext, local_device, with_tensor
 from shardformer.mesh.launch import launch_from_torch
 from shardformer.optim.zero import zero
 from shardformer.sharder import shard_model
@@ -40,7 +40,7 @@ def grid_of(context: ParallelContext | None, asked: Parallel) -> ParallelContext
     if context is None:
         if dist.is_initialized() or any(name in os.environ for name in LAUNCHED):
             return with_tensor(launch_from_torch(**asked.sizes), asked.tensor)  # type: ignore[arg-type]
-        context = ParallelContext.of({})
+        context = ParallelContext.of({}, device=local_device())
     differs = [name for name, size in asked.sizes.items() if size not in (None, 1) and context.sizes[name] != size]
     if not differs:
         return context if "row" in context.sizes else with_tensor(context, asked.tensor)

@@ -142,12 +142,19 @@ class ParallelContext:
         Communicates one gather of the sizes and of the hosts' names.
         """
         grid, device = agreed_grid(sizes), device or local_device()
+        if device.type == "cuda" and not torch.cuda.is_initialized():  # a mesh would take the device of LOCAL_RANK
+            torch.cuda.set_device(device)
+            torch.cuda.init()
         ranks = torch.tensor(grid.ranks).reshape(list(grid.sizes.values()))
         mesh = DeviceMesh("cuda" if device.type == "cuda" else "cpu", ranks, mesh_dim_names=AXES)
         context = cls(grid, dist.get_rank(), {}, device, Processes(grid.ranks), mesh)
         for name in AXES:
             if grid.sizes[name] > 1:
-                context._new_axis(name, grid.lines(name), ProcessGroupTransport(mesh.get_group(name)))
+                group = mesh.get_group(name)
+                # some versions of torch give a mesh NCCL where the user chose gloo and there is a GPU
+                is_chosen = dist.get_backend_config(group) == dist.get_backend_config()
+                transport = ProcessGroupTransport(group) if is_chosen else None
+                context._new_axis(name, grid.lines(name), transport)
         return context._with_axes(AXES)
 
     def merged(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> Axis:

@@ -67,6 +67,14 @@ class ProcessGroupTransport:
         """The processes of this group."""
         return Processes(tuple(self._ranks))
 
+    def _is_staged(self, x: Tensor) -> bool:
+        """Whether a tensor is copied through the host's memory: one on a GPU, over gloo.
+
+        gloo accepts CUDA tensors in some collectives only, not in sends and receives. Copying all of them lets two
+        ranks train on one GPU, which NCCL refuses.
+        """
+        return x.device.type != "cpu" and self._backends.get(x.device.type) == "gloo"
+
     def exchanges_directly(self, x: Tensor) -> bool:
         """gloo's reduce-scatter sends as many bytes as an all-reduce, and its small messages wait for two rounds."""
         return x.device.type == "cpu" or self._backends.get(x.device.type) == "gloo"
@@ -76,20 +84,34 @@ class ProcessGroupTransport:
         return self._backends.get(device.type) == "nccl"
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
+        if self._is_staged(x):
+            host = _copied(x)
+            return StagedWork([self.all_reduce(host, op)], [(x, host)])
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
         return self._started(dist.all_reduce(x, op=reduce_op, group=self.group, async_op=True), "an all-reduce")
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        if self._is_staged(x):
+            host = _on_host(out)
+            return StagedWork([self.all_gather(host, _copied(x))], [(out, host)])
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return self._started(gather(out, x, group=self.group, async_op=True), "an all-gather")
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
+        if self._is_staged(x):
+            host = _on_host(out)
+            return StagedWork([self.reduce_scatter(host, _copied(x))], [(out, host)])
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return self._started(scatter(out, x, group=self.group, async_op=True), "a reduce-scatter")
 
     def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
         """Between two ranks one all-to-all, which gloo gives less to do than a send and a receive (measured: half the
         time under computation)."""
+        if any(self._is_staged(x) for x in (*outgoing.values(), *arriving.values())):
+            sent = {id(x): _copied(x) for x in outgoing.values()}  # what goes to several ranks is copied once
+            into = {rank: _on_host(x) for rank, x in arriving.items()}
+            works = self.exchange({rank: sent[id(x)] for rank, x in outgoing.items()}, into)
+            return [StagedWork(works, [(arriving[rank], host) for rank, host in into.items()])]
         if len(self._ranks) == 2:
             return self._swap(outgoing.get(1 - self._rank), arriving.get(1 - self._rank))
         works = [self.receive(x, r, 0) for r, x in arriving.items() if x.numel()]
@@ -107,12 +129,22 @@ class ProcessGroupTransport:
         return [self._started(work, "an exchange", 1 - self._rank)]
 
     def send(self, x: Tensor, to: int, tag: int) -> Work:
+        if self._is_staged(x):
+            return StagedWork([self.send(_copied(x), to, tag)])
         return self._started(dist.isend(x, self._ranks[to], group=self.group, tag=tag), "a send", to)
 
     def receive(self, x: Tensor, source: int, tag: int) -> Work:
+        if self._is_staged(x):
+            host = _on_host(x)
+            return StagedWork([self.receive(host, source, tag)], [(x, host)])
         return self._started(dist.irecv(x, self._ranks[source], group=self.group, tag=tag), "a receive", source)
 
     def broadcast(self, x: Tensor, source: int) -> None:
+        if self._is_staged(x):
+            host = _copied(x)
+            self.broadcast(host, source)
+            x.data.copy_(host)
+            return
         with self.peers.reached("a broadcast"):
             dist.broadcast(x, src=self._ranks[source], group=self.group)
 
@@ -155,3 +187,35 @@ class ProcessGroupTransport:
 
     def _started(self, work: Any, what: str, peer: int | None = None) -> Work:
         return ReachedWork(work, self.peers, what, peer)
+
+
+class StagedWork:
+    """Transfers between hosts on behalf of device tensors; ``wait`` copies the received values to the device.
+
+    Args:
+        works: the transfers of the host copies.
+        arriving: pairs of a device tensor and the host buffer that receives its values.
+    """
+
+    def __init__(self, works: Sequence[Work], arriving: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        self._works, self._arriving = works, list(arriving)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        while self._arriving:  # once, also where it is waited for again
+            x, host = self._arriving.pop()
+            x.data.copy_(host)  # as torch's collectives, which autograd does not see
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def _copied(x: Tensor) -> Tensor:
+    """A copy on the host. Waits for the computation of ``x``."""
+    return x.detach().to("cpu", copy=True)
+
+
+def _on_host(x: Tensor) -> Tensor:
+    """A host buffer to receive ``x`` into."""
+    return torch.empty_like(x, device="cpu")

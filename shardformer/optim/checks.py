@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardformer.comm.agree import agree
+from shardformer.comm.values import has_values
 from shardformer.errors import ConfigError, expect
 from shardformer.layout.state import ShardedState
 from shardformer.optim.settings import Settings
@@ -73,7 +74,7 @@ def check_memory(table: ShardedState) -> None:
     """Raises ConfigError where two parameters share memory without being one: here each gets its own."""
     owners: dict[int, str] = {}
     for entry in table.entries:
-        if not entry.param.numel() or entry.param.is_meta:
+        if not entry.param.numel() or not has_values(entry.param):
             continue
         other = owners.setdefault(entry.param.untyped_storage().data_ptr(), entry.name)
         if other != entry.name:

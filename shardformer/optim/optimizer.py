@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardformer.comm.values import is_true
 from shardformer.errors import ConfigError
 from shardformer.layout.state import ROOT, ShardedState
 from shardformer.mesh.axis import Axis
@@ -193,7 +194,7 @@ class ZeroOptimizer(Optimizer):
         if rules.max_grad_norm is None and rules.on_nonfinite == "ignore" and not is_scaled:
             return True
         self.grad_norm = norm_of_shards(self.shards, self._table, self._stage)
-        is_finite = (rules.on_nonfinite == "ignore" and not is_scaled) or bool(torch.isfinite(self.grad_norm))
+        is_finite = (rules.on_nonfinite == "ignore" and not is_scaled) or is_true(torch.isfinite(self.grad_norm))
         if is_scaled:
             scale.update(is_finite)
         elif not is_finite and rules.on_nonfinite == "raise":

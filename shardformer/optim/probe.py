@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardformer.comm.values import with_values
 from shardformer.errors import ConfigError
 from shardformer.torch_compat import state_when_made
 
 SHAPES, CUT, STEPS, BOUND = ((6, 4), (4, 6)), 10, 3, 1e-6
 
 
+@with_values()
 def needs_whole(optimizer: Optimizer) -> bool:
     """Whether the optimizer gives other numbers for a matrix than for two parts of it.
 
@@ -43,6 +45,7 @@ def _needs_whole(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     return _difference([torch.cat(parts)], [alone[0].flatten()]) >= BOUND
 
 
+@with_values()
 def can_step_apart(optimizer: Optimizer) -> bool:
     """Whether it gives the same numbers where each parameter gets a step of its own, one after the other.
 
@@ -104,7 +107,10 @@ def _twin(optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter
     own = {k: v for k, v in optimizer.__dict__.items() if not (callable(v) and hasattr(kind, k))}
     hooks: dict[str, Any] = {name: OrderedDict() for name in own if name.startswith("_optimizer_step_")}
     tried: Any = object.__new__(kind)
-    tried.__dict__.update(own, param_groups=[{**group, "params": params}], state=defaultdict(dict), **hooks)
+    here = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in group.items()}  # a rate of learning, of a GPU
+    if "capturable" in here:
+        here["capturable"] = False  # which torch refuses on the CPU, and changes no number
+    tried.__dict__.update(own, param_groups=[{**here, "params": params}], state=defaultdict(dict), **hooks)
     for param in params:
         if state := state_when_made(optimizer, group, param):
             tried.state[param] = state
@@ -127,7 +133,8 @@ def state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Tensor, item
         itemsize: of the numbers that it updates; by default those of ``param``.
     """
     small = [min(n, 4) for n in param.shape]
-    state = state_of_step(optimizer, group, torch.zeros(small))
+    with with_values():
+        state = state_of_step(optimizer, group, torch.zeros(small))
     found = 0.0
     for x in (x for x in state.values() if isinstance(x, Tensor) and x.dim()):
         full = [n if have == part else have for n, part, have in zip(param.shape, small, x.shape, strict=False)]

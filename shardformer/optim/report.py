@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardformer.comm.link import DOWN, UP
+from shardformer.comm.values import memory_of
 from shardformer.layout.state import ShardedState
 from shardformer.optim.memory import Memory, said_bytes
 from shardformer.optim.offload.host import Host
@@ -40,7 +41,7 @@ def held(
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+    return sum({memory_of(x): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 def _grads(table: ShardedState) -> list[Tensor]:

@@ -218,9 +218,15 @@ class Shard:
         gradient, stretch = self.gradients[number], self._stretch(number)
         shape = gradient.param.shape
         return {
-            name: self._cut(gradient, x, stretch) if isinstance(x, Tensor) and x.shape == shape and x.dim() else x
+            name: self._cut(gradient, x, stretch)
+            if isinstance(x, Tensor) and x.shape == shape and x.dim()
+            else self._beside(x)
             for name, x in state.items()
         }
+
+    def _beside(self, x: Any) -> Any:
+        """What is no number of the parameter: a count of steps of a fused optimizer was where the parameter was."""
+        return x.to("cpu") if self.host is not None and isinstance(x, Tensor) else x
 
     def _cut(self, gradient: Gradient, x: Tensor, stretch: slice) -> Tensor:
         flat = _flat(gradient, x) if self.host is None else _flat(gradient, x).to("cpu")

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from shardformer.comm.values import with_values
 from shardformer.errors import ConfigError
 from shardformer.layers.attention.own import is_on_interface
 from shardformer.layers.attention.select import attention_classes, configs
@@ -165,7 +166,8 @@ def learned_of(
     model: nn.Module, prove: Callable[..., Any], find: Callable[..., Any], context: ParallelContext, way: str
 ) -> Learned:
     """What a proof learnt. Raises ConfigError where it fails."""
-    found = prove(model, find, sizes_for(model, context, way), may_be_whole=not is_said(context, way))
+    with with_values():
+        found = prove(model, find, sizes_for(model, context, way), may_be_whole=not is_said(context, way))
     if found.against is not None:
         raise ConfigError(
             f"sequence={context.sequence.size} for {type(model).__name__}: {found.against}",

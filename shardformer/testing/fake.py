@@ -41,15 +41,17 @@ def fake_context(
     pipe: int = 1,
     sequence: int = 1,
     backend: str = "gloo",
+    device: torch.device | None = None,
 ) -> ParallelContext:
     """The context of the rank at ``coords`` (0 where none is given), whose collectives carry nothing.
 
     Args:
-        backend: with "nccl" parts are gathered and scattered as NCCL does, though the tensors are of the CPU.
+        backend: with "nccl" parts are gathered and scattered as NCCL does, whatever the device.
+        device: of the rank; the CPU by default. See ``shardformer.testing.fake_device``.
     """
     sizes = {"data": data, "pipe": pipe, "sequence": sequence, "tensor": tensor}
     world = FakeWorld(Grid.of(sizes).rank_at(coords or {}), backend)
-    return ParallelContext.of(sizes, coords, world=world)
+    return ParallelContext.of(sizes, coords, world=world, device=device)
 
 
 class FakeWorld:

@@ -15,6 +15,7 @@ from shardformer.comm.collectives import all_reduce, broadcast_object, gather_ob
 from shardformer.comm.gather import gather_all
 from shardformer.comm.recorder import Recorder
 from shardformer.config import ShardConfig
+from shardformer.engine.batch import on_device
 from shardformer.engine.pipeline import Pipeline
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.layers.dropout import silence_dropout
@@ -95,6 +96,7 @@ class Job:
     sequence: int | tuple[int, int] = 1
     grid: int | tuple[int, ...] = 1
     ids: Mapping[str, int] = field(default_factory=dict)  # field of the config -> a token that stands for images
+    device: str = "cpu"  # of both models
 
     def __post_init__(self) -> None:
         self.training.check_pipeline(self.pipe)
@@ -138,7 +140,7 @@ class Trajectory:
 def run_job(job: Job) -> tuple[Trajectory | None, Trajectory, str, str]:
     """Called on every worker: the plain trace (on the first only), the sharded one, the model's name, the layout."""
     sizes = {"tensor": job.tensor, "pipe": job.pipe, "data": job.data, "sequence": total_of(job.sequence)}
-    context = ParallelContext.from_world(sizes)
+    context = ParallelContext.from_world(sizes, torch.device(job.device))
     context = with_tensor(with_sequence(context, job.sequence), job.grid)
     plain = problem = None
     try:
@@ -161,7 +163,8 @@ def run_job(job: Job) -> tuple[Trajectory | None, Trajectory, str, str]:
 
 def build(job: Job) -> nn.Module:
     torch.manual_seed(0)
-    model = job.model_fn().to(torch.float32 if job.training.dtype is not None else job.dtype).train()
+    dtype = torch.float32 if job.training.dtype is not None else job.dtype
+    model = job.model_fn().to(torch.device(job.device), dtype).train()
     silence_dropout(model)
     job.training.freeze(model)
     config: Any = getattr(model, "config", None)
@@ -207,12 +210,12 @@ def _run_plain(job: Job) -> Trajectory:
     optimizer = Plain(model, job.training)
     _check_repeats(job, model)
     check_apart(job, model)
-    trace.before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    trace.before = {n: p.detach().clone().cpu() for n, p in model.named_parameters()}
     for step in range(job.steps):
         _backward(job, model, step, trace)
         trace.norms.append(optimizer.step(MAX_NORM))
         model.zero_grad()
-    trace.after = {n: p.detach().clone() for n, p in model.named_parameters()}
+    trace.after = {n: p.detach().clone().cpu() for n, p in model.named_parameters()}
     return trace
 
 
@@ -235,7 +238,13 @@ def _backward(job: Job, model: nn.Module, step: int, trace: Trajectory) -> None:
             if grad is not None and other is not None and grad.numel():
                 trace.noise[name] = max(trace.noise.get(name, 0.0), float((other - grad).abs().max()))
     trace.losses.append(float(loss.detach()))
-    trace.grads.append(grads)
+    trace.grads.append({name: None if grad is None else grad.cpu() for name, grad in grads.items()})
+
+
+def _part_of(job: Job, batch: Mapping[str, Any], rank: int, parts: int) -> Mapping[str, Any]:
+    """On the device of the models."""
+    part: Mapping[str, Any] = on_device(part_of(job, batch, rank, parts), torch.device(job.device))
+    return part
 
 
 def _plain_loss(job: Job, model: nn.Module, step: int, seed: int = 0) -> Tensor:
@@ -243,7 +252,7 @@ def _plain_loss(job: Job, model: nn.Module, step: int, seed: int = 0) -> Tensor:
     for backward in job.training.backwards(step):
         batch = job.batch_fn(backward)
         for rank in range(job.num_parts):
-            part = part_of(job, batch, rank, job.num_parts)
+            part = _part_of(job, batch, rank, job.num_parts)
             losses.append(_loss_of_step(job, model, part, backward, rank, seed).double())
     return torch.stack(losses).mean()
 
@@ -301,7 +310,7 @@ def _backwards(job: Job, model: nn.Module, optimizer: Any, step_of: StepOf, step
     rank, last = state_of(model).context.data.rank, job.training.backwards(step)[-1]
     losses = []
     for backward in job.training.backwards(step):
-        part = part_of(job, job.batch_fn(backward), rank, job.data)
+        part = _part_of(job, job.batch_fn(backward), rank, job.data)
         waits = nullcontext() if backward == last else own.no_sync() if own is not None else no_sync(model)
         with waits:
             losses.append(step_of(part, backward, rank).detach())
@@ -341,7 +350,7 @@ def _gathered(model: nn.Module, context: ParallelContext, own: Mapping[str, Tens
     specs, state = specs_of(model), state_of(model)
     known = [(name, t) for name, t in own.items() if t is not None]
     whole = gather_all([t for _, t in known], [specs[name] for name, _ in known], state.axis)
-    full = {**own, **dict(zip((name for name, _ in known), whole, strict=True))}
+    full = {**own, **{name: x.cpu() for (name, _), x in zip(known, whole, strict=True)}}
     stages = state.stages
     if stages is None or context.pipe.size == 1:
         return full

@@ -14,6 +14,7 @@ from shardformer.engine.build import initialize
 from shardformer.engine.data_sources import shuffled
 from shardformer.engine.engine import Engine
 from shardformer.engine.parallel import Parallel
+from shardformer.engine.parts import LAUNCHED, grid_of
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.mesh.context import ParallelContext
 from shardformer.sharding.save import full_state_dict
@@ -428,3 +429,11 @@ def test_a_pipeline_goes_on_to_the_bit(pool2: WorkerPool, tmp_path: Any) -> None
 
 def test_it_goes_on_under_another_layout(pools: Pools, tmp_path: Any) -> None:
     assert max(pools(4).run(_resumed, str(tmp_path), {"tensor": 2, "zero": 2}, {"pipe": 2, "tensor": 2}, 0.0)) < EXACT
+
+
+def test_one_process_without_a_launcher_trains_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name in (*LAUNCHED, "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert grid_of(None, Parallel()).device == torch.device("cuda", 0)

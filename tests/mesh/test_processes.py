@@ -1,4 +1,4 @@
-"""Which algorithm fits is asked of the backend of the device in use."""
+"""Which algorithm fits is asked of the backend of the device in use; gloo carries tensors of a GPU through the host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardformer.comm.collectives import (
+    all_gather,
+    all_reduce,
+    broadcast,
+    reduce_scatter,
+    start_all_gather_into,
+    start_all_to_all,
+    start_sum,
+)
+from shardformer.comm.point_to_point import PointToPoint
+from shardformer.mesh import processes
+from shardformer.mesh.context import ParallelContext
 from shardformer.mesh.processes import ProcessGroupTransport
+from shardformer.testing.pool import WorkerPool
 
 
 @pytest.mark.parametrize(
@@ -39,3 +52,64 @@ def test_a_group_of_two_backends_has_one_for_each_device(
     devices = {"cpu", "cuda"}
     assert {d for d in devices if transport.exchanges_directly(On(d))} == gloo  # type: ignore[arg-type]
     assert {d for d in devices if transport.sends_in_turn(torch.device(d))} == nccl
+
+
+class OfAGpu:
+    """While it is open, tensors count as a GPU's, but for the copies that a transport makes on the host."""
+
+    def __init__(self) -> None:
+        self.copies: list[torch.Tensor] = []
+
+    def __enter__(self) -> OfAGpu:
+        self.before = processes._copied, processes._on_host, ProcessGroupTransport._is_staged
+        copied, on_host, _ = self.before
+        processes._copied = lambda x: self._kept(copied(x))
+        processes._on_host = lambda x: self._kept(on_host(x))
+        ProcessGroupTransport._is_staged = lambda _, x: not any(x is copy for copy in self.copies)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        processes._copied, processes._on_host, ProcessGroupTransport._is_staged = self.before  # type: ignore[method-assign]
+
+    def _kept(self, x: torch.Tensor) -> torch.Tensor:
+        self.copies.append(x)
+        return x
+
+
+def collectives(*, staged: bool) -> tuple[list[torch.Tensor], int]:
+    """What each kind of collective gives on this rank, and how many copies were made on the host."""
+    context = ParallelContext.from_world({"pipe": 2})
+    axis, mine = context.pipe, 1.0 + context.rank
+    if not staged:
+        return _collectives(context, axis, mine), 0
+    with OfAGpu() as gpu:
+        return _collectives(context, axis, mine), len(gpu.copies)
+
+
+def _collectives(context: ParallelContext, axis: Any, mine: float) -> list[torch.Tensor]:
+    other = 1 - axis.rank
+    link, arriving = PointToPoint(context), torch.empty(5)
+    received = link.receive(arriving, other, "test")
+    sent = link.send(torch.full((5,), mine), other, "test")
+    large = torch.arange(300_000.0) * mine
+    out = torch.empty(6)
+    return [
+        all_reduce(torch.arange(6.0) * mine, axis),
+        all_reduce(torch.arange(6.0) * mine, axis, op="max"),
+        start_sum(large, axis, "test").wait(),
+        all_gather(torch.full((2, 4 - axis.rank), mine), axis, 1, 7),
+        reduce_scatter(torch.arange(14.0).view(2, 7) * mine, axis, 1),
+        start_all_gather_into(out, torch.full((3,), mine), axis, "test").wait(),
+        start_all_to_all([torch.full((2,), mine), torch.full((2,), -mine)], [2, 2], axis, "test").wait(),
+        broadcast(torch.full((4,), mine), axis, 1),
+        received.wait(),
+        sent.wait(),
+    ]
+
+
+def test_tensors_of_a_gpu_reach_the_other_rank_over_gloo_through_the_host(pool2: WorkerPool) -> None:
+    direct = pool2.run(collectives, staged=False)
+    staged = pool2.run(collectives, staged=True)
+    for (ours, copies), (theirs, _) in zip(staged, direct, strict=True):
+        assert copies >= len(ours)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

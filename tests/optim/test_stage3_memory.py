@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shardformer.comm.recorder import Recorder
+from shardformer.comm.values import memory_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.optimizer import ZeroOptimizer
 from shardformer.optim.settings import Offload
@@ -25,8 +26,10 @@ def chunks(size: int = 4000) -> Chunks:
 
 def used(memory: Chunks, numel: int) -> int:
     """The address of memory that was taken, and given back."""
-    address = memory.take(numel, torch.float32, CPU).data_ptr()
-    memory.give_back(address)
+    x = memory.take(numel, torch.float32, CPU)
+    address, key = x.data_ptr(), memory_of(x)
+    del x
+    memory.give_back(key)
     return address
 
 
@@ -40,9 +43,10 @@ def test_a_chunk_is_used_again() -> None:
 def test_a_chunk_that_somebody_looks_at_is_left_to_them() -> None:
     memory = chunks()
     x = memory.take(1000, torch.float32, CPU).fill_(7)
-    view, address = x[5:9], x.data_ptr()
+    view, address, key = x[5:9], x.data_ptr(), memory_of(x)
     del x
-    memory.give_back(address)
+    memory.give_back(key)
+    assert not memory._lent
     y = memory.take(1000, torch.float32, CPU).zero_()
     assert y.data_ptr() != address and view.tolist() == [7] * 4
 
@@ -63,7 +67,7 @@ def test_layers_and_their_gradients_lie_in_few_chunks(offload: Offload | None, m
     def counting(self: Chunks, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         before = len(self._free)
         out = take(self, numel, dtype, device)
-        made.append(out.data_ptr() in self._lent and before == len(self._free))
+        made.append(memory_of(out) in self._lent and before == len(self._free))
         return out
 
     monkeypatch.setattr(Chunks, "take", counting)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardformer.comm.values import has_values
 from shardformer.errors import ConfigError, InputError
 from shardformer.layers.attention.select import importing
 from shardformer.layers.context.heads import Exchange, key_heads, query_heads, to_heads, to_positions
@@ -193,13 +194,18 @@ def _check(module: nn.Module, mask: Any, kwargs: dict[str, Any]) -> None:
             remedy="Leave output_attentions off",
         )
     for name, given in kwargs.items():
-        if name not in KNOWN and isinstance(given, Tensor) and bool(given.any()):  # T5's cross-attention adds zeros
+        if name not in KNOWN and isinstance(given, Tensor) and _adds(given):
             raise ConfigError(
                 f"{type(module).__name__} calls its attention with {name}",
                 rule="With a sequence that is cut over ranks scores are products of queries and keys: a term that is "
                 "added to those of all positions has no rank",
                 remedy="Leave the sequence axis out for this model",
             )
+
+
+def _adds(x: Tensor) -> bool:
+    """Whether a term changes scores: T5's cross-attention adds zeros. In a trace it does not."""
+    return has_values(x) and bool(x.any())
 
 
 def _whole(

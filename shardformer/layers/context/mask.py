@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardformer.comm.values import has_values, is_true, with_values
 from shardformer.errors import ConfigError
 from shardformer.layers.context.kernels import Part
 from shardformer.layout.positions import Positions, rows_of
@@ -71,7 +72,7 @@ class Mask:
     ) -> None:
         self.predicate, self.queries, self.keys, self.batch = predicate, queries, keys, batch
         self.by_vmap, self.seed = by_vmap, seed
-        self.padding = None if padding is None or bool(padding.all()) else padding
+        self.padding = None if padding is None or is_true(padding.all()) else padding
         key = None if self.padding is not None else recipe(predicate)
         self._known = _remembered((key, queries, keys, by_vmap)) if key is not None else {}
 
@@ -116,6 +117,7 @@ class Mask:
             self._known[query_chunk, key_chunk] = self._asked(query_chunk, key_chunk)
         return self._known[query_chunk, key_chunk]
 
+    @with_values()
     def _asked(self, query_chunk: int, key_chunk: int) -> Sees:
         device = self._device
         rows, cols = rows_of(self.queries, (query_chunk,)), rows_of(self.keys, (key_chunk,))
@@ -126,6 +128,8 @@ class Mask:
         for start in range(0, len(rows), step):
             some = rows[start : start + step]
             found = self.sees(some, cols)
+            if not has_values(found):
+                return Sees.SOME  # in a trace, of a mask that is made of tensors
             any_, all_ = any_ or bool(found.any()), all_ and bool(found.all())
             causal = causal and bool((found == (some[:, None] >= cols[None, :])).all())
             if any_ and not all_ and not causal:

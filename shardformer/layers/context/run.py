@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardformer.comm.collectives import gather_numbers
+from shardformer.comm.values import numbers_in
 from shardformer.errors import InputError
 from shardformer.layers.context.cut_tensor import Rows
 from shardformer.layout.positions import Positions
@@ -159,4 +160,4 @@ def set_current(run: ContextRun | None) -> None:
 
 def new_seed() -> int:
     """A number of the stream of random numbers that all ranks have alike."""
-    return int(torch.randint(2**31, (), device="cpu"))
+    return int(numbers_in(torch.randint(2**31, (), device="cpu")))

@@ -65,4 +65,4 @@ def present(kind: Any) -> Any:
     """The class of a parameter that is here."""
     if not issubclass(kind, Absent):
         return kind
-    return nn.Parameter if kind is Absent else kind.__mro__[2]
+    return nn.Parameter if kind is Absent else kind.__bases__[1]

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shardformer.comm.values import memory_of
 from shardformer.errors import ConfigError
 from shardformer.layout.state import Entry
 from shardformer.optim.stage3.memory import Chunks
@@ -101,9 +102,9 @@ class UnitReducer(Pausable):
             self._end.finish(bucket)
             flat, bucket.flat, bucket.work = bucket.flat, None, None
             if self._memory is not None and flat is not None:
-                address = flat.untyped_storage().data_ptr()
+                memory = memory_of(flat)
                 del flat
-                self._memory.give_back(address)
+                self._memory.give_back(memory)
         self._under_way = []
 
     def end_pass(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardformer.comm.values import has_values
+from shardformer.comm.values import has_values, memory_of
 from shardformer.optim.stage3.units import Unit
 
 FREE_CHUNKS = 3
@@ -50,12 +50,12 @@ class Chunks:
             found = torch.empty(self._size, dtype=torch.uint8, device=device)
         else:
             self._free = [chunk for chunk in self._free if chunk is not found]
-        self._lent[found.data_ptr()] = found
+        self._lent[memory_of(found)] = found
         return found[:size].view(dtype)
 
-    def give_back(self, address: int) -> None:
-        """Of memory that begins there nobody wants the values any more."""
-        chunk = self._lent.pop(address, None)
+    def give_back(self, memory: int) -> None:
+        """Nobody wants the values in this memory any more: see ``memory_of``."""
+        chunk = self._lent.pop(memory, None)
         if chunk is None or len(self._free) >= FREE_CHUNKS:
             return
         if torch._C._storage_Use_Count(chunk.untyped_storage()._cdata) <= OURS:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import Pending
+from shardformer.comm.values import memory_of
 from shardformer.errors import ConfigError
 from shardformer.optim.shards import Shard
 from shardformer.optim.stage3.absent import UNIT, absent, present
@@ -92,7 +93,7 @@ class Unit:
         self._versions = [param._version for param in self.params]
 
     def _add_base(self, values: Tensor) -> None:
-        self.where[values.untyped_storage().data_ptr()] = self, len(self.bases)
+        self.where[memory_of(values)] = self, len(self.bases)
         self.bases.append(values)
 
     def _check_unwritten(self) -> None:
@@ -114,13 +115,13 @@ class Unit:
             shard.forget_fetched()
         if self.is_here:
             self._check_unwritten()
-            addresses = [values.untyped_storage().data_ptr() for values in self.bases]
-            for address in addresses:
-                del self.where[address]
+            memories = [memory_of(values) for values in self.bases]
+            for memory in memories:
+                del self.where[memory]
             self.bases, self.is_here = [], False
             self.hide()
-            for address in addresses:
-                self.give_back(address)
+            for memory in memories:
+                self.give_back(memory)
 
     @_lasting
     def hide(self) -> None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardformer.activations.hooks import SavedTensorHooks, check_version
 from shardformer.comm.collectives import gather_objects
+from shardformer.comm.values import memory_of
 from shardformer.errors import ConfigError, InputError
 from shardformer.mesh.axis import Axis
 from shardformer.optim.stage3.absent import UNIT
@@ -68,7 +69,7 @@ class Walk:
         self._last_arrivals: dict[int, int] = {}
         self._own: list[int] = []  # what this rank read itself
         self._at = -1
-        self._where: dict[int, tuple[Unit, int]] = {}  # address of gathered memory -> whose it is
+        self._where: dict[int, tuple[Unit, int]] = {}  # gathered memory -> whose it is
         for unit in units:
             unit.where, unit.on_read = self._where, self.read
         self._keep: Collection[int] = ()  # units that are read together
@@ -310,7 +311,7 @@ class Walk:
 
     def _pack(self, x: Tensor) -> Saved | None:
         """Of a unit's values only where they lie is saved; others are left to others."""
-        place = None if x.layout is not torch.strided else self._where.get(x.untyped_storage().data_ptr())
+        place = None if x.layout is not torch.strided else self._where.get(memory_of(x))
         if place is None:
             return None
         unit, base = place

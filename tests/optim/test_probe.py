@@ -1,0 +1,35 @@
+"""What an optimizer looks at is tried on the CPU, whatever device its parameters are on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardformer.optim.probe import can_step_apart, needs_whole, state_bytes
+from shardformer.testing.fake import fake_tensors
+
+KINDS: dict[str, dict[str, Any]] = {
+    "capturable": {"capturable": True},
+    "fused": {"fused": True},
+    "a rate that is a tensor": {"lr": torch.tensor(1e-3), "capturable": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_for_a_gpu_is_tried_on_the_cpu(kind: str) -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(4, 4))], **KINDS[kind])
+    assert not needs_whole(optimizer)
+    assert can_step_apart(optimizer)
+    assert optimizer.param_groups[0]["capturable"] == KINDS[kind].get("capturable", False)
+
+
+def test_an_optimizer_is_tried_on_numbers_where_its_parameters_have_none() -> None:
+    with fake_tensors():
+        param = nn.Parameter(torch.ones(40, 40))
+        optimizer = torch.optim.AdamW([param])
+        assert not needs_whole(optimizer)
+        assert can_step_apart(optimizer)
+        assert state_bytes(optimizer, optimizer.param_groups[0], param) == 2 * 4 * 1600
