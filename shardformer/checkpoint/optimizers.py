@@ -168,10 +168,12 @@ class OptimizerStates:
             pairs = [(n, states.get(id(slot.param))) for n, slot in zip(numbers, slots, strict=True)]
             packed |= {n: state for n, state in pairs if state is not None}
         self.optimizer.load_state_dict({"state": packed, "param_groups": groups})
-        for slot, key, value in read if exact else ():
-            state = self.optimizer.state[slot.param]
-            if isinstance(now := state.get(key), Tensor) and now.dtype != value.dtype:
-                state[key] = value.view(now.shape).to(now.device)
+        for slot in self._slots() if exact else ():
+            state = self.optimizer.state.get(slot.param, {})
+            for key, value in states.get(id(slot.param), {}).items():
+                now = state.get(key)
+                if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
+                    state[key] = value.view(now.shape).to(now.device)
 
 
 def optimizers_of(optimizer: Any, tensors: ModelTensors) -> list[OptimizerStates]:

@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from shardformer.checkpoint import folder as folder_module
+from shardformer.checkpoint.files import Index
 from shardformer.checkpoint.folder import Keep
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.save import save_checkpoint
+from shardformer.checkpoint.snapshot import Snapshot, write
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.lazy.recorder import LazyInit
 from shardformer.mesh.context import ParallelContext
@@ -130,6 +132,19 @@ def test_what_cannot_be_saved_is_said_on_all_ranks(name: str, tmp_path: Path) ->
 
     assert len(set(run_as_threads(do, data=2))) == 1
     assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize(("rows", "count"), [(range(0, 2), 6), (range(0, 5), 15)], ids=["too few", "too many"])
+def test_a_save_whose_ranks_do_not_write_each_number_once_is_no_checkpoint(
+    rows: range, count: int, tmp_path: Path
+) -> None:
+    hidden = folder_module.hidden_folder(tmp_path, 7)
+    folder_module.begin(tmp_path, hidden)
+    snapshot = Snapshot(0, 1, Index(7, 0.0, {}), {"weights/x": ("float32", (4, 3))})
+    snapshot.pieces += [("weights/x", (row % 4, 0), torch.zeros(1, 3)) for row in rows]
+    with pytest.raises(InputError, match=f"{count} of the 12 numbers of weights/x were written"):
+        write(snapshot, hidden, tmp_path, Keep(), to_disk=False)
+    assert folder_module.found_in(tmp_path) == []
 
 
 def test_an_age_below_zero() -> None:

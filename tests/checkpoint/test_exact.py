@@ -142,6 +142,27 @@ def test_ranks_agree_on_what_was_rounded_by_chance_while_it_was_loaded(tmp_path:
         assert all(torch.equal(first[name], value) for name, value in theirs.items())
 
 
+def test_states_that_are_wider_than_their_parameters_keep_every_bit(tmp_path: Path) -> None:
+    """Adafactor of transformers keeps fp32 states for 16-bit parameters."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 5).bfloat16()
+        return model, transformers.Adafactor(model.parameters(), lr=0.02, relative_step=False, beta1=0.9)
+
+    (model, optimizer), (again, resumed) = made(), made()
+    model(torch.randn(3, 6).bfloat16()).square().sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path, model, optimizer)
+    load_checkpoint(tmp_path, again, resumed)
+    for ours, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        expected = {key: x for key, x in optimizer.state[theirs].items() if isinstance(x, Tensor)}
+        assert expected["exp_avg"].dtype == torch.float32
+        for key, value in expected.items():
+            found = resumed.state[ours][key]
+            assert found.dtype == value.dtype and torch.equal(found, value), key
+
+
 class Counting(nn.Module):
     """A norm whose averages are those of the batches that it has seen, and a count that is no tensor."""
 

@@ -6,13 +6,23 @@ Of one family all pairs of layouts are tried, of the others some; ``ALL_PAIRS=1`
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from shardformer.checkpoint import holding, wanted
+from shardformer.checkpoint.load import load_checkpoint
+from shardformer.checkpoint.random_states import random_tensors
+from shardformer.checkpoint.save import save_checkpoint
+from shardformer.mesh.context import ParallelContext
+from shardformer.optim.zero import zero
+from shardformer.testing.threads import run_as_threads
 from tests.checkpoint.runs import LAYOUTS, SAMPLES, Layout, Run, load, on_ranks, save
 
 pytestmark = pytest.mark.slow
@@ -79,3 +89,48 @@ def test_a_run_goes_on_under_any_layout(family: str, source: str, target: str, s
 
     for losses in on_ranks(LAYOUTS[target], family, do):
         assert losses == pytest.approx(expected, rel=1e-6)  # a loss in fp32 over other parts of the batch
+
+
+def test_each_parameter_goes_on_with_its_step_count_of_the_rank_that_had_it(tmp_path: Path) -> None:
+    """Each of the two ranks trains one of the two parameters."""
+
+    def saves(context: ParallelContext) -> None:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        optimizer = zero(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        save_checkpoint(tmp_path, model, optimizer)
+
+    run_as_threads(saves, data=2)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    load_checkpoint(tmp_path, model, optimizer)
+    assert [float(optimizer.state[p]["step"]) for p in model.parameters()] == [3.0, 3.0]
+
+
+def test_a_data_rank_goes_on_with_its_own_random_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads share a random state: here each rank saves one of its own, and what it would set is noted."""
+    found: dict[str, Tensor] = {}
+
+    def of_rank(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, numbers = random_tensors(device)
+        seed = int(threading.current_thread().name.removeprefix("rank-"))
+        return tensors | {"torch.0": torch.Generator().manual_seed(seed).get_state()}, numbers
+
+    def note(tensors: dict[str, Tensor], *_: Any) -> None:
+        found[threading.current_thread().name] = tensors["torch.0"]
+
+    monkeypatch.setattr(holding, "random_tensors", of_rank)
+    monkeypatch.setattr(wanted, "set_random_tensors", note)
+    on_ranks(Layout(data=2), "gpt2", lambda run: save(run, tmp_path, 0))
+
+    def do(run: Run) -> tuple[int, Tensor]:
+        assert load(run, tmp_path).has_random
+        return run.context.data.rank, found[threading.current_thread().name]
+
+    loaded = on_ranks(Layout(data=2, tensor=2), "gpt2", do)
+    assert [data for data, _ in loaded] == [0, 0, 1, 1]
+    for data, state in loaded:
+        assert torch.equal(state, torch.Generator().manual_seed(data).get_state())

@@ -19,6 +19,7 @@ from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.mesh.context import ParallelContext
 from shardformer.sharding.save import full_state_dict
 from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import Sample
 
 GPT2 = Sample("gpt2", changes={"n_layer": 4})
@@ -217,6 +218,34 @@ def test_the_loss_of_many_batches_is_that_of_all_of_them() -> None:
     assert float(engine.evaluate(tuple(data[:10]))) == pytest.approx(float(expected), abs=1e-6)
 
 
+def test_the_loss_of_many_batches_weighs_each_by_its_labels_that_count() -> None:
+    x, y = pairs()[:10]
+    y[1:5] = -100  # of the first batch one label counts, of the second all
+    engine = made()
+    with torch.no_grad():
+        expected = nn.functional.cross_entropy(engine.model(x), y)
+    found = engine.evaluate(iter([(x[:5], y[:5]), (x[5:], y[5:])]))
+    assert float(found) == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_an_average_over_ranks_is_the_mean_of_their_losses() -> None:
+    x, y = pairs()[:10]
+    y[1:5] = -100  # of the first rank's labels one counts, of the second's all
+
+    def run(context: ParallelContext) -> tuple[float, float, float]:
+        engine, mine = made(context=context, parallel={"average": "ranks"}), slice(5 * context.data.rank, None)
+        batch = x[mine][:5], y[mine][:5]
+        with torch.no_grad():
+            own = nn.functional.cross_entropy(engine.model(batch[0]), batch[1])
+        return float(own), float(engine.evaluate(batch)), float(engine.train_step(batch))
+
+    found = run_as_threads(run, data=2)
+    expected = (found[0][0] + found[1][0]) / 2
+    assert abs(found[0][0] - found[1][0]) > 1e-3
+    for _, evaluated, trained_with in found:
+        assert (evaluated, trained_with) == (pytest.approx(expected, abs=1e-6), pytest.approx(expected, abs=1e-6))
+
+
 def test_in_eval_mode_a_batch_leaves_no_gradient_and_waits_for_nothing() -> None:
     engine, batch = made(), tuple(pairs()[:4])
     engine.eval()
@@ -286,6 +315,20 @@ def test_steps_that_are_not_finite_are_errors_or_skipped() -> None:
     assert (skipping.steps, skipping.skipped) == (1, 1)
     for each in (engine, skipping):
         assert all(torch.equal(p, b) for p, b in zip(each.model.parameters(), before, strict=True))
+
+
+def test_a_scheduler_waits_where_a_step_is_skipped() -> None:
+    good = tuple(pairs()[:4])
+    bad = (torch.full((4, 4), torch.inf), good[1])
+    engine = made(
+        parallel={"max_grad_norm": 1.0, "on_nonfinite": "skip"},
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+    )
+    rates = []
+    for batch in (bad, good, bad):
+        engine.train_step(batch)
+        rates.append(engine.optimizer.param_groups[0]["lr"])
+    assert rates == [0.05, 0.025, 0.025]
 
 
 def _misused(engine: Engine, how: str) -> None:

@@ -459,6 +459,20 @@ def test_heads_that_a_rule_would_tear() -> None:
     refused(ConfigError, ToyLM, "num_heads 2, which was 5", "Use a tensor size of 1, 5", policy=UnevenFirstForm)
 
 
+@pytest.mark.parametrize(
+    ("family", "heads"),
+    [
+        ("falcon", {"num_attention_heads": 8, "num_kv_heads": 2}),
+        ("chatglm", {"num_attention_heads": 8, "multi_query_group_num": 2}),
+    ],
+)
+def test_kv_heads_that_a_fused_projection_cannot_repeat_are_refused(family: str, heads: dict[str, int]) -> None:
+    """The second of three ranks has query heads 3, 4 and 5: one on the first KV head, and two on the second."""
+    models = [Sample(family, changes=heads)() for _ in range(3)]
+    with pytest.raises(ConfigError, match=r"tensor size of 3 cuts the 2 KV heads of .* unevenly"):
+        run_as_threads(lambda context: shard_model(models[context.tensor.rank], context=context), tensor=3)
+
+
 @pytest.mark.parametrize("make", [ShardFormer, lambda config: ModelSharder(ToyLM(), config, ToyPolicy)])
 def test_a_config_that_is_none(make: Callable[[Any], Any]) -> None:
     with pytest.raises(ConfigError, match="is a ShardConfig"):

@@ -76,6 +76,13 @@ def test_texts_have_classes(tmp_path: Path) -> None:
     assert isinstance(found.collate, Padded)
 
 
+def test_validation_data_that_lack_a_class_have_the_numbers_of_the_training(tmp_path: Path) -> None:
+    good = [row for row in labelled() if row["label"] == "good"]
+    data = {"train": write_rows(tmp_path, labelled()), "validation": write_rows(tmp_path, good, "good.jsonl")}
+    found = data_of(config(tmp_path, "bert", data, model={"task": "classification"}))
+    assert {found.validation[i]["labels"] for i in range(len(good))} == {1}
+
+
 def test_images_have_the_class_of_their_folder(tmp_path: Path) -> None:
     made = config(tmp_path, "vit", {"train": write_images(tmp_path)}, model={"task": "image_classification"})
     found = data_of(made, 32)

@@ -189,6 +189,24 @@ def test_16_bits_over_a_long_ring_are_as_near_as_in_one_kernel() -> None:
         assert (many - truth).norm() <= 1.3 * (one - truth).norm()
 
 
+def late(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    return (queries % 4 > 1) & (keys >= 0)
+
+
+@pytest.mark.parametrize("predicate", [causal, late, window, None])
+def test_a_mask_that_is_looked_at_in_parts_is_the_same(predicate: Predicate, monkeypatch: pytest.MonkeyPatch) -> None:
+    positions, chunks = Positions(16, 2), range(4)
+
+    def found() -> dict[tuple[int, int], mask.Sees]:
+        monkeypatch.setattr(mask, "_REMEMBERED", mask._Remembered())
+        sees = Mask(predicate, None, positions, positions, 1)
+        return {(row, col): sees.between(row, col) for row in chunks for col in chunks}
+
+    at_once = found()
+    monkeypatch.setattr(mask, "AT_ONCE", 1)
+    assert found() == at_once
+
+
 def test_what_a_thread_remembers_of_masks_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the last few masks, that is: ranks that are threads forget one at any time."""
     monkeypatch.setattr(mask, "REMEMBERED", 2)

@@ -141,8 +141,8 @@ MUTANTS = [
     mutant(
         "optimizer-state-rounded",
         "shardformer/checkpoint/optimizers.py",
-        "for slot, key, value in read if exact else ():",
-        "for slot, key, value in ():",
+        "for slot in self._slots() if exact else ():",
+        "for slot in ():",
         "Adam's fp32 moments of a 16-bit model are rounded to 16 bits by a load.",
         first=("tests/checkpoint/test_exact.py",),
     ),

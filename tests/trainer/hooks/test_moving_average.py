@@ -61,6 +61,23 @@ def test_it_is_the_average_of_a_plain_loop(kind: Any, warmup: bool) -> None:
     torch.testing.assert_close(dict(engine.model.named_parameters()), own, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("zero", [None, 1])
+def test_a_step_that_is_skipped_does_not_move_it(zero: int | None) -> None:
+    def run(steps: int) -> dict[str, Tensor]:
+        model, (good, bad) = Net(dropout=0.0), pairs(2)
+        engine = initialize(
+            model, torch.optim.SGD(model.parameters(), lr=0.05), nn.MSELoss(), [good, (bad[0] * torch.inf, bad[1])],
+            parallel=Parallel(zero=zero, max_grad_norm=1.0, on_nonfinite="skip"), batch_size=1,
+            data_options={"shuffle": False},
+        )  # fmt: skip
+        average = MovingAverage(0.9, warmup=False)
+        Trainer(engine, [average]).fit(steps=steps)
+        assert engine.skipped == steps - 1
+        return averaged(engine, average)
+
+    torch.testing.assert_close(run(2), run(1), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("how", [{}, {"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}], ids=str)
 def test_every_layout_has_the_same_average(how: dict[str, Any]) -> None:
     def run(context: ParallelContext) -> dict[str, Tensor]:
