@@ -39,7 +39,9 @@ def _search_what_is_imported_no_more() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Pools]:
     """``pools(n).run(fn, *args)`` calls ``fn`` on n workers; see :class:`shardformer.testing.pool.WorkerPool`."""
-    with Pools(imports=("torch", "tests.preload")) as pools:
+    from tests.tiers import PRELOADED  # pytest imports its plugins itself
+
+    with Pools(imports=PRELOADED) as pools:
         yield pools
 
 

@@ -15,11 +15,11 @@ from shardformer.config import ShardConfig
 from shardformer.testing.zoo import SMALL
 from tests.feature_table import COLUMNS, PAGE, ROWS, Case, Cell, labels_of, page_of, read_page
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 TESTS = """
 import pytest
-
-pytestmark = pytest.mark.slow
 
 @pytest.mark.feature("tensor parallel")
 @pytest.mark.parametrize("size", [2, 4])

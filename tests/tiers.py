@@ -30,6 +30,7 @@ from typing import Any
 
 import pytest
 
+from shardformer.testing.pool import start_fork_server
 from tests import scripts
 from tests.feature_table import case_of
 
@@ -39,6 +40,8 @@ TIERS = tuple(LIMIT_MIN)
 BUDGET_S = 10.0
 """Of one test. On a machine that does other work, the budget grows with its load."""
 NUM_SLOWEST = 10
+PRELOADED = ("torch", "tests.preload")
+"""What the workers of pools find imported."""
 STARTS_WORKERS = {"pools", "pool", "pool2", "pool4", "timm_pools", "timm_worker"}
 """Fixtures that start processes."""
 MARKS = (
@@ -60,6 +63,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("tier") == "test" and not hasattr(config, "workerinput"):
         scripts.set_up()
         config.add_cleanup(scripts.tear_down)
+    if config.getoption("tier") != "fast" and hasattr(config, "workerinput"):
+        start_fork_server(PRELOADED)  # in time for the first pool
 
 
 # ---------------------------------------------------------------------------------------------------------- selection

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from multiprocessing import connection, get_all_start_methods, get_context
+from multiprocessing import connection, forkserver, get_all_start_methods, get_context
 from multiprocessing.process import BaseProcess
 from tempfile import TemporaryDirectory
 from typing import Any, ParamSpec, Self, TypeVar
@@ -324,12 +324,23 @@ class _Worker:
 
 
 def _context(imports: Sequence[str]) -> Any:
-    """Of a fork server that has imported torch and what the first pool names: a worker starts in milliseconds."""
+    """Of a fork server that has imported torch and what the first pool names: a worker starts in milliseconds.
+
+    It also imports what the parent has imported of transformers' models, which workers are likely to need.
+    """
     if "forkserver" not in get_all_start_methods():
         return get_context("spawn")
+    here = [name for name in sys.modules if ".modeling_" in name and name.startswith("transformers.models.")]
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", _pool_worker.__name__, *imports])
+    context.set_forkserver_preload(["torch", _pool_worker.__name__, *imports, *here])
     return context
+
+
+def start_fork_server(imports: Sequence[str]) -> None:
+    """Start the server of this process in the background, before the first pool needs it."""
+    if "forkserver" in get_all_start_methods():
+        _context(imports)
+        forkserver.ensure_running()
 
 
 class _Meeting:

@@ -17,6 +17,8 @@ from shardformer.testing.pool import Pools, WorkerPool
 from shardformer.testing.zoo import HEADS, Sample
 from tests.scripts import SHARDFORMER
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., tuple[int, str, str]]
 
 FORGETFUL = """
@@ -24,8 +26,6 @@ from shardformer.mesh.axis import Axis
 from shardformer.layers.tensor.linear import Linear1D_Row
 from shardformer.policies.models.gpt2 import GPT2Policy
 from shardformer.testing.zoo import Batches, Sample
-
-pytestmark = pytest.mark.slow
 
 class Forgetful(GPT2Policy):
     def postprocess(self):

@@ -28,11 +28,11 @@ LAYOUTS = {
     "flash": Layout({"tensor": 2}, {"enable_flash_attention": True}),
 }
 OTHERS = {
-    "gpt2": ["tensor", "zero-3", "context", "pipeline", "fused"],
-    "bert": ["sequence-parallel", "offload", "pipeline"],
+    "gpt2": ["zero-3", "context", "pipeline"],
+    "bert": ["sequence-parallel", "offload"],
     "t5": ["sequence-parallel", "zero-3", "pipeline"],
-    "bloom": ["tensor", "context", "flash"],
-    "vit": ["tensor", "bf16", "pipeline"],
+    "bloom": ["tensor", "context"],
+    "vit": ["tensor", "pipeline"],
 }
 CASES = [("llama", name) for name in LAYOUTS] + [(family, name) for family, names in OTHERS.items() for name in names]
 

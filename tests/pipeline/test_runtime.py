@@ -22,12 +22,12 @@ from shardformer.testing.pool import WorkerPool
 from shardformer.testing.zoo import Batches, Sample
 from tests.scripts import SHARDFORMER
 
+pytestmark = pytest.mark.slow
+
 DYING = """
 import os, signal, sys
 import shardformer
 from shardformer.testing.zoo import Batches, Sample
-
-pytestmark = pytest.mark.slow
 
 context = shardformer.launch_from_torch(pipe=2, seed=0)
 model = shardformer.shard_model(Sample("gpt2")(), context=context)

@@ -35,7 +35,10 @@ def run_line(line: str, folder: Path, **environment: str) -> str:
 
 
 def set_up() -> None:
-    """Called in the process that starts the others, before a test is collected: all of them find one server."""
+    """Called in the process that starts the others, before a test is collected: all of them find one server.
+
+    It starts in the background, in time for the first script.
+    """
     folder = Path(tempfile.mkdtemp(prefix="python-"))
     client, command = folder / "python", folder / "shardformer"
     client.write_text(f"#!{sys.executable} -IS\n{Path(__file__).with_name('client.py').read_text(encoding='utf-8')}")
@@ -43,6 +46,7 @@ def set_up() -> None:
     client.chmod(0o755)
     command.chmod(0o755)
     os.environ |= {SOCKET: f"{folder}/socket", f"{SOCKET}_ROOT": str(ROOT), "PYTHON_EXEC": str(client)}
+    subprocess.Popen([client, "-c", ""], stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def tear_down() -> None:
