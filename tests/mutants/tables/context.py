@@ -48,7 +48,10 @@ MUTANTS = [
         "full.index_add_(1, torch.tensor(heads",
         "full.index_copy_(1, torch.tensor(heads",
         "Under Ulysses with few KV heads, a KV head gets the gradient of one of the ranks that read it.",
-        first=("tests/sharding/test_context.py",),
+        first=(
+            "tests/layers/context/test_heads.py::test_heads_for_positions_and_back",
+            "tests/sharding/test_context.py",
+        ),
     ),
     mutant(
         "same-attention-dropout-in-each-group",
@@ -130,6 +133,7 @@ MUTANTS = [
         "any_, all_ = any_ or bool(found.any()), bool(found.all())",
         "Of a mask that is looked at in several parts, the last part decides whether all is seen.",
         first=(
+            "tests/layers/context/test_ring.py::test_a_mask_that_is_looked_at_in_parts_is_the_same",
             "tests/layers/context/test_ring.py",
             "tests/sharding/test_context.py::test_padding_documents_and_windows",
         ),

@@ -22,6 +22,7 @@ MUTANTS = [
         "if layout.ranks < 1:",
         "A fused projection whose KV heads do not divide is sharded wrongly instead of refused.",
         first=(
+            "tests/policies/test_edges.py::test_kv_heads_that_a_fused_projection_cannot_repeat_are_refused",
             "tests/verify/test_families.py::test_other_settings",
             "tests/policies/test_heads.py",
         ),

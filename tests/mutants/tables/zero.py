@@ -75,7 +75,10 @@ MUTANTS = [
         "                self._values += self.rest\n",
         "                pass\n",
         'masters="kahan" loses small updates, as plain bf16 does.',
-        first=("tests/optim/test_rounding.py",),
+        first=(
+            "tests/optim/test_rounding.py::test_small_updates_are_not_lost",
+            "tests/optim/test_rounding.py",
+        ),
     ),
     mutant(
         "rounding-depends-on-the-layout",
@@ -83,7 +86,10 @@ MUTANTS = [
         "noise(wide, piece.first, piece.key, self.step)",
         "noise(wide, piece.at.start, piece.key, self.step)",
         'masters="stochastic" rounds the same weight differently on another number of data ranks.',
-        first=("tests/optim/test_rounding.py",),
+        first=(
+            "tests/optim/test_rounding.py::test_tensor_ranks_round_alike_what_they_hold_alike",
+            "tests/optim/test_rounding.py",
+        ),
     ),
     mutant(
         "paused-backwards-never-summed",
