@@ -125,7 +125,10 @@ MUTANTS = [
         "return (step + 1) / warmup",
         "return step / warmup",
         "The first step of a run with a warm-up changes nothing.",
-        first=("tests/runs",),
+        first=(
+            "tests/runs/test_updates.py::test_the_learning_rate_of_each_step_is_the_share_of_its_schedule",
+            "tests/runs",
+        ),
     ),
     mutant(
         "schedule-counts-dropped-batches",
@@ -133,7 +136,10 @@ MUTANTS = [
         "(samples // size if config.data.drop_last else -(-samples // size))",
         "-(-samples // size)",
         "With drop_last the learning rate does not reach its final value.",
-        first=("tests/runs",),
+        first=(
+            "tests/runs/test_updates.py::test_the_steps_of_a_run_are_those_of_the_batches_that_it_trains_on",
+            "tests/runs",
+        ),
     ),
     mutant(
         "validation-numbers-its-own-classes",
