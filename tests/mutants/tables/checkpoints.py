@@ -114,7 +114,11 @@ MUTANTS = [
         'return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{name}"',
         'return f"{WEIGHTS}/{name}"',
         "A bf16 run that goes on in fp32, or on other ranks, starts from weights rounded to 16 bits.",
-        first=("tests/checkpoint/test_layouts.py", "tests/checkpoint/test_exact.py"),
+        first=(
+            "tests/checkpoint/test_layouts.py::test_an_fp32_model_starts_from_the_masters_of_a_16_bit_run",
+            "tests/checkpoint/test_layouts.py",
+            "tests/checkpoint/test_exact.py",
+        ),
     ),
     mutant(
         "kahan-rest-not-loaded",

@@ -86,7 +86,10 @@ MUTANTS = [
         "parts = tuple((part[keep] - start) // step for part, keep in zip(self.parts, kept, strict=True))",
         "parts = tuple(part[keep] // step for part, keep in zip(self.parts, kept, strict=True))",
         "A loss on logits[:, 1:] compares with labels one position off.",
-        first=("tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",),
+        first=(
+            "tests/layers/context/test_sequence_cut.py::test_a_slice_is_that_of_the_full_tensor",
+            "tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",
+        ),
     ),
     mutant(
         "gathered-states-lose-gradients",
@@ -95,6 +98,7 @@ MUTANTS = [
         "return found.view(rows.axis.size, *own.shape)[rows.axis.rank], None, None",
         "What is computed of a gathered sequence (a pooled classifier) passes back a fraction of its gradient.",
         first=(
+            "tests/layers/context/test_sequence_cut.py::test_rows_get_the_gradients_that_all_ranks_find",
             "tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",
             "tests/sharding/test_context.py::test_nobody_can_tell_that_the_sequence_was_cut",
         ),
@@ -105,7 +109,10 @@ MUTANTS = [
         "return total / (counted.sum() if weight is None else weight[target[counted]].sum())",
         "return total / counted.sum()",
         "A cross entropy with class weights over a sequence axis is divided by the wrong number.",
-        first=("tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",),
+        first=(
+            "tests/layers/context/test_sequence_cut.py::test_a_cross_entropy_is_that_of_the_full_tensor",
+            "tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",
+        ),
     ),
     mutant(
         "windows-of-two-sizes-are-one",
@@ -114,6 +121,7 @@ MUTANTS = [
         "parts = tuple(map(recipe, [thing.__code__, *(thing.__defaults__ or ()), thing.__kwdefaults__]))",
         "The second sliding window that a process meets sees what the first one saw.",
         first=(
+            "tests/layers/context/test_ring.py::test_windows_of_two_sizes_are_two_masks",
             "tests/layers/context/test_ring.py",
             "tests/sharding/test_context.py::test_padding_documents_and_windows",
         ),

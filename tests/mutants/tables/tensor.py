@@ -116,6 +116,7 @@ MUTANTS = [
         "vars(module).update({name: module.get_parameter(name) for name in own})",
         "The bias of experts is added once for each tensor rank (gpt-oss).",
         first=(
+            "tests/sharding/test_regions.py::test_the_bias_of_experts_is_added_once",
             "tests/sharding/test_regions.py::test_experts_of_transformers_are_cut_beside_the_sequence",
             "tests/policies/infer/test_infer.py::test_a_family_that_nobody_described",
         ),
