@@ -97,10 +97,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, tier: str) -> tuple[set[str], str]:
+def run(folder: Path, tier: str, *options: str) -> tuple[set[str], str]:
     """The cases that failed, and all that was printed."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "--tier", tier, "-rA", "-vv"]
+    command = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "--tier", tier, "-rA", "-vv", *options]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith(("PASSED", "FAILED"))]
     return {words[1].partition("::")[2] for words in lines if words[0] == "FAILED"}, done.stdout + done.stderr
@@ -112,6 +112,7 @@ def test_a_tier_runs_its_cases_and_fails_what_is_too_slow(folder: Path) -> None:
     assert failed == {"test_that_takes_long"}
     assert "1 failed, 6 passed, 5 deselected" in printed
     assert "and a test may take" in printed and "the 2 slowest of 7 tests" in printed
+    assert run(folder, "test", "--no-budget")[0] == set()
 
 
 @pytest.mark.slow

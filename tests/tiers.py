@@ -54,6 +54,7 @@ MARKS = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tier", choices=TIERS, default="all", help="which tests to run, see tests/tiers.py")
+    parser.addoption("--no-budget", action="store_true", help="let each test take as long as it needs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -186,7 +187,7 @@ class Costs:
     """Fails a test that takes longer than its budget, and lists the slowest ones at the end."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self.checks = config.getoption("tier") != "all"
+        self.checks = config.getoption("tier") != "all" and not config.getoption("no_budget")
         self.seconds: dict[str, float] = {}
 
     @pytest.hookimpl(hookwrapper=True)

@@ -60,7 +60,8 @@ class Places:
     def __init__(self, plan: Plan, stream: StreamLayout) -> None:
         self._stream, blocks = stream, [block for _, block in plan.blocks]
         self._inside = tuple(_prefix(block.entry) for block in blocks)
-        self._biases = {f"{_prefix(block.row)}bias" for block in blocks}
+        # of a block whose module is a block by itself, each rank adds a part of the bias
+        self._biases = {f"{_prefix(block.row)}bias" for block in blocks if block.summands is None}
         whole = [*plan.gathered, *plan.apart, *(b.gathers_around for b in blocks if b.gathers_around is not None)]
         self._whole = tuple(map(_prefix, whole))
         self._stacks = [

@@ -110,6 +110,19 @@ def test_each_parameter_goes_on_with_its_step_count_of_the_rank_that_had_it(tmp_
     assert [float(optimizer.state[p]["step"]) for p in model.parameters()] == [3.0, 3.0]
 
 
+def test_an_fp32_model_starts_from_the_masters_of_a_16_bit_run(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    saved, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = zero(torch.optim.AdamW(saved.parameters()), saved, stage=1, precision="bf16")
+    saved(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path, saved, optimizer)
+    load_checkpoint(tmp_path, model)
+    for wide, narrow in zip(model.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(wide.bfloat16(), narrow)
+        assert not torch.equal(wide, narrow.float())
+
+
 def test_a_data_rank_goes_on_with_its_own_random_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads share a random state: here each rank saves one of its own, and what it would set is noted."""
     found: dict[str, Tensor] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from tests.mutants.mutant import AREAS, DoesNotApplyError, Mutant
 from tests.mutants.results import FOUND, SURVIVED, Result, page_of
 from tests.mutants.tables import all_mutants
 from tests.mutants.targets import OF_FOLDER, related_tests
-from tests.mutants.trees import ROOT, present
+from tests.mutants.trees import ROOT, present, tier_arguments
 
 MUTANTS = all_mutants()
 
@@ -32,6 +33,13 @@ def test_names_are_unique_and_every_area_has_mutants() -> None:
     assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
     counts = Counter(mutant.area for mutant in MUTANTS)
     assert tuple(counts) == AREAS and min(counts.values()) >= 8 and len(MUTANTS) >= 72
+
+
+def test_a_test_that_only_takes_long_finds_nothing(tmp_path: Path) -> None:
+    """On a machine that does other work, any test may take longer than its budget."""
+    assert tier_arguments(ROOT, "test") == ["--tier", "test", "--no-budget"]
+    (tmp_path / "conftest.py").write_text('addoption("--tier")')  # an earlier commit, without the second option
+    assert tier_arguments(tmp_path, "all") == ["--tier", "all"]
 
 
 def test_folders_with_related_tests_exist() -> None:

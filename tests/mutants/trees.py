@@ -42,10 +42,10 @@ def copy_of_commit(commit: str, target: Path) -> None:
 
 
 def tier_arguments(tree: Path, tier: str) -> list[str]:
-    """What selects a tier of tests; nothing where the tree has no tiers."""
+    """What selects a tier of tests, without their budgets of time; nothing where the tree has no such options."""
     sources = [tree / "conftest.py", *sorted((tree / "tests").glob("*.py"))]
-    has_tiers = any('"--tier"' in path.read_text(encoding="utf-8") for path in sources if path.is_file())
-    return ["--tier", tier] if has_tiers else []
+    text = "".join(path.read_text(encoding="utf-8") for path in sources if path.is_file())
+    return ["--tier", tier] * ('"--tier"' in text) + ["--no-budget"] * ('"--no-budget"' in text)
 
 
 def present(tree: Path, tests: Sequence[str]) -> list[str]:

@@ -120,6 +120,21 @@ def test_the_scale_grows_and_falls_as_told() -> None:
     assert seen == [8, 16, 16, 16, 8, 4, 4, 8, 8]
 
 
+def test_a_state_dict_keeps_the_scale_and_how_near_it_is_to_its_next_change() -> None:
+    def made(value: float) -> ZeroOptimizer:
+        model = net(torch.float32)
+        scale = LossScale(value, growth_interval=3)
+        return zero(torch.optim.AdamW(model.parameters()), model, stage=1, precision=Precision("fp16", None, scale))
+
+    saved, loaded = made(16.0), made(1024.0)
+    for is_finite in (False, True, True):
+        saved.loss_scale.update(is_finite)
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded.loss_scale.value == 8.0
+    loaded.loss_scale.update(True)
+    assert loaded.loss_scale.value == 16.0
+
+
 def with_nan(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
     """A backward that gives one rank a NaN in b.bias, and in nothing behind it."""
     handle = model.b.bias.register_hook(lambda grad: grad * float("nan")) if context.rank == 1 else None

@@ -231,6 +231,28 @@ def test_a_layer_that_some_ranks_or_all_leave_out(ranks: int, stage: int) -> Non
         assert max(float((weights[n] - p.detach()).abs().max()) for n, p in plain.named_parameters()) < 1e-12
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_of_backwards_that_were_all_in_no_sync_are_those_of_the_step(stage: int) -> None:
+    def use(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> tuple[Weights, Weights]:
+        before = full_state_dict(model)
+        for step in range(2):
+            with optimizer.no_sync():
+                model(images(step, context.rank)).square().mean().backward()
+        optimizer.step()
+        return before, full_state_dict(model)
+
+    plain = net()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    for step in range(2):
+        for rank in range(2):
+            (plain(images(step, rank)).square().mean() / 2).backward()
+    optimizer.step()
+    for before, after in over_ranks(use, stage=stage):
+        for name, value in plain.state_dict().items():
+            assert not torch.equal(after[name], before[name]), name
+            torch.testing.assert_close(after[name], value, rtol=0, atol=1e-12)
+
+
 def test_16_bit_parameters_have_masters_and_are_those_of_one_process_to_the_bit() -> None:
     plain = net(torch.float32)
     masters = [p.detach().clone().requires_grad_() for p in plain.parameters()]

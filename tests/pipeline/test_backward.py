@@ -128,6 +128,17 @@ class Beside(nn.Module):
         return self.linear(x + places), self.linear(places), x.detach() * 2
 
 
+class BesideReentrant(Reentrant):
+    """A chain that only runs whole, and an output that no input leads to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(4, H))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), torch.sin(self.place)
+
+
 class TensorParallel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -226,6 +237,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "embedding": Embedding,
     "checkpointed": Checkpointed,
     "reentrant": Reentrant,
+    "beside, reentrant": BesideReentrant,
     "partly checkpointed": PartlyCheckpointed,
     "tensor parallel": TensorParallel,
     "custom, careful": lambda: Custom(True, True),

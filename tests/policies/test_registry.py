@@ -12,6 +12,7 @@ import pytest
 from torch import Tensor, nn
 
 from shardformer.errors import PolicyError
+from shardformer.policies import registry
 from shardformer.policies.infer.ways_out import EXAMPLE
 from shardformer.policies.registry import FAMILIES
 from shardformer.policies.role_policy import RolePolicy
@@ -63,6 +64,13 @@ def test_the_users_policy_comes_first_as_a_class_or_an_instance() -> None:
 def test_then_the_family_that_the_config_names() -> None:
     policy, source = resolve_policy(Named("t5"), None)
     assert type(policy).__name__ == "T5Policy" and source == "the registered family 't5'"
+
+
+def test_a_policy_that_the_user_registers_for_a_known_family_replaces_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    registry.register("t5", ToyPolicy)
+    policy, source = resolve_policy(Named("t5"), None)
+    assert isinstance(policy, ToyPolicy) and source == "the policy registered by the user for 't5'"
 
 
 TO_WRITE = (*FAMILIES, "class MyPolicy(RolePolicy)", "docs/policies.md")

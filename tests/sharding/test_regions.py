@@ -85,6 +85,47 @@ def test_experts_are_given_the_tokens_of_all_ranks(length: int, ranks: int) -> N
     run_as_threads(compute, tensor=ranks)
 
 
+class BiasedBank(Bank):
+    """Experts with a bias behind ``down``, as those of gpt-oss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(3, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.bias.sum(0)
+
+
+class BiasedExpertsPolicy(RolePolicy):
+    stack = Stack("layers", [Experts("experts", "up", "down", summands=["bias"])])
+    whole = ("layers.*.experts.bias",)
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+def test_the_bias_of_experts_is_added_once(cuts: bool) -> None:
+    torch.manual_seed(0)
+    plain = OfExperts()
+    for layer in plain.layers:
+        layer.experts = BiasedBank()
+    plain.double()
+    x = torch.randn(2, 9, 8, dtype=torch.float64)
+    expected = plain(x)
+    expected.square().sum().backward()
+    gradients = {name: p.grad for name, p in plain.named_parameters() if name.endswith("bias")}
+    models = [copy.deepcopy(plain) for _ in range(2)]
+
+    def compute(context: ParallelContext) -> None:
+        model = models[context.tensor.rank]
+        shard_model(model, BiasedExpertsPolicy(), context=context, enable_sequence_parallelism=cuts).zero_grad()
+        out = model(x)
+        out.square().sum().backward()
+        torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-8)
+        for name, expected_gradient in gradients.items():
+            torch.testing.assert_close(model.get_parameter(name).grad, expected_gradient, rtol=1e-11, atol=1e-8)
+
+    run_as_threads(compute, tensor=2)
+
+
 @pytest.mark.slow
 @pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "deepseek_v3"])

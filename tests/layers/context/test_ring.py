@@ -207,6 +207,18 @@ def test_a_mask_that_is_looked_at_in_parts_is_the_same(predicate: Predicate, mon
     assert found() == at_once
 
 
+def test_windows_of_two_sizes_are_two_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask, "_REMEMBERED", mask._Remembered())
+    positions = Positions(16, 2)
+
+    def looking_back(size: int) -> Predicate:
+        return lambda samples, heads, queries, keys: (keys <= queries) & (queries - keys < size)
+
+    wide, narrow = (Mask(looking_back(size), None, positions, positions, 1) for size in (16, 5))
+    assert wide.between(3, 0) is mask.Sees.ALL
+    assert narrow.between(3, 0) is mask.Sees.NOTHING
+
+
 def test_what_a_thread_remembers_of_masks_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the last few masks, that is: ranks that are threads forget one at any time."""
     monkeypatch.setattr(mask, "REMEMBERED", 2)

@@ -101,3 +101,26 @@ def test_what_asks_for_a_part_or_another_shape_gets_the_values_computed_once() -
     x = doubled(plain, calls)
     assert torch.equal(x[:, 1:], plain[:, 1:] * 2) and torch.equal(x.view(10, 3), plain.view(10, 3) * 2)
     assert torch.equal(x.view(torch.int32), (plain * 2).view(torch.int32)) and calls == [1]
+
+
+def multiply_in_place(x: Tensor) -> None:
+    x.mul_(3)
+
+
+def write_into_a_view(x: Tensor) -> None:
+    x.view(-1)[0] = 7.0
+
+
+def write_into_the_values(x: Tensor) -> None:
+    assert isinstance(x, PendingTensor)
+    x.value().zero_()
+
+
+@pytest.mark.parametrize("write", [multiply_in_place, write_into_a_view, write_into_the_values])
+def test_what_was_written_into_is_not_pending(write: Callable[[Tensor], None]) -> None:
+    """Its consumer, the first layer, would take ``local``, which does not have what was written."""
+    x = doubled(torch.ones(2, 3))
+    x.value()
+    assert x.is_pending
+    write(x)
+    assert not x.is_pending

@@ -25,6 +25,7 @@ MUTANTS = [
         "if rank >= 0]",
         "After a change of the layout all data ranks go on with the random states of the first.",
         first=(
+            "tests/checkpoint/test_layouts.py::test_a_data_rank_goes_on_with_its_own_random_state",
             "tests/checkpoint/test_layouts.py",
             "tests/checkpoint/test_processes.py",
         ),
@@ -62,7 +63,10 @@ MUTANTS = [
         "if (covered := sum(prod(box.size) for box in entry.boxes)) != prod(entry.shape):",
         "if (covered := sum(prod(box.size) for box in entry.boxes)) > prod(entry.shape):",
         "A save to which a rank brings a part of a tensor only is called a checkpoint.",
-        first=("tests/checkpoint/test_bad_input.py",),
+        first=(
+            "tests/checkpoint/test_bad_input.py::test_a_save_whose_ranks_do_not_write_each_number_once_is_no_checkpoint",
+            "tests/checkpoint/test_bad_input.py",
+        ),
     ),
     mutant(
         "interrupted-save-blocks-the-next",
@@ -110,7 +114,11 @@ MUTANTS = [
         'return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{name}"',
         'return f"{WEIGHTS}/{name}"',
         "A bf16 run that goes on in fp32, or on other ranks, starts from weights rounded to 16 bits.",
-        first=("tests/checkpoint/test_layouts.py", "tests/checkpoint/test_exact.py"),
+        first=(
+            "tests/checkpoint/test_layouts.py::test_an_fp32_model_starts_from_the_masters_of_a_16_bit_run",
+            "tests/checkpoint/test_layouts.py",
+            "tests/checkpoint/test_exact.py",
+        ),
     ),
     mutant(
         "kahan-rest-not-loaded",
@@ -144,7 +152,10 @@ MUTANTS = [
         "for slot in self._slots() if exact else ():",
         "for slot in ():",
         "Adam's fp32 moments of a 16-bit model are rounded to 16 bits by a load.",
-        first=("tests/checkpoint/test_exact.py",),
+        first=(
+            "tests/checkpoint/test_exact.py::test_states_that_are_wider_than_their_parameters_keep_every_bit",
+            "tests/checkpoint/test_exact.py",
+        ),
     ),
     mutant(
         "step-counts-of-the-first-rank",
@@ -152,7 +163,11 @@ MUTANTS = [
         '    for each in values:\n        scalars |= each["scalars"]\n',
         '    for each in values[:1]:\n        scalars |= each["scalars"]\n',
         "Adam's step counts of parameters on other stages or shards are lost: bias correction starts again.",
-        first=("tests/checkpoint/test_layouts.py", "tests/checkpoint/test_exact.py"),
+        first=(
+            "tests/checkpoint/test_layouts.py::test_each_parameter_goes_on_with_its_step_count_of_the_rank_that_had_it",
+            "tests/checkpoint/test_layouts.py",
+            "tests/checkpoint/test_exact.py",
+        ),
     ),
     mutant(
         "narrow-copy-is-sent",

@@ -48,7 +48,10 @@ MUTANTS = [
         "full.index_add_(1, torch.tensor(heads",
         "full.index_copy_(1, torch.tensor(heads",
         "Under Ulysses with few KV heads, a KV head gets the gradient of one of the ranks that read it.",
-        first=("tests/sharding/test_context.py",),
+        first=(
+            "tests/layers/context/test_heads.py::test_heads_for_positions_and_back",
+            "tests/sharding/test_context.py",
+        ),
     ),
     mutant(
         "same-attention-dropout-in-each-group",
@@ -83,7 +86,10 @@ MUTANTS = [
         "parts = tuple((part[keep] - start) // step for part, keep in zip(self.parts, kept, strict=True))",
         "parts = tuple(part[keep] // step for part, keep in zip(self.parts, kept, strict=True))",
         "A loss on logits[:, 1:] compares with labels one position off.",
-        first=("tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",),
+        first=(
+            "tests/layers/context/test_sequence_cut.py::test_a_slice_is_that_of_the_full_tensor",
+            "tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",
+        ),
     ),
     mutant(
         "gathered-states-lose-gradients",
@@ -92,6 +98,7 @@ MUTANTS = [
         "return found.view(rows.axis.size, *own.shape)[rows.axis.rank], None, None",
         "What is computed of a gathered sequence (a pooled classifier) passes back a fraction of its gradient.",
         first=(
+            "tests/layers/context/test_sequence_cut.py::test_rows_get_the_gradients_that_all_ranks_find",
             "tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",
             "tests/sharding/test_context.py::test_nobody_can_tell_that_the_sequence_was_cut",
         ),
@@ -102,7 +109,10 @@ MUTANTS = [
         "return total / (counted.sum() if weight is None else weight[target[counted]].sum())",
         "return total / counted.sum()",
         "A cross entropy with class weights over a sequence axis is divided by the wrong number.",
-        first=("tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",),
+        first=(
+            "tests/layers/context/test_sequence_cut.py::test_a_cross_entropy_is_that_of_the_full_tensor",
+            "tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",
+        ),
     ),
     mutant(
         "windows-of-two-sizes-are-one",
@@ -111,6 +121,7 @@ MUTANTS = [
         "parts = tuple(map(recipe, [thing.__code__, *(thing.__defaults__ or ()), thing.__kwdefaults__]))",
         "The second sliding window that a process meets sees what the first one saw.",
         first=(
+            "tests/layers/context/test_ring.py::test_windows_of_two_sizes_are_two_masks",
             "tests/layers/context/test_ring.py",
             "tests/sharding/test_context.py::test_padding_documents_and_windows",
         ),
@@ -130,6 +141,7 @@ MUTANTS = [
         "any_, all_ = any_ or bool(found.any()), bool(found.all())",
         "Of a mask that is looked at in several parts, the last part decides whether all is seen.",
         first=(
+            "tests/layers/context/test_ring.py::test_a_mask_that_is_looked_at_in_parts_is_the_same",
             "tests/layers/context/test_ring.py",
             "tests/sharding/test_context.py::test_padding_documents_and_windows",
         ),

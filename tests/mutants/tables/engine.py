@@ -40,6 +40,7 @@ MUTANTS = [
         "counted = float(sum(head.sizes))",
         "The validation loss of batches with different numbers of tokens is not that of all tokens.",
         first=(
+            "tests/engine/test_engine.py::test_the_loss_of_many_batches_weighs_each_by_its_labels_that_count",
             "tests/engine/test_engine.py::test_the_loss_of_many_batches_is_that_of_all_of_them",
             "tests/trainer/test_trainer.py::test_the_validation_is_that_of_all_that_counts",
         ),
@@ -50,7 +51,10 @@ MUTANTS = [
         'if is_made and self._scheduler_every == "step":',
         'if self._scheduler_every == "step":',
         "The learning rate falls on steps that were skipped.",
-        first=("tests/engine/test_engine.py",),
+        first=(
+            "tests/engine/test_engine.py::test_a_scheduler_waits_where_a_step_is_skipped",
+            "tests/engine/test_engine.py",
+        ),
     ),
     mutant(
         "loss-of-data-ranks-summed",
@@ -58,7 +62,10 @@ MUTANTS = [
         'return all_reduce(loss, self.context.data, purpose="loss") / self.context.data.size',
         'return all_reduce(loss, self.context.data, purpose="loss")',
         'With average="ranks" the reported loss is multiplied by the number of data ranks.',
-        first=("tests/engine/test_engine.py::test_two_processes_give_the_weights_of_one",),
+        first=(
+            "tests/engine/test_engine.py::test_an_average_over_ranks_is_the_mean_of_their_losses",
+            "tests/engine/test_engine.py::test_two_processes_give_the_weights_of_one",
+        ),
     ),
     mutant(
         "reshape-keeps-the-old-share-of-data",
@@ -82,7 +89,11 @@ MUTANTS = [
         "if was_skipped or engine.steps % self.every:",
         "if engine.steps % self.every:",
         "The moving average moves on steps that were skipped.",
-        first=("tests/trainer/hooks/test_moving_average_faults.py", "tests/trainer/hooks/test_moving_average.py"),
+        first=(
+            "tests/trainer/hooks/test_moving_average.py::test_a_step_that_is_skipped_does_not_move_it",
+            "tests/trainer/hooks/test_moving_average_faults.py",
+            "tests/trainer/hooks/test_moving_average.py",
+        ),
     ),
     mutant(
         "metrics-of-own-samples",
@@ -114,7 +125,10 @@ MUTANTS = [
         "return (step + 1) / warmup",
         "return step / warmup",
         "The first step of a run with a warm-up changes nothing.",
-        first=("tests/runs",),
+        first=(
+            "tests/runs/test_updates.py::test_the_learning_rate_of_each_step_is_the_share_of_its_schedule",
+            "tests/runs",
+        ),
     ),
     mutant(
         "schedule-counts-dropped-batches",
@@ -122,7 +136,10 @@ MUTANTS = [
         "(samples // size if config.data.drop_last else -(-samples // size))",
         "-(-samples // size)",
         "With drop_last the learning rate does not reach its final value.",
-        first=("tests/runs",),
+        first=(
+            "tests/runs/test_updates.py::test_the_steps_of_a_run_are_those_of_the_batches_that_it_trains_on",
+            "tests/runs",
+        ),
     ),
     mutant(
         "validation-numbers-its-own-classes",
@@ -130,6 +147,9 @@ MUTANTS = [
         'labels = column(rows, data.label, "data.label")\n        classes = classes or classes_of(labels)',
         'labels = column(rows, data.label, "data.label")\n        classes = classes_of(labels)',
         "Validation data that lacks a class is compared with wrong labels.",
-        first=("tests/runs/test_data.py::test_texts_have_classes",),
+        first=(
+            "tests/runs/test_data.py::test_validation_data_that_lack_a_class_have_the_numbers_of_the_training",
+            "tests/runs/test_data.py::test_texts_have_classes",
+        ),
     ),
 ]

@@ -80,7 +80,10 @@ MUTANTS = [
         "return _all_at_once(given + beside, inputs), WeightBackward([])",
         "return _all_at_once(given, inputs), WeightBackward([])",
         "With a zero-bubble schedule and checkpointing, an output that reads no input of the stage passes no gradient.",
-        first=("tests/pipeline/test_backward.py",),
+        first=(
+            "tests/pipeline/test_backward.py::test_both_parts_are_one_backward_to_the_bit",
+            "tests/pipeline/test_backward.py",
+        ),
     ),
     mutant(
         "norm-of-one-stage",

@@ -22,6 +22,7 @@ MUTANTS = [
         "if layout.ranks < 1:",
         "A fused projection whose KV heads do not divide is sharded wrongly instead of refused.",
         first=(
+            "tests/policies/test_edges.py::test_kv_heads_that_a_fused_projection_cannot_repeat_are_refused",
             "tests/verify/test_families.py::test_other_settings",
             "tests/policies/test_heads.py",
         ),
@@ -113,7 +114,10 @@ MUTANTS = [
         "if (expected is None) != (param.grad is None):",
         "if expected is None and param.grad is not None:",
         "A policy under which a weight gets no gradient passes its validation.",
-        first=("tests/policies/infer/test_given.py",),
+        first=(
+            "tests/policies/infer/test_given.py::test_a_weight_that_gets_no_gradient_is_a_difference",
+            "tests/policies/infer/test_given.py",
+        ),
     ),
     mutant(
         "stage-validation-in-the-middle-only",
@@ -148,7 +152,10 @@ MUTANTS = [
         "    if family in _REGISTERED:\n        return _REGISTERED[family]()",
         "    if family in _REGISTERED and family not in FAMILIES:\n        return _REGISTERED[family]()",
         "A policy that the user registers for a known family is ignored.",
-        first=("tests/policies/test_registry.py",),
+        first=(
+            "tests/policies/test_registry.py::test_a_policy_that_the_user_registers_for_a_known_family_replaces_ours",
+            "tests/policies/test_registry.py",
+        ),
     ),
     mutant(
         "optimizer-of-whole-parameters",

@@ -113,7 +113,10 @@ MUTANTS = [
         "return not self._is_watched and not is_written",
         "return not self._is_watched",
         "A model that changes its embeddings in place before the first layer trains on the unchanged ones.",
-        first=("tests/layers/tensor/test_pending.py",),
+        first=(
+            "tests/layers/tensor/test_pending.py::test_what_was_written_into_is_not_pending",
+            "tests/layers/tensor/test_pending.py",
+        ),
     ),
     mutant(
         "experts-see-own-tokens",
@@ -121,6 +124,9 @@ MUTANTS = [
         "        tokens = stream.by_token(x)\n",
         "        tokens = None\n",
         "With sequence parallelism the experts sum the results of different tokens.",
-        first=("tests/sharding/test_regions.py",),
+        first=(
+            "tests/sharding/test_regions.py::test_experts_are_given_the_tokens_of_all_ranks",
+            "tests/sharding/test_regions.py",
+        ),
     ),
 ]

@@ -60,6 +60,7 @@ MUTANTS = [
         "summed = x.sum(-1, keepdim=True)",
         "A norm over all KV heads is wrong where several ranks hold one head (OLMo 2 with few KV heads).",
         first=(
+            "tests/layers/tensor/test_split_norm.py::test_a_norm_over_kv_heads_is_the_plain_one",
             "tests/timm/test_timm.py::test_nobody_can_tell",
             "tests/policies/test_parts.py::test_a_norm_over_all_heads_sums_its_statistics",
         ),
@@ -71,6 +72,7 @@ MUTANTS = [
         "return leave_block(summed, self.axis) / self.full",
         "A norm over all heads of q or k has wrong gradients; its outputs are right.",
         first=(
+            "tests/layers/tensor/test_split_norm.py::test_a_norm_over_kv_heads_is_the_plain_one",
             "tests/policies/test_parts.py::test_a_norm_over_all_heads_sums_its_statistics",
             "tests/policies/test_parts.py::test_nobody_can_tell",
         ),
@@ -114,6 +116,7 @@ MUTANTS = [
         "vars(module).update({name: module.get_parameter(name) for name in own})",
         "The bias of experts is added once for each tensor rank (gpt-oss).",
         first=(
+            "tests/sharding/test_regions.py::test_the_bias_of_experts_is_added_once",
             "tests/sharding/test_regions.py::test_experts_of_transformers_are_cut_beside_the_sequence",
             "tests/policies/infer/test_infer.py::test_a_family_that_nobody_described",
         ),

@@ -75,7 +75,10 @@ MUTANTS = [
         "                self._values += self.rest\n",
         "                pass\n",
         'masters="kahan" loses small updates, as plain bf16 does.',
-        first=("tests/optim/test_rounding.py",),
+        first=(
+            "tests/optim/test_rounding.py::test_small_updates_are_not_lost",
+            "tests/optim/test_rounding.py",
+        ),
     ),
     mutant(
         "rounding-depends-on-the-layout",
@@ -83,7 +86,10 @@ MUTANTS = [
         "noise(wide, piece.first, piece.key, self.step)",
         "noise(wide, piece.at.start, piece.key, self.step)",
         'masters="stochastic" rounds the same weight differently on another number of data ranks.',
-        first=("tests/optim/test_rounding.py",),
+        first=(
+            "tests/optim/test_rounding.py::test_tensor_ranks_round_alike_what_they_hold_alike",
+            "tests/optim/test_rounding.py",
+        ),
     ),
     mutant(
         "paused-backwards-never-summed",
@@ -91,7 +97,10 @@ MUTANTS = [
         "        self._agree_on_the_rest()\n        check_untouched(",
         "        check_untouched(",
         "Where all backwards of a step ran in no_sync, their gradients are not used.",
-        first=("tests/optim/test_zero.py",),
+        first=(
+            "tests/optim/test_zero.py::test_gradients_of_backwards_that_were_all_in_no_sync_are_those_of_the_step",
+            "tests/optim/test_zero.py",
+        ),
     ),
     mutant(
         "stage-3-keeps-old-parameters",
@@ -173,6 +182,7 @@ MUTANTS = [
         "            pass\n",
         "An fp16 optimizer that loads its state_dict starts again with the first loss scale.",
         first=(
+            "tests/optim/test_precision.py::test_a_state_dict_keeps_the_scale_and_how_near_it_is_to_its_next_change",
             "tests/optim/test_precision.py",
             "tests/optim/test_zero.py::test_schedulers_closures_and_what_was_saved",
         ),

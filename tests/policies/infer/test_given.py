@@ -17,7 +17,7 @@ from shardformer.errors import PolicyError
 from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.describe import Col_Layer, ModulePolicyDescription, SubModuleReplacementDescription
-from shardformer.policies.infer import given
+from shardformer.policies.infer import given, prove
 from shardformer.policies.models.llama import LlamaPolicy
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack
@@ -167,6 +167,17 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Sequence[str]]] = {
 def test_a_wrong_policy_is_refused_before_the_model_is_changed_and_the_role_is_named(name: str) -> None:
     make, policy, words = WRONG[name]
     refused(refusals(make, policy), PolicyError, "A policy is right when nobody can tell", *words)
+
+
+def test_a_weight_that_gets_no_gradient_is_a_difference() -> None:
+    torch.manual_seed(0)
+    ids = torch.arange(12).view(2, 6)
+
+    def shard(model: nn.Module, context: ParallelContext) -> None:
+        shard_model(model, ToyPolicy, context=context).get_parameter("norm.weight").requires_grad_(False)
+
+    reference = prove.Reference.of(ToyLM().double(), lambda model: model(ids))
+    assert prove.difference(reference, shard, tensor=2) == "norm.weight has no gradient"
 
 
 class TwoHeads(SelfAttention):

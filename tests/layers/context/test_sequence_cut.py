@@ -1,0 +1,79 @@
+"""A tensor whose sequence is cut over ranks is the full one: slices, what is gathered, and the loss; with gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardformer.layers.context.cut_tensor import Rows
+from shardformer.layers.context.sequence_cut import SequenceCut
+from shardformer.layout.positions import Positions
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+
+B, S, V, RANKS = 2, 13, 5, 3
+
+
+def full() -> Tensor:
+    return torch.randn(B, S, V, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def cut(x: Tensor, context: ParallelContext) -> tuple[Tensor, SequenceCut]:
+    """This rank's rows, which need a gradient, and the tensor that they are of."""
+    rows = Rows.of(Positions(S, RANKS), context.sequence)
+    local = rows.take(x, 1).requires_grad_()
+    return local, SequenceCut(local, rows, 1)
+
+
+@pytest.mark.parametrize(
+    "taken", [slice(1, None), slice(None, -1), slice(3, 11, 2), slice(12, None), slice(5, 5)], ids=str
+)
+def test_a_slice_is_that_of_the_full_tensor(taken: slice) -> None:
+    def take(context: ParallelContext) -> Tensor:
+        out: Any = cut(full(), context)[1][:, taken]
+        assert isinstance(out, SequenceCut)
+        assert torch.equal(out.local, out.rows.take(full()[:, taken], 1)), "labels are taken by its rows"
+        return out.full_tensor().detach()
+
+    for found in run_as_threads(take, sequence=RANKS):
+        assert torch.equal(found, full()[:, taken])
+
+
+def test_rows_get_the_gradients_that_all_ranks_find() -> None:
+    """The P ranks' gradients are averaged, so a rank's own is the sum over the ranks."""
+    weights = [torch.randn(B, S, V, dtype=torch.float64) for _ in range(RANKS)]
+
+    def gather(context: ParallelContext) -> tuple[Tensor | None, Tensor]:
+        local, x = cut(full(), context)
+        (x.full_tensor() * weights[context.sequence.rank]).sum().backward()
+        return local.grad, x.rows.take(torch.stack(weights).sum(0), 1)
+
+    for found, expected in run_as_threads(gather, sequence=RANKS):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("weighs", [False, True])
+def test_a_cross_entropy_is_that_of_the_full_tensor(weighs: bool, reduction: str) -> None:
+    weight = torch.linspace(0.5, 2.0, V, dtype=torch.float64) if weighs else None
+    target = torch.randint(V, (B, S), generator=torch.Generator().manual_seed(1))
+    target[0, :4] = -100
+    x = full().requires_grad_()
+    expected = F.cross_entropy(x.transpose(1, 2), target, weight, reduction=reduction)
+    expected.backward()
+    assert x.grad is not None
+
+    def compute(context: ParallelContext) -> tuple[Tensor, Tensor, Tensor]:
+        local, whole = cut(full(), context)
+        loss = F.cross_entropy(whole.view(-1, V), target.view(-1), weight, reduction=reduction)
+        loss.backward()
+        assert local.grad is not None
+        return loss.detach(), local.grad / RANKS, whole.rows.take(x.grad, 1)  # type: ignore[arg-type]  # it is there
+
+    for loss, gradient, own in run_as_threads(compute, sequence=RANKS):
+        torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(gradient, own, rtol=0, atol=1e-12)
