@@ -59,6 +59,7 @@ def test_the_comments_say_what_was_not_understood(folder: Path) -> None:
     assert "groups=6, weight of size [6, 1, 65, 1]" in why and "to have 6 channels, but got 3" in why
 
 
+@pytest.mark.reduced(one_in=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("line", [line for line in COMMANDS if "verify" in line])
 def test_nobody_can_tell(folder: Path, line: str) -> None:

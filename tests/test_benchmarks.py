@@ -80,6 +80,7 @@ def test_fused_has_a_row_for_each_option_and_the_same_losses(run: Run) -> None:
     assert float(table["all three"][2]) < 1e-4
 
 
+@pytest.mark.full
 def test_wire_bytes_counts_what_the_recorder_and_the_kernel_see() -> None:
     size = ["--hidden", "32", "--intermediate", "16", "--heads", "2", "--layers", "1", "--vocabulary", "64"]
     command = [sys.executable, str(FOLDER / "wire_bytes.py"), *size, "--batch", "2", "--sequence", "16", "--json"]
@@ -159,6 +160,7 @@ def test_coverage_tells_what_is_cut_of_an_architecture_and_what_it_is_made_of(ru
     assert "| mpnet | it differs |" in page
 
 
+@pytest.mark.full
 def test_coverage_compares_an_architecture_over_stages(
     run: Run, pool2: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +174,7 @@ def test_coverage_compares_an_architecture_over_stages(
     assert not found["xlm"]["passed"] and "parameters that another stage holds" in found["xlm"]["said"]
 
 
+@pytest.mark.full
 def test_coverage_compares_an_architecture_over_other_layouts(
     run: Run, pool2: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def collectives(output: str) -> list[tuple[str, int, int, str]]:
     return [(what, int(count), int(sent.replace(",", "")), purpose) for what, count, sent, purpose in rows]
 
 
+@pytest.mark.full
 def test_the_mlp_has_the_published_losses_and_half_the_memory_in_two(tmp_path: Path) -> None:
     for cut in (False, True):
         # its memory is measured, and a forked process has that of its server, too
@@ -83,6 +84,7 @@ def test_the_mlp_has_the_published_losses_and_half_the_memory_in_two(tmp_path: P
     assert max(two["memory_mb"]) < 0.66 * max(one["memory_mb"])
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("loss_parallel", [False, True], ids=["", "parallel-loss"])
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 def test_the_transformer_has_the_published_losses(cut: bool, loss_parallel: bool) -> None:

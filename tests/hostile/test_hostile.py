@@ -8,7 +8,7 @@ from tests.hostile import arguments, divergence, mutations
 from tests.hostile.faults import Fault, ended
 from tests.hostile.net import EQUAL, FINDINGS, HANGS, RAW, WRONG, Case, Trace, drawn, outcome
 
-SOME = {"argument": (arguments.cases, 40), "divergence": (divergence.cases, 25), "mutation": (mutations.cases, 15)}
+SOME = {"argument": (arguments.cases, 24), "divergence": (divergence.cases, 12), "mutation": (mutations.cases, 8)}
 
 
 @pytest.mark.slow

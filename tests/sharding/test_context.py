@@ -284,8 +284,8 @@ def hybrid(family: str, head: str) -> tuple[nn.Module, list[dict[str, Any]]]:
     return plain, [{**batch, "labels": batch["input_ids"]} for batch in batches_for(plain)[:1]] * STEPS
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.reduced(one_in=3)
 @pytest.mark.usefixtures("found_once")
 @pytest.mark.parametrize(
     ("family", "head", "layout", "again"),

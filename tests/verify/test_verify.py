@@ -290,7 +290,7 @@ CASES = [
 ]
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_whatever_is_left_out_is_seen(pools: Pools, case: Case) -> None:
     sample = Sample(case.family, changes=case.changes)
