@@ -64,8 +64,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("tier") == "test" and not hasattr(config, "workerinput"):
         scripts.set_up()
         config.add_cleanup(scripts.tear_down)
-    if config.getoption("tier") != "fast" and hasattr(config, "workerinput"):
-        start_fork_server(PRELOADED)  # in time for the first pool
 
 
 # ---------------------------------------------------------------------------------------------------------- selection
@@ -151,6 +149,13 @@ def _covering(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 # -------------------------------------------------------------------------------------------------- the fast tier
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _workers_start_fast(request: pytest.FixtureRequest) -> None:
+    """Where several processes run tests, their servers of workers start before the first pool needs one."""
+    if request.config.getoption("tier") != "fast" and hasattr(request.config, "workerinput"):
+        start_fork_server(PRELOADED)
 
 
 @pytest.fixture(autouse=True)

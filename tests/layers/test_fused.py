@@ -205,6 +205,7 @@ def test_without_gradients_and_in_inference_mode() -> None:
             assert not y.requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch hides it from users
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_one_that_is_compiled_gives_the_plain_numbers_for_any_batch(
