@@ -13,6 +13,8 @@ import pytest
 from shardformer.policies.roles import MLP, Attention, Experts, Inputs, Projections, SequenceNeeds, Stack, StageNeeds
 from tests.scripts import run_line
 
+pytestmark = pytest.mark.slow
+
 ROLES = (Attention, Projections, Inputs, MLP, Experts, Stack, StageNeeds, SequenceNeeds)
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "add-a-model.md").read_text(encoding="utf-8")
@@ -43,7 +45,6 @@ def test_the_page_has_these_files_and_commands() -> None:
     assert [line.split()[1] for line in COMMANDS] == ["infer", "infer", "verify", "verify", "verify", "run"]
 
 
-@pytest.mark.slow
 def test_what_is_printed_is_what_the_page_shows(folder: Path) -> None:
     printed = runpy.run_path(str(folder / "phi.py"))["PhiPolicy"]
     names: dict[str, Any] = {}
@@ -60,13 +61,11 @@ def test_the_comments_say_what_was_not_understood(folder: Path) -> None:
 
 
 @pytest.mark.reduced(one_in=3)
-@pytest.mark.slow
 @pytest.mark.parametrize("line", [line for line in COMMANDS if "verify" in line])
 def test_nobody_can_tell(folder: Path, line: str) -> None:
     assert "Nobody can tell." in run_line(line, folder)
 
 
-@pytest.mark.slow
 def test_a_registered_policy_is_used(folder: Path) -> None:
     (line,) = [line for line in COMMANDS if " run " in line]
     said = run_line(line, folder)

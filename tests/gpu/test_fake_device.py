@@ -7,6 +7,8 @@ import pytest
 from shardformer.testing.pool import WorkerPool
 from tests.gpu.fake_steps import Layout, misplaced_by_hand, misplaced_in_training, run_forgetful
 
+pytestmark = pytest.mark.slow
+
 SEQUENCE = {"enable_sequence_parallelism": True}
 LAYOUTS = {
     "tensor": Layout({"tensor": 2}),
