@@ -126,6 +126,7 @@ MUTANTS = [
         "ends = {count // 2}",
         "A model whose first or last layer differs is accepted in a pipeline.",
         first=(
+            "tests/policies/infer/test_depth.py::test_stages_may_begin_behind_the_first_layer_and_before_the_last",
             "tests/policies/infer/test_depth.py",
             "tests/policies/infer/test_pipelines.py",
         ),
