@@ -231,6 +231,16 @@ def test_a_leftover_of_a_kill_between_two_renames_loads(copy: Path) -> None:
     check(copy, 2)
 
 
+@pytest.mark.parametrize("of_step", [3, 4])
+def test_a_step_is_saved_again_where_a_killed_process_left_a_part_of_it(of_step: int, copy: Path) -> None:
+    left = folder.hidden_folder(copy, of_step)
+    left.mkdir()
+    (left / "part").write_text("some bytes")
+    saved(copy, 3)
+    check(copy, 3)
+    assert not left.exists() and not (copy / "step-00000003" / "part").exists()
+
+
 # ------------------------------------------------------------------------------------------------- saves that fail
 
 

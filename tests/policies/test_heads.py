@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shardformer.errors import ConfigError
 from shardformer.policies.heads import HeadLayout
+from shardformer.policies.infer.prove import Reference, mismatch
+from shardformer.policies.models.llama import LlamaPolicy
+from shardformer.testing.zoo import Sample
 
 LAYOUTS = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4), st.integers(1, 8))
 
@@ -56,6 +60,18 @@ def test_each_bank_is_cut_alike() -> None:
     assert HeadLayout(12, 4, 2, ranks=4, partitions=2).expand(1) is None
     shared = HeadLayout(20, 4, 2, ranks=3, partitions=2)  # in each ten on two KV heads, over 4, 3 and 3 of the ten
     assert shared.expand(1) == [0, 1, 1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_llama_trains_alike_where_ranks_share_kv_heads(ranks: int, kernel: str) -> None:
+    """Six query heads on two KV heads; the eager kernel repeats these as often as the attention says."""
+    torch.manual_seed(0)
+    changes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "attn_implementation": kernel}
+    model = Sample("llama", changes=changes)().double()
+    ids = torch.arange(3, 17).view(2, 7)
+    reference = Reference.of(model, lambda model: model(input_ids=ids, use_cache=False).logits)
+    assert mismatch(reference, LlamaPolicy, ranks) is None
 
 
 @pytest.mark.parametrize(

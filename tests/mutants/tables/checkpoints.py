@@ -75,6 +75,7 @@ MUTANTS = [
         '[*root.glob(f"{_DROPPED}*")]',
         "After a save was killed, its step can never be saved again.",
         first=(
+            "tests/checkpoint/test_damage.py::test_a_step_is_saved_again_where_a_killed_process_left_a_part_of_it",
             "tests/checkpoint/test_damage.py::test_killed_processes_leave_whole_checkpoints",
             "tests/checkpoint/test_damage.py::test_a_disk_that_is_full_leaves_what_was_there",
         ),

@@ -13,7 +13,10 @@ MUTANTS = [
         'counts={"num_key_value_groups": "groups"},',
         "counts={},",
         "LLaMA with more tensor ranks than KV heads repeats KV heads as often as on one device.",
-        first=("tests/verify/test_families.py::test_other_settings",),
+        first=(
+            "tests/policies/test_heads.py::test_llama_trains_alike_where_ranks_share_kv_heads",
+            "tests/verify/test_families.py::test_other_settings",
+        ),
     ),
     mutant(
         "uneven-heads-in-a-fused-projection",
@@ -126,6 +129,7 @@ MUTANTS = [
         "ends = {count // 2}",
         "A model whose first or last layer differs is accepted in a pipeline.",
         first=(
+            "tests/policies/infer/test_depth.py::test_stages_may_begin_behind_the_first_layer_and_before_the_last",
             "tests/policies/infer/test_depth.py",
             "tests/policies/infer/test_pipelines.py",
         ),

@@ -41,6 +41,7 @@ MUTANTS = [
         'if axis in {"data", *partial, *inputs} and sizes[axis] > 1]',
         "With more tensor ranks than KV heads, the copies of a KV head get different gradients and diverge.",
         first=(
+            "tests/policies/test_heads.py::test_llama_trains_alike_where_ranks_share_kv_heads",
             "tests/policies/test_forms.py::test_five_heads_over_four_ranks_and_a_data_axis",
             "tests/verify/test_families.py::test_other_settings",
         ),

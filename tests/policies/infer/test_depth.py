@@ -94,6 +94,43 @@ def test_one_layer_proves_nothing() -> None:
     )
 
 
+class Keeps(nn.Module):
+    """A layer that may read what the layer before it was given, past the chain."""
+
+    def __init__(self, before: Keeps | None) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(6, 6), torch.zeros(())
+        self.reads = [before] if before is not None else []  # not a module of its own
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x
+        return x + self.linear(x).tanh() + sum(layer.seen for layer in self.reads)
+
+
+class OfFour(nn.Module):
+    def __init__(self, reader: int | None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for at in range(4):
+            self.layers.append(Keeps(self.layers[at - 1] if at == reader else None))  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        for layer in self.layers:
+            layer.seen = torch.zeros(())  # type: ignore[assignment]  # a copy cannot have what autograd made
+        return x
+
+
+@pytest.mark.parametrize(("reader", "is_refused"), [(None, False), (1, True), (2, True), (3, True)])
+def test_stages_may_begin_behind_the_first_layer_and_before_the_last(reader: int | None, is_refused: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, dtype=torch.float64)
+    policy = type("Table", (InferredPolicy,), {"base": "", "stack": Stack("layers", [])})
+    reference = Reference.of(OfFour(reader).double(), lambda model: model(x))
+    assert (stage_mismatch(reference, policy, stacks_of(policy)) is not None) == is_refused
+
+
 # ------------------------------------------------------------------------------------------- models without a policy
 
 
