@@ -21,9 +21,11 @@ process fails, and so does one that derives a policy.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing.process
 import os
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -38,7 +40,9 @@ LIMIT_MIN = {"fast": 2, "test": 12, "all": 90}
 """How long each tier may take, in minutes on two idle cores; the fast one without the installation."""
 TIERS = tuple(LIMIT_MIN)
 BUDGET_S = 10.0
-"""Of one test. On a machine that does other work, the budget grows with its load."""
+"""Of one test. The budget grows with the load of a machine that does other work, and on a slow machine."""
+LOOP_S = 0.02
+"""What a loop of a million additions takes on the machine that the budgets were made on."""
 NUM_SLOWEST = 10
 PRELOADED = ("torch", "tests.preload")
 """What the workers of pools find imported."""
@@ -188,6 +192,19 @@ def _refusing(name: str) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------------------- costs
 
 
+@functools.cache
+def slowness() -> float:
+    """How many times longer than on the machine of the budgets a fixed loop takes here; at least 1."""
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        total = 0
+        for number in range(10**6):
+            total += number
+        times.append(time.perf_counter() - start)
+    return max(1.0, min(times) / LOOP_S)
+
+
 class Costs:
     """Fails a test that takes longer than its budget, and lists the slowest ones at the end."""
 
@@ -199,7 +216,7 @@ class Costs:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
         outcome: Any = yield
         report: pytest.TestReport = outcome.get_result()
-        budget = BUDGET_S * max(1.0, os.getloadavg()[0] / (2 * (os.cpu_count() or 1)))
+        budget = BUDGET_S * max(1.0, os.getloadavg()[0] / (2 * (os.cpu_count() or 1))) * slowness()
         if not self.checks or report.when != "call" or not report.passed or call.duration <= budget:
             return
         if item.get_closest_marker("above_budget") is None:

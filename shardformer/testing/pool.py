@@ -30,6 +30,7 @@ R = TypeVar("R")
 START_S = 300.0  # to start a process, import what was asked for and join the group, on a busy machine
 CLOSE_S = 5.0  # for workers at rest to end
 DEATH_GRACE_S = 0.2  # processes that die together are named together
+MOST_PRELOADED = 8  # models of transformers that the fork server imports
 STACK_S = 2.0  # a process that has not written its stack by then is stopped itself
 
 
@@ -326,13 +327,15 @@ class _Worker:
 def _context(imports: Sequence[str]) -> Any:
     """Of a fork server that has imported torch and what the first pool names: a worker starts in milliseconds.
 
-    It also imports what the parent has imported of transformers' models, which workers are likely to need.
+    It also imports the models of transformers that the parent has imported, unless they are many: workers are likely
+    to need them.
     """
     if "forkserver" not in get_all_start_methods():
         return get_context("spawn")
-    here = [name for name in sys.modules if ".modeling_" in name and name.startswith("transformers.models.")]
+    models = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", _pool_worker.__name__, *imports, *here])
+    preloaded = models if len(models) <= MOST_PRELOADED else []
+    context.set_forkserver_preload(["torch", _pool_worker.__name__, *imports, *preloaded])
     return context
 
 

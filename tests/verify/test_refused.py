@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from shardformer.testing.zoo import Batches, Sample, sample_loss
 from shardformer.verify import verify
 from shardformer.verify.ahead import check_split
 from shardformer.verify.replay import Replay
+from tests.scripts import PYTHON
 from tests.verify.tower import Tower, TowerPolicy, numbers
 
 
@@ -88,7 +88,7 @@ def test_a_call_without_a_guard_is_one_sentence_that_says_where(tmp_path: Path) 
         "from shardformer.verify import verify\n"
         "verify(Sample('gpt2'), Batches('GPT2LMHeadModel'), steps=1)\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, env=os.environ)
+    done = subprocess.run([PYTHON, str(script)], capture_output=True, text=True, timeout=300, env=os.environ)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert f"ConfigError: verify() is called without a guard, at line 3 of {script}." in last
