@@ -68,6 +68,7 @@ def test_an_output_without_a_cache_stays_as_it_is() -> None:
         assert without_caches(output, arguments_of(Model())) is None
 
 
+@pytest.mark.above_budget("under -OO, Python compiles transformers anew")
 @pytest.mark.slow
 def test_a_model_of_transformers_is_built_where_docstrings_are_missing() -> None:
     code = "from shardformer.transformers_compat import load_transformers as load; t = load(); "

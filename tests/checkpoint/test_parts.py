@@ -44,6 +44,11 @@ def test_the_checksum_of_many_rows_and_of_long_ones() -> None:
         assert parts % 2**64 == weighted_sum(x, start)
 
 
+def test_two_numbers_exchanged_across_the_diagonal_change_the_checksum() -> None:
+    x = torch.arange(16, dtype=torch.int32).view(4, 4)
+    assert weighted_sum(x.t(), (0, 0)) != weighted_sum(x, (0, 0))
+
+
 @given(st.integers(0, 34), st.integers(0, 31), st.integers(0, 34))
 def test_a_bit_or_two_numbers_exchanged_change_the_checksum(at: int, bit: int, other: int) -> None:
     x = torch.arange(35, dtype=torch.int32).view(5, 7)

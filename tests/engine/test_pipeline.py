@@ -225,6 +225,21 @@ def _alone_with(sample: Sample) -> Callable[[], nn.Module]:
     return lambda: shard_model(plain(sample), config=ShardConfig(context=context))
 
 
+def test_each_micro_batch_has_its_own_dropout_mask() -> None:
+    make = Sample("gpt2", changes={"n_layer": 2, **DROPOUT})
+
+    def seen(context: ParallelContext) -> list[Tensor]:
+        model, outputs = shard_model(plain(make), config=ShardConfig(context=context)).train(), []
+        model.transformer.h[0].mlp.register_forward_hook(lambda module, args, output: outputs.append(output.detach()))
+        row = batch_of(1, 11)
+        pipeline = Pipeline(model, micro_batches=2)
+        pipeline.step({name: torch.cat([values, values]) for name, values in row.items()})
+        return outputs
+
+    ((first, second),) = run_as_threads(seen)
+    assert first.shape == second.shape and not torch.equal(first == 0, second == 0)
+
+
 def test_dropout_draws_the_same_numbers_in_every_layout(pool2: WorkerPool) -> None:
     for (losses, norm, after), *others in pool2.run(_layouts):
         assert losses[0] != losses[1], "each step draws anew"

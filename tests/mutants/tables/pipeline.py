@@ -61,10 +61,7 @@ MUTANTS = [
         "seeds = [(seed + 7919 * i) % 2**62 if seed else None for i in range(len(parts))]",
         "seeds = [seed % 2**62 if seed else None for i in range(len(parts))]",
         "Every micro-batch of a step drops the same places.",
-        first=(
-            "tests/engine/test_pipeline.py::test_dropout_draws_the_same_numbers_in_every_layout",
-            "tests/verify/test_dropout.py",
-        ),
+        first=("tests/engine/test_pipeline.py::test_each_micro_batch_has_its_own_dropout_mask",),
     ),
     mutant(
         "split-backward-loses-the-first-stage",

@@ -15,7 +15,7 @@ from shardformer.errors import PolicyError
 from shardformer.layers.tensor.edges import enter
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.infer.infer import infer, infer_on
-from shardformer.policies.infer.prove import Reference, mismatch
+from shardformer.policies.infer.prove import Reference, loss_of, mismatch
 from shardformer.policies.infer.twin import twin_of
 from shardformer.policies.lowering import LayerLowering
 from shardformer.policies.role_policy import MLP, Attention, Experts, Inputs, Projections, Stack
@@ -23,6 +23,14 @@ from shardformer.sharder import shard_model
 from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo.inputs import batches_for, runner
 from shardformer.testing.zoo.shrink import model_of
+
+
+def test_outputs_that_are_exchanged_have_another_loss() -> None:
+    output = {"logits": torch.arange(12.0, dtype=torch.float64).view(3, 4)}
+    assert loss_of({"logits": output["logits"].flip(-1)}) != loss_of(output)
+    assert loss_of({"logits": output["logits"].flip(0)}) != loss_of(output)
+    of_other_samples = loss_of({"logits": output["logits"].flip(0)}, alike=True)
+    torch.testing.assert_close(of_other_samples, loss_of(output, alike=True), rtol=1e-12, atol=0)
 
 
 @pytest.mark.slow
