@@ -41,7 +41,8 @@ class WorkerPool:
     environment otherwise as it was when the workers started, all seeds at 0, dtype float32 and gradients on. Groups
     that a function made are gone at the next call; modules stay imported.
 
-    The workers start at the first call, and anew after a call that a worker did not survive, did not end in time, or
+    The workers are forked from a process that has imported torch and ``imports``; an import that they share is made
+    once. They start at the first call, and anew after a call that a worker did not survive, did not end in time, or
     that did not end alike on all ranks. They end with the parent, however it ends.
 
     Functions are sent by name, so they stand at the top of a module or script, and a script makes its calls under

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.mutants.mutant import AREAS, DoesNotApplyError, Mutant
-from tests.mutants.results import BROKEN, FOUND, LIMIT, RESULTS, SURVIVED, Result, read_results, write_results
+from tests.mutants.results import BROKEN, FOUND, LIMIT, NO_TEST, RESULTS, SURVIVED, Result, read_results, write_results
 from tests.mutants.tables import all_mutants
 from tests.mutants.targets import related_tests
 from tests.mutants.trees import (
@@ -182,10 +182,10 @@ def found_before(mutant: Mutant, base: Path, result: Result, limit_s: float) -> 
         except DoesNotApplyError:
             return "the code was different"
         if not present(tree, [result.found_by]):
-            return "no such test"
+            return NO_TEST
         run = run_tests(tree, [*tier_arguments(base, "all"), result.found_by], limit_s)
     if run.status in NO_SUCH_TEST:
-        return "no such test"
+        return NO_TEST
     return FOUND if run.status == FAILED else SURVIVED if run.status == 0 else LIMIT
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.mutants.mutant import AREAS, Mutant
 
+NO_TEST = "no such test"
 FOUND, SURVIVED, LIMIT, BROKEN = "found", "survived", "time limit", "fails without the mutant"
 RESULTS, PAGE = Path(__file__).with_name("results.json"), Path(__file__).with_name("README.md")
 
@@ -51,6 +52,7 @@ def page_of(results: Mapping[str, Result], mutants: Sequence[Mutant]) -> str:
     """README.md."""
     ran = [results[mutant.name] for mutant in mutants if mutant.name in results]
     found = sum(result.outcome == FOUND for result in ran)
+    commits = list(dict.fromkeys(commit for result in ran for commit in result.before))
     lines = [
         "# Mutants",
         "",
@@ -59,21 +61,30 @@ def page_of(results: Mapping[str, Result], mutants: Sequence[Mutant]) -> str:
         "are related to the file, then the rest of the tier. [tables/](tables) has the mutants.",
         "",
         f"{len(mutants)} mutants, {len(ran)} of them tried, {found} found.",
+        *(_summary(commit, ran) for commit in commits),
         "",
-        "| area | mutant | found by | seconds |",
-        "|---|---|---|---:|",
+        "| " + " | ".join(["area", "mutant", "found by", "seconds", *(f"at {commit}" for commit in commits)]) + " |",
+        "|---|---|---|---:|" + "---|" * len(commits),
     ]
     for area in AREAS:
         for mutant in (each for each in mutants if each.area == area):
             result = results.get(mutant.name)
             shown = "not tried" if result is None else _shown(result)
-            lines.append(f"| {area} | {mutant.name} | {shown} | {'' if result is None else f'{result.seconds:.0f}'} |")
+            before = ["" if result is None else result.before.get(commit, "") for commit in commits]
+            seconds = "" if result is None else f"{result.seconds:.0f}"
+            lines.append(f"| {' | '.join([area, mutant.name, shown, seconds, *before])} |")
     missed = [(mutant, results[mutant.name]) for mutant in mutants if mutant.name in results]
     missed = [(mutant, result) for mutant, result in missed if result.outcome != FOUND]
     if missed:
         lines += ["", "## Not found", ""]
         lines += [f"- **{mutant.name}** ({_shown(result)}). {mutant.effect}" for mutant, result in missed]
     return "\n".join(lines) + "\n"
+
+
+def _summary(commit: str, ran: Sequence[Result]) -> str:
+    found = sum(result.before.get(commit) == FOUND for result in ran)
+    new = sum(result.before.get(commit) == NO_TEST for result in ran)
+    return f"At commit {commit}, the same tests found {found} of them; {new} are found by tests that it does not have."
 
 
 def _shown(result: Result) -> str:

@@ -79,7 +79,8 @@ def run_tests(tree: Path, arguments: Sequence[str], limit_s: float) -> Run:
     """
     report = tree / ".mutants-report.xml"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += ["-o", "junit_family=xunit1", f"--junitxml={report}"]  # the other family refuses record_property
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"} | {
         "PYTHONPATH": str(tree),
         "OMP_NUM_THREADS": "1",
