@@ -184,7 +184,7 @@ def test_architectures_name_models(folder: Path, named: Any) -> None:
     try:
         source = find_model(str(folder), dropout=False)
     except ShardFormerError as error:
-        assert named not in ("LlamaForCausalLM", [], None) and error.rule and error.remedy
+        assert named not in ([], None) and error.rule and error.remedy  # a string, in the oldest transformers
     else:
         assert source.head == "LlamaForCausalLM"
 

@@ -220,7 +220,7 @@ def whole_is_refused(family: str, **how: Any) -> str:
 
 def test_who_asks_for_a_way_of_attending_gets_no_other() -> None:
     assert "computes attention by itself in BloomAttention" in whole_is_refused("bloom", context_parallel="ring")
-    assert "computes attention by itself in GPTJAttention" in whole_is_refused("gptj", sequence=(1, 2))
+    assert "computes attention by itself in BloomAttention" in whole_is_refused("bloom", sequence=(1, 2))
 
     def both(context: ParallelContext) -> None:
         model = copy.deepcopy(plain_of("bloom"))
