@@ -1,4 +1,4 @@
-"""Runs a tier of the tests, with lint and types beside it, and prints what the whole took.
+"""Runs a tier of the tests, with lint and types in parallel, and prints the total time.
 
     python -m tests.run_tier fast|test|all [--jobs N] [--started SECONDS] [options of pytest]
 
@@ -87,7 +87,7 @@ def main() -> int:
             status = max(status, *executor.map(_run_after_all, AFTER_ALL))
     minutes = (time.time() - asked.started) / 60
     print(
-        f"lint and types: {'FAILED' if lint.failed else 'passed'} in {lint.seconds:.0f} s, beside the tests\n"
+        f"lint and types: {'FAILED' if lint.failed else 'passed'} in {lint.seconds:.0f} s, in parallel with the tests\n"
         f"make test{'' if asked.tier == 'test' else f'-{asked.tier}'}: {minutes:.1f} min in all, "
         f"of at most {LIMIT_MIN[asked.tier]} on two idle cores"
     )
