@@ -56,6 +56,11 @@ class Environment:
         return self.folder / "bin" / "python"
 
     @property
+    def work(self) -> Path:
+        """Where its steps run and leave their logs, checkpoints and outcomes."""
+        return self.folder.with_name(f"{self.folder.name}-steps")
+
+    @property
     def is_complete(self) -> bool:
         return (self.folder / ".complete").is_file()
 

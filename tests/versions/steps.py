@@ -68,13 +68,17 @@ class Step:
     about: str
     arguments: tuple[str, ...]
 
-    def run(self, environment: Environment, folder: Path, before: Path) -> Outcome:
-        """Runs it in the environment of a row, and writes what it printed to ``folder/NAME.log``."""
+    def log(self, environment: Environment) -> Path:
+        return environment.work / f"{self.name.replace(' ', '-')}.log"
+
+    def run(self, environment: Environment, before: Path) -> Outcome:
+        """Runs it in the environment of a row; what it printed is in ``log``, ``before`` is ``work`` of another row."""
+        folder = environment.work
         places = {"folder": str(folder), "before": str(before)}
         command = [str(environment.python), *(argument.format(**places) for argument in self.arguments)]
         own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         env = {**os.environ, **own, "PYTHONPATH": str(ROOT), "PET_MASTER_PORT": str(_free_port())}
-        start, log = time.monotonic(), folder / f"{self.name.replace(' ', '-')}.log"
+        start, log = time.monotonic(), self.log(environment)
         with log.open("wb") as out:
             where = ROOT if "pytest" in self.arguments else folder
             code = _code_of(command, out, env, where)
