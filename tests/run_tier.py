@@ -34,6 +34,8 @@ AFTER_ALL = (
     (str(OLDEST), "-m", "pytest", "-q", "--tier", "test", "tests/policies"),
 )
 """What `make test-all` runs after the tests, as many at once as there are jobs."""
+AFTER_ALL_LIMIT_S = 2400
+"""Of each of these commands, which is then killed and has failed."""
 
 
 @dataclass
@@ -57,14 +59,19 @@ def _run_after_all(command: Sequence[str]) -> int:
     """Runs a command, then prints what it printed."""
     start = time.monotonic()
     environment = {**os.environ, "TIMM_FOLDER": str(Path(sys.prefix) / "timm")}
-    done = subprocess.run(
+    running = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    lines = done.stdout.splitlines()
-    shown = lines if done.returncode else lines[-12:]
-    outcome = f"status {done.returncode} after {time.monotonic() - start:.0f} s"
+    try:
+        printed = running.communicate(timeout=AFTER_ALL_LIMIT_S)[0]
+    except subprocess.TimeoutExpired:
+        running.kill()
+        printed = running.communicate()[0]
+    lines = printed.splitlines()
+    shown = lines if running.returncode else lines[-12:]
+    outcome = f"status {running.returncode} after {time.monotonic() - start:.0f} s"
     print("\n".join([f"== {' '.join(command[1:])}: {outcome}", *shown]), flush=True)
-    return abs(done.returncode)
+    return abs(running.returncode)
 
 
 def main() -> int:

@@ -34,6 +34,9 @@ def main() -> int:
     asked = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if asked.seed is None else asked.seed
     torch.set_num_threads(1)
+    # Ranks are threads that compute in turn. Where Python switches between them on its own, torch.compile may deadlock:
+    # one holds the lock of its captured tracebacks and waits for the GIL, the other one the opposite.
+    sys.setswitchinterval(30)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch._logging.set_logs(dynamo=logging.CRITICAL)
