@@ -189,10 +189,9 @@ def compared(traces: Sequence[Trace | None], plain: Trace | None) -> tuple[str, 
         for step, (loss, expected) in enumerate(zip(trace.losses, plain.losses, strict=False)):
             if not abs(loss - expected) <= NEAR * max(1.0, abs(expected)):
                 return WRONG, f"rank {rank}, step {step}: a loss of {loss:.6f}, and {expected:.6f} on one device"
-        for name, value in trace.weights.items():
-            want = plain.weights.get(name)
-            if want is not None and (value.shape != want.shape or not _near(value, want)):
-                return WRONG, f"rank {rank}: {name} differs"
+        pairs = [(name, value, plain.weights[name]) for name, value in trace.weights.items() if name in plain.weights]
+        if differ := [_differs(*pair) for pair in pairs if pair[1].shape != pair[2].shape or not _near(*pair[1:])]:
+            return WRONG, f"rank {rank}: {len(differ)} of {len(pairs)} tensors differ: {'; '.join(differ[:4])}"
         if trace.seen != plain.seen:
             return WRONG, f"rank {rank}: a hook saw {str(trace.seen)[:150]}, and {str(plain.seen)[:150]} on one device"
     return _replicas_of([trace for trace in traces if trace is not None])
@@ -205,6 +204,13 @@ def _replicas_of(traces: Sequence[Trace]) -> tuple[str, str]:
             if not torch.equal(value, first):
                 return WRONG, f"rank {rank} has other bits of {name}, which ranks hold alike"
     return EQUAL, ""
+
+
+def _differs(name: str, value: Tensor, want: Tensor) -> str:
+    if value.shape != want.shape:
+        return f"{name} has the shape {tuple(value.shape)}, and {tuple(want.shape)} on one device"
+    apart = (value.double() - want.double()).abs()
+    return f"{name} in {int((apart > NEAR).sum())} of {apart.numel()} numbers, by at most {apart.max().item():.3g}"
 
 
 def _near(value: Tensor, want: Tensor) -> bool:
