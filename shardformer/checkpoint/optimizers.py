@@ -15,6 +15,7 @@ from shardformer.checkpoint.held import Item, Region
 from shardformer.checkpoint.model import ModelTensors
 from shardformer.checkpoint.plain import from_json, to_json
 from shardformer.errors import ConfigError, nearest
+from shardformer.optim.live_state import load_in_place
 from shardformer.optim.optimizer import ZeroOptimizer
 
 
@@ -167,7 +168,7 @@ class OptimizerStates:
             groups.append({**{k: from_json(v) for k, v in group["options"].items()}, "params": numbers})
             pairs = [(n, states.get(id(slot.param))) for n, slot in zip(numbers, slots, strict=True)]
             packed |= {n: state for n, state in pairs if state is not None}
-        self.optimizer.load_state_dict({"state": packed, "param_groups": groups})
+        load_in_place(self.optimizer, {"state": packed, "param_groups": groups})
         for slot in self._slots() if exact else ():
             state = self.optimizer.state.get(slot.param, {})
             for key, value in states.get(id(slot.param), {}).items():

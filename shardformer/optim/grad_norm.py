@@ -38,10 +38,14 @@ def clip_grad_norm_(
             remedy="Write clip_grad_norm_(model, max_norm), without .parameters()",
         )
     kept = known_state(model).gradients
-    total = grad_norm(model, norm_type) if kept is None else kept.clip_grad_norm_(max_norm, norm_type)
+    if kept is None:
+        total = grad_norm(model, norm_type)
+    else:
+        total = kept.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"The norm of the gradients is {total.item()}: they cannot be clipped")
-    scale_gradients(model, total, max_norm)
+    if kept is None:
+        scale_gradients(model, total, max_norm)
     return total
 
 

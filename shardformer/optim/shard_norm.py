@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from shardformer.comm.collectives import all_reduce, gather_objects
-from shardformer.errors import InputError
+from shardformer.comm.values import has_values
+from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.layout.state import ShardedState
 from shardformer.optim.shards import Shard
 from shardformer.reduce.bucket import Gradient
 
 
-def norm_of_shards(shards: Sequence[Shard], table: ShardedState, stage: int) -> Tensor:
-    """The norm of the gradients of the whole model, alike on all ranks. Communicates one number over each axis."""
+def norm_of_shards(
+    shards: Sequence[Shard],
+    table: ShardedState,
+    stage: int,
+    problem: ShardFormerError | None = None,
+    only: Collection[int] | None = None,
+) -> Tensor:
+    """The norm of the gradients of the whole model, alike on all ranks. Communicates two numbers over each axis.
+
+    Args:
+        problem: why this rank has none; all ranks then raise.
+        only: of which parameters, by identity; None: of all.
+    """
     device = table.context.device
-    here, there = (torch.zeros((), dtype=torch.float64, device=place) for place in (device, "cpu"))
-    for shard in shards:
+    here, there = (torch.zeros(2, dtype=torch.float64, device=place) for place in (device, "cpu"))
+    here[1] = float(problem is not None)
+    for shard in shards if problem is None else ():
         total, found = here if shard.host is None else there, shard.sum
         for piece in shard.pieces:
-            if found is not None and shard.had[piece.number] and _counts(piece.gradient, table, stage):
-                total += torch.linalg.vector_norm(found[piece.at]).to(total) ** 2
+            is_asked = only is None or id(piece.gradient.param) in only
+            if found is not None and is_asked and shard.had[piece.number] and _counts(piece.gradient, table, stage):
+                total[0] += torch.linalg.vector_norm(found[piece.at]).to(total) ** 2
     total = here + there.to(device)
     for axis in table.context.own_axes:
         total = all_reduce(total, axis, purpose="norm")
-    is_wide = any(entry.param.dtype == torch.float64 for entry in table.entries)
+    if problem is not None:
+        raise problem
+    total, problems = total.unbind()
+    if has_values(problems) and bool(problems):
+        raise ConfigError(
+            "Another rank refused its gradients or parameters, and no rank made the step",
+            rule="All ranks make a step together, or none does",
+            remedy="See what that rank reports",
+        )
+    is_wide = any(entry.param.dtype in (torch.float64, torch.complex128) for entry in table.entries)
     return total.sqrt() if is_wide else total.sqrt().float()
 
 

@@ -158,7 +158,7 @@ class Bucket:
 
     def look(self, tail: Tensor) -> Tensor:
         """The sums of ``had``. Raises InputError, on every rank, where ranks have come apart."""
-        count = len(self.gradients)
+        count, tail = len(self.gradients), tail.real if tail.is_complex() else tail
         if self.watch is not None and len(tail) > count:
             self.watch.look(tail[count:], self.axis)
         return tail[:count]
@@ -174,18 +174,19 @@ class Bucket:
         if ranks == 1 or not any(gradient.is_whole for gradient in self.gradients):
             *begins, end = accumulate(map(_with_gap, sizes), initial=0)
             end -= _with_gap(sizes[-1]) - sizes[-1]
-            return -(-end // ranks), [slice(at, at + size) for at, size in zip(begins, sizes, strict=True)]
+            each = max(1, -(-end // ranks))  # where no parameter has a number too: no collective is of nothing
+            return each, [slice(at, at + size) for at, size in zip(begins, sizes, strict=True)]
         used, starts = [0] * ranks, [(0, 0)] * len(sizes)
         for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
             rank = min(range(ranks), key=lambda rank: used[rank])
             starts[n] = rank, used[rank]
             used[rank] += _with_gap(sizes[n])
-        each = max(used)
+        each = max(1, *used)
         return each, [slice(r * each + at, r * each + at + n) for (r, at), n in zip(starts, sizes, strict=True)]
 
     def new_flat(self, numel: int) -> Tensor:
         first = self.gradients[0].param
-        dtype = self.dtype or first.dtype
+        dtype = first.dtype if self.dtype is None else torch.promote_types(first.dtype, self.dtype)
         if self.memory is not None:
             return self.memory(numel, dtype, first.device)
         return torch.empty(numel, dtype=dtype, device=first.device)
@@ -212,6 +213,9 @@ class End(Protocol):
 
     def finish(self, bucket: Bucket) -> None:
         """Waits for the sum and hands it on."""
+
+    def end_pass(self) -> None:
+        """All that was started is finished: a backward is through."""
 
 
 class WriteBack:
@@ -253,6 +257,9 @@ class WriteBack:
                 else:
                     gradient.param.grad.copy_(value)
 
+    def end_pass(self) -> None:
+        """The sums are in ``.grad``."""
+
 
 class HandOver:
     """Every rank gets its shard of the sum: as many numbers of the bucket in a row as any other, zeros behind the last.
@@ -263,16 +270,30 @@ class HandOver:
     Args:
         receive: (the bucket, this rank's shard, for each gradient how many ranks had one).
         arrives: called when a gradient arrives, before it is accumulated.
+        takes: called before ``.grad`` is read for a sum: what else is shown there is taken away.
+        ends: called at the end of a backward.
     """
 
-    def __init__(self, receive: Receive, arrives: Callable[[Gradient], None] = lambda _: None) -> None:
-        self._receive, self._arrives = receive, arrives
+    def __init__(
+        self,
+        receive: Receive,
+        arrives: Callable[[Gradient], None] = lambda _: None,
+        takes: Callable[[Gradient], None] = lambda _: None,
+        ends: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._receive, self._arrives, self._takes, self.end_pass = receive, arrives, takes, ends
 
     def scale(self, gradient: Gradient) -> Tensor | float:
         self._arrives(gradient)
+        self._takes(gradient)
         return 1.0
 
+    def _take(self, bucket: Bucket) -> None:
+        for gradient in bucket.gradients:
+            self._takes(gradient)
+
     def start(self, bucket: Bucket) -> None:
+        self._take(bucket)
         ranks, tail = bucket.axis.size, bucket.tail()
         each, places = bucket.places(ranks)
         if (slices := bucket.slices) is not None:
@@ -306,6 +327,7 @@ class HandAll(HandOver):
     """Every rank gets the whole sum. Communicates one all-reduce of the gradients, with one number for each behind."""
 
     def start(self, bucket: Bucket) -> None:
+        self._take(bucket)
         total, tail = self._length(bucket), bucket.tail()
         bucket.flat = flat = bucket.new_flat(total + len(tail))
         for gap in _gaps(bucket.places()[1], total):

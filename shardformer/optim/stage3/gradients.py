@@ -53,15 +53,21 @@ class UnitReducer(Pausable):
         # by weak references alone: the collector does not see through the node of autograd that keeps hooks
         reducer, held = weakref.ref(self), weakref.ref(gradient)
 
-        def accumulated(param: Tensor) -> None:
+        def arriving(grad: Tensor) -> Tensor | None:
             me, one = reducer(), held()
             if me is not None and one is not None:
                 me._end.scale(one)
+            return grad.to_dense() if grad.is_sparse else None
+
+        def accumulated(param: Tensor) -> None:
+            me, one = reducer(), held()
+            if me is not None and one is not None:
                 one.changed = one.arrived = True
                 me._check(one, me._units[index])
                 me._arrived(me._units[index])
 
         param: Any = gradient.param
+        param.register_hook(arriving)
         param.register_post_accumulate_grad_hook(accumulated)
 
     def _check(self, gradient: Gradient, unit: Unit) -> None:
@@ -113,6 +119,7 @@ class UnitReducer(Pausable):
         self.sent = set()
         for gradient in (g for found in self._buckets.values() for bucket in found for g in bucket.gradients):
             gradient.arrived = False
+        self._end.end_pass()
 
     def start(self) -> None:
         """After backwards that were all paused: sends what they left."""
