@@ -64,7 +64,10 @@ class OptimizerStates:
             for key, value in self.optimizer.state.get(slot.param, {}).items():
                 if isinstance(value, Tensor) and not _is_scalar(key, value, slot):
                     region = self._region_of(value, slot, key)
-                    x = value.detach().reshape(-1) if region.stretch is not None else value.detach()
+                    x = (
+                        value.detach().to_dense() if value.is_sparse else value.detach()
+                    )  # momentum of sparse gradients has some rows alone
+                    x = x.reshape(-1) if region.stretch is not None else x
                     yield region.item(_name(self._number, key, slot.name), x)
 
     def _region_of(self, value: Tensor, slot: Slot, key: str) -> Region:

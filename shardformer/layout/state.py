@@ -79,9 +79,7 @@ class KeepsGradients(Protocol):
 
     param_groups: list[dict[str, Any]]
 
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor: ...
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor: ...
 
     def agree(self) -> None:
         """Sums what backwards left that were in ``no_sync``. All ranks call it."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardformer.optim.shards import Piece, Shard
+from shardformer.optim.torch_states import checked
 
 State = dict[str, Any]
 
@@ -84,14 +85,15 @@ class Elsewhere(dict[str, Any]):
 
 
 def load_in_place(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """``optimizer.load_state_dict``, after which its groups are the dictionaries that they were.
+    """``optimizer.load_state_dict`` of this rank's state, after which its groups are the dictionaries that they were.
 
     torch puts new ones in their place, and schedulers or scripts that hold the old ones would set options that no step
     reads.
     """
     groups: list[dict[str, Any]] = optimizer.param_groups
     before = list(groups)
-    optimizer.load_state_dict(state_dict)
+    with checked():
+        optimizer.load_state_dict(state_dict)
     for old, new in zip(before, list(optimizer.param_groups), strict=True):
         if old is not new:
             old.clear()

@@ -481,6 +481,11 @@ class ZeroOptimizer(Optimizer):
             rounded.step = step
 
     @property
+    def table(self) -> ShardedState:
+        """Of the model."""
+        return self._table
+
+    @property
     def units(self) -> Sequence[Unit]:
         """Under stage 3, what is gathered together; else none."""
         return self._walk.units if self._walk is not None else ()

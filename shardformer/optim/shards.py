@@ -242,7 +242,8 @@ class Shard:
         return x.to("cpu") if self.host is not None and isinstance(x, Tensor) else x
 
     def _cut(self, gradient: Gradient, x: Tensor, stretch: slice) -> Tensor:
-        flat = _flat(gradient, x) if self.host is None else _flat(gradient, x).to("cpu")
+        flat = _flat(gradient, x.to_dense() if x.is_sparse else x)
+        flat = flat if self.host is None else flat.to("cpu")
         return flat.view(gradient.shape).clone() if gradient.is_whole else flat[stretch].clone()
 
     def receive(self, part: Tensor, had: Tensor, scale: float = 1.0) -> None:

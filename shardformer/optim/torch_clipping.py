@@ -154,7 +154,9 @@ def _parts_among(grads: Sequence[Tensor]) -> dict[ShardedState, list[Entry]]:
 
 
 def _is_cut(state: ShardedState) -> bool:
-    return state.gradients is not None or any(state.axis(name).size > 1 for e in state.entries for name in e.reduction.norm_over)
+    return state.gradients is not None or any(
+        state.axis(name).size > 1 for e in state.entries for name in e.reduction.norm_over
+    )
 
 
 def _of_another_stage() -> dict[ShardedState, list[Entry]]:

@@ -25,6 +25,7 @@ from shardformer.errors import ConfigError
 from shardformer.layout.state import tables_of
 from shardformer.optim.optimizer import ZeroOptimizer
 from shardformer.optim.probe import needs_whole
+from shardformer.optim.torch_states import lead_states_here
 from shardformer.optim.zero_grad import holder_of
 from shardformer.reduce.watch import models_of
 
@@ -37,6 +38,7 @@ def lead_optimizers_here() -> None:
     """From now on torch's scalers and optimizers know the sharded models of this process. Idempotent."""
     scaler: Any = torch.amp.GradScaler
     with _PATCHING:
+        lead_states_here()
         if hasattr(scaler._unscale_grads_, "of_torch"):
             return
         scaler._unscale_grads_ = _leading(scaler._unscale_grads_)

@@ -166,6 +166,8 @@ class GradientReducer(Pausable):
         if not self._paused:
             self._send_full()  # those that were full before: hooks of this parameter may still change its gradient
         gradient.changed = True
+        if gradient.is_sparse and not self._end.takes_sparse:
+            gradient.param.grad = gradient.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
         if self._paused:
             return
         self._dirty = True

@@ -21,10 +21,10 @@ from shardformer.errors import ConfigError, InputError, WorkerError
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.optimizer import ZeroOptimizer
 from shardformer.optim.settings import Offload
+from shardformer.optim.sharded_gradient import ShardedGradient
 from shardformer.optim.stage3 import units
 from shardformer.optim.stage3.units import Unit, group_params
 from shardformer.optim.stage3.walk import Walk
-from shardformer.optim.sharded_gradient import ShardedGradient
 from shardformer.optim.zero import zero
 from shardformer.reduce.bucket import ALIGNED, HandOver
 from shardformer.sharding.save import full_state_dict
@@ -360,7 +360,11 @@ def test_inference_mode_and_saved_tensors_of_ones_own() -> None:
     want = losses(plain, step_of, 0, 2)
 
     def use(model: Stack, ours: ZeroOptimizer, context: ParallelContext) -> list[float]:
-        return losses(model, ours.step, context.rank, 1)
+        def step_of() -> None:
+            ours.step()
+            ours.zero_grad()
+
+        return losses(model, step_of, context.rank, 1)
 
     for found in over_ranks(use):
         assert found == pytest.approx(want, rel=1e-12)

@@ -53,16 +53,17 @@ class UnitReducer(Pausable):
         # by weak references alone: the collector does not see through the node of autograd that keeps hooks
         reducer, held = weakref.ref(self), weakref.ref(gradient)
 
-        def arriving(grad: Tensor) -> Tensor | None:
+        def arriving(grad: Tensor) -> None:
             me, one = reducer(), held()
             if me is not None and one is not None:
                 me._end.scale(one)
-            return grad.to_dense() if grad.is_sparse else None
 
         def accumulated(param: Tensor) -> None:
             me, one = reducer(), held()
             if me is not None and one is not None:
                 one.changed = one.arrived = True
+                if one.is_sparse:
+                    one.param.grad = one.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
                 me._check(one, me._units[index])
                 me._arrived(me._units[index])
 
