@@ -64,9 +64,8 @@ class OptimizerStates:
             for key, value in self.optimizer.state.get(slot.param, {}).items():
                 if isinstance(value, Tensor) and not _is_scalar(key, value, slot):
                     region = self._region_of(value, slot, key)
-                    x = (
-                        value.detach().to_dense() if value.is_sparse else value.detach()
-                    )  # momentum of sparse gradients has some rows alone
+                    x = value.detach()
+                    x = x.to_dense() if x.is_sparse else x  # momentum of sparse gradients has some rows alone
                     x = x.reshape(-1) if region.stretch is not None else x
                     yield region.item(_name(self._number, key, slot.name), x)
 

@@ -96,7 +96,7 @@ class ZeroOptimizer(Optimizer):
             hold(optimizer, self)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # torch has an attribute
+    def param_groups(self) -> list[dict[str, Any]]:
         """Those of the optimizers, as they have them now: a load may have put others in their place."""
         if self._is_laid_out:
             self._groups[:] = [group for optimizer in self.inner for group in optimizer.param_groups]
@@ -108,8 +108,8 @@ class ZeroOptimizer(Optimizer):
             raise _laid_out("param_groups was set on")
         self._groups = groups
 
-    @property
-    def state(self) -> MutableMapping[Tensor, dict[str, Any]]:  # type: ignore[override]
+    @property  # type: ignore[override]  # torch has an attribute
+    def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
         """The states that the optimizers use. Those in files are there inside of ``loading()`` alone."""
         if isinstance(self._host, Files) and not self._is_open:
             raise ConfigError(

@@ -43,7 +43,7 @@ class ShardedGradient(Tensor):
         param, dtype = shard.gradients[number].param, made.dtype if made is not None else None
         if dtype in (None, shard.wide):
             dtype = param.dtype  # the sum is wider than the parameter, to which it has to fit
-        make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]  # torch leaves it undeclared
+        make: Any = Tensor._make_wrapper_subclass
         self: ShardedGradient = make(cls, param.shape, dtype=dtype, device=param.device)
         self.shard, self.number, self.made = ref(shard), number, made
         return self
@@ -75,7 +75,9 @@ class ShardedGradient(Tensor):
         return self.shard() is shard and self.number == number
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares what it has where there is none
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         name: str = func._schema.name.partition("::")[2]
         if name.startswith(FOREACH) and _is_each(getattr(torch.ops.aten, name.removeprefix(FOREACH), None)):
