@@ -293,7 +293,7 @@ class ZeroOptimizer(Optimizer):
         Args:
             error_if_nonfinite: leaves gradients as they are whose norm is not finite, for the caller to raise.
 
-        Returns the norm before, the same on all ranks. Communicates one all-reduce of two numbers over each axis.
+        Returns the norm before, the same on all ranks. Communicates one all-reduce of four numbers over each axis.
         """
         self.grad_norm = self.norm_of(None, norm_type)
         if not error_if_nonfinite or is_true(torch.isfinite(self.grad_norm)):
@@ -303,7 +303,7 @@ class ZeroOptimizer(Optimizer):
     def norm_of(self, params: Iterable[Tensor] | None, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of some parameters of the model, alike on all ranks; None: of all.
 
-        All ranks call it. Communicates one all-reduce of two numbers over each axis.
+        All ranks call it. Communicates one all-reduce of four numbers over each axis.
         """
         if norm_type != 2.0:
             raise ConfigError(

@@ -112,8 +112,14 @@ def _of_each(func: Any, first: ShardedGradient, args: Any, kwargs: Any, *, write
         return ShardedGradient(first.home, first.number)  # still the gradient itself
     result = func(*_replaced(args, pick), **_replaced(kwargs, pick))
     if writes:
+        _note(first, func)
         return kwargs.get("out", args[0])
     return tree_map_only(Tensor, lambda x: ShardedGradient(first.home, first.number, x), result)
+
+
+def _note(gradient: ShardedGradient, func: Any) -> None:
+    if gradient.made is None:
+        gradient.home.edited(gradient.number, str(func))
 
 
 def _picking(first: ShardedGradient, func: Any) -> Callable[[Tensor], Tensor]:
@@ -147,6 +153,9 @@ def _of_lists(func: Any, args: Any, kwargs: Any) -> Any:
 
     results = func(*map(unwrapped, args), **{name: unwrapped(x) for name, x in kwargs.items()})
     if func._schema.is_mutable or results is None:
+        for first in firsts:
+            if first is not None:
+                _note(first, func)
         return None
     wrap: Callable[[Any, Any], Any] = lambda f, x: x if f is None else ShardedGradient(f.home, f.number, x)  # noqa: E731
     return [wrap(f, x) for f, x in zip(firsts, results, strict=True)]

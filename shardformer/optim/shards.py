@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,9 @@ from shardformer.optim.offload.host import Host, HostPart
 from shardformer.optim.rounding import KAHAN, Held, Rounded
 from shardformer.optim.sharded_gradient import ShardedGradient
 from shardformer.reduce.bucket import Bucket, Gradient
+
+EDITS = 2**12
+"""Numbers of edits: so small that sums of their squares over all ranks are exact."""
 
 
 @dataclass(eq=False)
@@ -111,6 +115,7 @@ class Shard:
         self._sum: Tensor | None = None
         self._counts: Tensor | None = None
         self._had = [False] * len(self.gradients)
+        self.edits = 0  # a number of what a script did to gradients, which all ranks do alike
         self._is_discarded = False  # whether a script has discarded the gradient of a parameter here
         self._shown: dict[int, tuple[ShardedGradient, Tensor | None]] = {}
         self._going_up: Copy | None = None
@@ -293,6 +298,8 @@ class Shard:
             return
         piece = next((piece for piece in self.pieces if piece.number == number), None)
         mine = piece.value.grad if piece is not None else None
+        if grad is None:
+            self.edited(number, "discarded")
         if grad is None or (piece is not None and mine is None):
             self.discard(number)
             return
@@ -301,6 +308,7 @@ class Shard:
         del self._shown[number]
         gradient.param.grad = None
         if grad.made is not None:
+            self.edited(number, "replaced")
             self.numbers_of(number).copy_(grad.made)
         elif mine is not None and mine is not shown[1]:
             self.numbers_of(number).copy_(mine.reshape(-1))
@@ -314,6 +322,10 @@ class Shard:
         self.gradients[number].param.grad = None
         for piece in (piece for piece in self.pieces if piece.number == number):
             piece.value.grad = None
+
+    def edited(self, number: int, what: str) -> None:
+        """Notes what a script did, for ranks to compare: what one does alone would be a part of a gradient's edit."""
+        self.edits = (self.edits + crc32(f"{what} {self.gradients[number].entry.name}".encode())) % EDITS
 
     def numbers_of(self, number: int) -> Tensor:
         """Of a parameter's gradient what the step will use on this rank."""
@@ -349,7 +361,7 @@ class Shard:
     def forget(self) -> None:
         """The gradients are thrown away."""
         self._sum, self._counts, self._had = None, None, [False] * len(self.gradients)
-        self._is_discarded = False
+        self._is_discarded, self.edits = False, 0
         if self.host is not None:
             self.host.forget()
         for piece in self.pieces:

@@ -283,6 +283,25 @@ def test_what_cannot_be_honoured_raises_on_all_ranks() -> None:
     assert "Another rank refused" in first[3] and "0.weight has a .grad" in second[3]
 
 
+@pytest.mark.parametrize("layout", [{"data": 2}, {"data": 2, "tensor": 2}])
+@pytest.mark.parametrize("change", [lambda p: p.grad.mul_(2), lambda p: setattr(p, "grad", None)], ids=["mul", "none"])
+def test_what_one_rank_does_alone_to_gradients_raises_on_all_ranks(change: Any, layout: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    plain = ToyLM().double()
+    models = [copy.deepcopy(plain) for _ in range(4)]
+
+    def over(context: ParallelContext) -> None:
+        model = shardformer.shard_model(models[context.rank], ToyPolicy(), context=context)
+        optimizer = zero(adam(model), model)
+        toy_loss(model, toy_batch(0)).backward()
+        if context.rank == 0:
+            change(next(model.parameters()))
+        with pytest.raises(ConfigError, match="Ranks changed gradients in different ways"):
+            optimizer.step()
+
+    run_as_threads(over, **layout)
+
+
 # --------------------------------------------------------------------------------------------------------------- states
 
 
