@@ -7,8 +7,8 @@ numbers: they work where this rank has all of them, and raise an error where it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -16,13 +16,24 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardformer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from shardformer.optim.shards import Shard
+from shardformer.reduce.bucket import Gradient
 
 FOREACH = "_foreach_"
 ALSO_EACH = frozenset({"zero_", "fill_", "copy_", "clone", "detach", "alias", "_to_copy", "zero", "copy"})
 """Functions that treat each number by itself, without torch's tag for that."""
+
+
+class Home(Protocol):
+    """What has the numbers of gradients: a ``Shard``."""
+
+    @property
+    def gradients(self) -> Sequence[Gradient]: ...
+    @property
+    def wide(self) -> torch.dtype: ...
+    def numbers_of(self, number: int) -> Tensor: ...
+    def is_here(self, number: int) -> bool: ...
+    def pick(self, number: int, x: Tensor) -> Tensor: ...
+    def edited(self, number: int, what: str) -> None: ...
 
 
 class ShardedGradient(Tensor):
@@ -34,14 +45,14 @@ class ShardedGradient(Tensor):
         made: this rank's numbers of what was computed; None for the gradient itself, whose numbers the shard has.
     """
 
-    shard: ref[Shard]
+    shard: ref[Home]
     number: int
     made: Tensor | None
 
     @staticmethod
-    def __new__(cls, shard: Shard, number: int, made: Tensor | None = None) -> ShardedGradient:
+    def __new__(cls, shard: Home, number: int, made: Tensor | None = None) -> ShardedGradient:
         param, dtype = shard.gradients[number].param, made.dtype if made is not None else None
-        if dtype in (None, shard.wide):
+        if dtype is None or dtype == shard.wide:
             dtype = param.dtype  # the sum is wider than the parameter, to which it has to fit
         make: Any = Tensor._make_wrapper_subclass
         self: ShardedGradient = make(cls, param.shape, dtype=dtype, device=param.device)
@@ -57,7 +68,7 @@ class ShardedGradient(Tensor):
         return f"ShardedGradient of {tuple(self.shape)}, of which this rank has {self.local.numel()} numbers"
 
     @property
-    def home(self) -> Shard:
+    def home(self) -> Home:
         if (shard := self.shard()) is None:
             raise ConfigError(
                 "A gradient was read whose model is gone",
@@ -71,7 +82,7 @@ class ShardedGradient(Tensor):
         """This rank's numbers, in a row."""
         return self.made if self.made is not None else self.home.numbers_of(self.number)
 
-    def is_of(self, shard: Shard, number: int) -> bool:
+    def is_of(self, shard: Home, number: int) -> bool:
         return self.shard() is shard and self.number == number
 
     @classmethod

@@ -12,8 +12,6 @@ from shardformer.optim.checks import as_list, check_given
 from shardformer.optim.optimizer import ZeroOptimizer
 from shardformer.optim.settings import Layout, Offload, Precision, Rules, Sending, Settings
 from shardformer.optim.table import table_of
-from shardformer.optim.torch_clipping import lead_clipping_here
-from shardformer.optim.torch_optimizers import lead_optimizers_here
 
 
 def zero(
@@ -73,6 +71,4 @@ def zero(
     )
     table = table_of(model, context)
     check_given(settings, optimizers, table)
-    lead_clipping_here()
-    lead_optimizers_here()
     return ZeroOptimizer(optimizers, model, table, settings)
