@@ -138,6 +138,7 @@ def timeline(setting: Setting) -> Spans:
     loss.backward()
     spans["forward"], spans["backward"] = [(start, middle)], [(middle, time.perf_counter())]
     optimizer.step()
+    optimizer.zero_grad()
     for way, name in ((DOWN, "gradients to the host"), (UP, "parameters to the device")):
         spans[name] = [(copied.begin, copied.end) for copied in host.link.log if copied.way == way]
     return {name: [(a - start, b - start) for a, b in found] for name, found in spans.items()}

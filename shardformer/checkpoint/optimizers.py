@@ -15,6 +15,7 @@ from shardformer.checkpoint.held import Item, Region
 from shardformer.checkpoint.model import ModelTensors
 from shardformer.checkpoint.plain import from_json, to_json
 from shardformer.errors import ConfigError, nearest
+from shardformer.optim.live_state import load_in_place
 from shardformer.optim.optimizer import ZeroOptimizer
 
 
@@ -63,7 +64,9 @@ class OptimizerStates:
             for key, value in self.optimizer.state.get(slot.param, {}).items():
                 if isinstance(value, Tensor) and not _is_scalar(key, value, slot):
                     region = self._region_of(value, slot, key)
-                    x = value.detach().reshape(-1) if region.stretch is not None else value.detach()
+                    x = value.detach()
+                    x = x.to_dense() if x.is_sparse else x  # momentum of sparse gradients has some rows alone
+                    x = x.reshape(-1) if region.stretch is not None else x
                     yield region.item(_name(self._number, key, slot.name), x)
 
     def _region_of(self, value: Tensor, slot: Slot, key: str) -> Region:
@@ -167,7 +170,7 @@ class OptimizerStates:
             groups.append({**{k: from_json(v) for k, v in group["options"].items()}, "params": numbers})
             pairs = [(n, states.get(id(slot.param))) for n, slot in zip(numbers, slots, strict=True)]
             packed |= {n: state for n, state in pairs if state is not None}
-        self.optimizer.load_state_dict({"state": packed, "param_groups": groups})
+        load_in_place(self.optimizer, {"state": packed, "param_groups": groups})
         for slot in self._slots() if exact else ():
             state = self.optimizer.state.get(slot.param, {})
             for key, value in states.get(id(slot.param), {}).items():

@@ -240,7 +240,9 @@ class Engine:
 
     def _nonfinite(self) -> str:
         """The parameters whose gradients are not finite, on any rank. Communicates their names."""
-        mine = [n for n, p in self.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+        grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        values = {n: grad.coalesce().values() if grad.is_sparse else grad for n, grad in grads.items()}
+        mine = [n for n, x in values.items() if not x.isfinite().all()]
         names = list(dict.fromkeys(name for found in gather_objects(mine, self.world) for name in found))
         return f", not finite in {', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
 

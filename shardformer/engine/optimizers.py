@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from shardformer.checkpoint.model import ModelTensors
 from shardformer.errors import ConfigError
+from shardformer.optim.zero_grad import let_go
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -71,6 +72,7 @@ def fill(optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Sequence[str
     """Gives optimizers the parameters of a model, by name, of those that this rank has; and takes their states away."""
     here: dict[str, Any] = ModelTensors(model).tensors
     for optimizer, names in zip(optimizers, groups, strict=True):
+        let_go(optimizer)
         optimizer.state.clear()
         for group, own in zip(optimizer.param_groups, names, strict=True):
             group["params"][:] = [here[name] for name in own if name in here]

@@ -79,7 +79,13 @@ class KeepsGradients(Protocol):
 
     param_groups: list[dict[str, Any]]
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor: ...
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor: ...
+
+    def agree(self) -> None:
+        """Sums what backwards left that were in ``no_sync``. All ranks call it."""
+
+    def norm_of(self, params: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+        """The norm of the gradients of some parameters, on all ranks. All ranks call it."""
 
     def scaled(self) -> AbstractContextManager[float]:
         """What the loss is multiplied by, for the backwards in here."""

@@ -13,7 +13,7 @@ from shardformer.comm.values import has_values
 from shardformer.errors import ConfigError, expect
 from shardformer.layout.state import ShardedState
 from shardformer.optim.settings import Settings
-from shardformer.optim.shards import Shard
+from shardformer.optim.shards import Shard, set_by_hand
 
 
 def as_list(optimizer: Any) -> list[Optimizer]:
@@ -91,13 +91,10 @@ def check_untouched(model: nn.Module, table: ShardedState, shards: Sequence[Shar
     rule = "zero moved the parameters to where the ranks' parts lie behind each other, and keeps the gradients itself"
     for entry in table.entries:
         if id(entry.param) not in here:
-            said, remedy = f"{entry.name} was replaced by another parameter after zero was called", "Call zero after it"
-        elif entry.param.grad is not None:
-            said = f"{entry.name} has a .grad that no backward brought, or none that zero saw"
-            remedy = "Change gradients in a hook of the parameter (register_hook), which runs before they are summed"
-        else:
-            continue
-        raise ConfigError(said, rule=rule, remedy=remedy)
+            said = f"{entry.name} was replaced by another parameter after zero was called"
+            raise ConfigError(said, rule=rule, remedy="Call zero after it")
+        if entry.param.grad is not None:
+            raise set_by_hand(entry.name)
     for shard in shards:
         if moved := shard.moved():
             raise ConfigError(

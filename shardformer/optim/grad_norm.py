@@ -38,10 +38,14 @@ def clip_grad_norm_(
             remedy="Write clip_grad_norm_(model, max_norm), without .parameters()",
         )
     kept = known_state(model).gradients
-    total = grad_norm(model, norm_type) if kept is None else kept.clip_grad_norm_(max_norm, norm_type)
+    if kept is None:
+        total = grad_norm(model, norm_type)
+    else:
+        total = kept.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"The norm of the gradients is {total.item()}: they cannot be clipped")
-    scale_gradients(model, total, max_norm)
+    if kept is None:
+        scale_gradients(model, total, max_norm)
     return total
 
 
@@ -77,7 +81,7 @@ def norm_of(entries: Sequence[Entry], state: ShardedState, norm_type: float) -> 
     names = [name for name in coords if any(name in e.reduction.norm_over for e in state.entries)]
     terms = [t for e in entries if (t := _term(e, norm_type, coords, names)) is not None]
     # what all ranks know, not what this one has a gradient of: a rank, or a stage, may have none
-    is_wide = any(e.param.dtype == torch.float64 for e in state.entries)
+    is_wide = any(e.param.dtype in (torch.float64, torch.complex128) for e in state.entries)
     device = next((e.param.device for e in state.entries), torch.device("cpu"))
     dtype = torch.float64 if is_wide or "pipe" in names else torch.float32
     total = torch.zeros((), dtype=dtype, device=device)
@@ -98,11 +102,13 @@ def _term(entry: Entry, norm_type: float, coords: Coords, names: Sequence[str]) 
     others = [coords[name] for name in names if name not in reduction.norm_over]
     if grad is None or any(others) or (reduction.stages and reduction.stages[0] != coords["pipe"]):
         return None
+    held_by = entry.spec.multiplicity(coords)
+    if grad.is_sparse:
+        grad = grad.to_dense() if isinstance(held_by, Tensor) else grad.coalesce().values()
     magnitude = grad.detach().abs()
     if magnitude.dtype in (torch.float16, torch.bfloat16):
         magnitude = magnitude.float()
     if math.isinf(norm_type):
         return magnitude.max() if magnitude.numel() else magnitude.new_zeros(())
     powers = magnitude**norm_type
-    held_by = entry.spec.multiplicity(coords)
     return (powers / held_by.to(powers) if isinstance(held_by, Tensor) else powers).sum()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardformer.comm.agree import agree
 from shardformer.comm.values import is_true
 from shardformer.errors import ConfigError
 from shardformer.layout.state import ROOT, ShardedState
 from shardformer.mesh.axis import Axis
 from shardformer.optim.between_steps import loading, reading
 from shardformer.optim.checks import check_untouched
+from shardformer.optim.live_state import LiveState, load_in_place
 from shardformer.optim.memory import Memory
 from shardformer.optim.offload.host import Host
 from shardformer.optim.offload.paged import Files, PagedPart
@@ -32,7 +34,7 @@ from shardformer.optim.stage3.layout import lay_out_units
 from shardformer.optim.stage3.units import Unit
 from shardformer.optim.stage3.walk import Walk
 from shardformer.optim.update import Update
-from shardformer.optim.zero_grad import ZeroGrad
+from shardformer.optim.zero_grad import ZeroGrad, hold
 from shardformer.reduce.bucket import Bucket, Gradient, HandAll, HandOver
 from shardformer.reduce.buckets import BUCKET_BYTES, GradientReducer
 
@@ -44,8 +46,12 @@ class ZeroOptimizer(Optimizer):
         grad_norm: the norm of the last step's gradients before they were clipped; None where it was not taken.
         skipped: how many steps were left out, since their gradients were not finite.
         inner: the optimizers that it was made of.
+        is_stepping: whether they make a step now.
         shards: this rank's parts of all buckets, whose pieces these optimizers have.
     """
+
+    _is_laid_out = _is_open = False
+    is_stepping = False
 
     def __init__(
         self,
@@ -64,11 +70,12 @@ class ZeroOptimizer(Optimizer):
         self._walk: Walk | None = None
         self._is_scaled = False
         kind = HandAll if self._stage == 0 else HandOver
-        self._end = kind(self._receive, self._check_scaled)
+        self._end = kind(self._receive, self._check_scaled, self._hide, self._show)
         whole = {id(p) for o in optimizers if needs_whole(o) for group in o.param_groups for p in group["params"]}
         self.shards = self._lay_out(whole)
         self._convert(self._precision.dtype)
         self._by_bucket = {id(shard.gradients): shard for shard in self.shards}
+        self._places = {id(g): (shard, n) for shard in self.shards for n, g in enumerate(shard.gradients)}
         self._replace_parameters()
         self._room = self._make_room()
         keys = {id(entry): number for number, entry in enumerate(table.entries)}
@@ -77,11 +84,48 @@ class ZeroOptimizer(Optimizer):
         self._update = Update(self.inner, self.shards, self._host, table.context)
         if isinstance(self._host, Files):
             self._put_into_files(self._host)
-        super().__init__([group for optimizer in self.inner for group in optimizer.param_groups], {})
+        known = [getattr(optimizer, "defaults", {}) for optimizer in self.inner]
+        defaults = {name: value for name, value in known[0].items() if all(name in each for each in known)}
+        super().__init__([group for optimizer in self.inner for group in optimizer.param_groups], defaults)
         self._is_laid_out = True
+        self._state = LiveState(self.inner, self.shards)
         table.gradients = self
         self.__dict__[ROOT] = table
         model.__dict__["zero_grad"] = ZeroGrad(model, self)
+        for optimizer in self.inner:
+            hold(optimizer, self)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizers, as they have them now: a load may have put others in their place."""
+        if self._is_laid_out:
+            self._groups[:] = [group for optimizer in self.inner for group in optimizer.param_groups]
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if self._is_laid_out:
+            raise _laid_out("param_groups was set on")
+        self._groups = groups
+
+    @property  # type: ignore[override]  # torch has an attribute
+    def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
+        """The states that the optimizers use. Those in files are there inside of ``loading()`` alone."""
+        if isinstance(self._host, Files) and not self._is_open:
+            raise ConfigError(
+                f"optimizer.state beside offload='nvme:{self._host.disk.folder}'",
+                rule="States are in files between two steps, and what is done to them in memory would be lost",
+                remedy="Write `with optimizer.loading(): optimizer.state...`, on all ranks",
+            )
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if not self._is_laid_out:
+            return
+        if state:
+            raise _laid_out("state was set on")
+        self.state.clear()
 
     def _lay_out(self, whole: Collection[int]) -> list[Shard]:
         """The shards of all buckets. Parameters that no ranks agree on get buckets of their own, of one rank."""
@@ -139,6 +183,14 @@ class ZeroOptimizer(Optimizer):
     def _receive(self, bucket: Bucket, part: Tensor, had: Tensor) -> None:
         self._by_bucket[id(bucket.gradients)].receive(part, had, self._precision.scale)
 
+    def _hide(self, gradient: Gradient) -> None:
+        shard, number = self._places[id(gradient)]
+        shard.hide(number)
+
+    def _show(self) -> None:
+        for shard in self.shards:
+            shard.show()
+
     def _replace_parameters(self) -> None:
         """The optimizers get this rank's pieces in the place of the parameters, and of their state what goes with them.
 
@@ -170,30 +222,50 @@ class ZeroOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._agree_on_the_rest()
-        check_untouched(self._model, self._table, self.shards)
-        for shard in self.shards:
+        self.agree()
+        problem = self._take_edits()
+        for shard in self.shards if problem is None else ():
             shard.take_up()
-        if not self._prepare():
-            self.zero_grad()
-            return loss
-        if self._walk is not None:
-            self._walk.put_away()
-        try:
-            self._update.run()
-        finally:
-            for shard in self.shards:
-                shard.forget()
-        self._room.after_step()
+        if self._prepare(problem):
+            if self._walk is not None:
+                self._walk.put_away()
+            with self._stepping():
+                self._update.run()
+            self._room.after_step()
+        self._show()
         return loss
 
-    def _prepare(self) -> bool:
-        """Looks whether all gradients are finite, and clips them. Returns whether the step is to be made."""
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        self.is_stepping = True
+        try:
+            yield
+        finally:
+            self.is_stepping = False
+
+    def _take_edits(self) -> ConfigError | None:
+        """Takes up what a script did to gradients. Returns what must not be ignored, for all ranks to raise."""
+        try:
+            for shard in self.shards:
+                for number in range(len(shard.gradients)):
+                    shard.hide(number)
+            check_untouched(self._model, self._table, self.shards)
+        except ConfigError as error:
+            return error
+        return None
+
+    def _prepare(self, problem: ConfigError | None) -> bool:
+        """Looks whether all gradients are finite, and clips them. Returns whether the step is to be made.
+
+        Raises, on all ranks, the problem of one.
+        """
         rules, scale = self._settings.rules, self._precision.loss_scale
         is_scaled = self._precision.parameters == "fp16"
         if rules.max_grad_norm is None and rules.on_nonfinite == "ignore" and not is_scaled:
+            if problem is not None:
+                raise problem
             return True
-        self.grad_norm = norm_of_shards(self.shards, self._table, self._stage)
+        self.grad_norm = self._norm(problem)
         is_finite = (rules.on_nonfinite == "ignore" and not is_scaled) or is_true(torch.isfinite(self.grad_norm))
         if is_scaled:
             scale.update(is_finite)
@@ -204,18 +276,34 @@ class ZeroOptimizer(Optimizer):
             self._clip(rules.max_grad_norm)
         return is_finite
 
-    def _agree_on_the_rest(self) -> None:
-        """On what backwards left that were all in ``no_sync``."""
+    def _norm(self, problem: ConfigError | None = None, only: Collection[int] | None = None) -> Tensor:
+        return norm_of_shards(self.shards, self._table, self._stage, problem, only)
+
+    def agree(self) -> None:
+        """Sums what backwards left that were all in ``no_sync``. All ranks call it."""
         for reducer in self._table.reducers:
             if reducer.was_paused:
                 reducer.start()
                 reducer.finish()
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scales all gradients so that their norm over the whole model is at most ``max_norm``.
 
-        Returns the norm before, the same on all ranks. Communicates one all-reduce of one number over each axis.
+        Args:
+            error_if_nonfinite: leaves gradients as they are whose norm is not finite, for the caller to raise.
+
+        Returns the norm before, the same on all ranks. Communicates one all-reduce of four numbers over each axis.
+        """
+        self.grad_norm = self.norm_of(None, norm_type)
+        if not error_if_nonfinite or is_true(torch.isfinite(self.grad_norm)):
+            self._clip(max_norm)
+        return self.grad_norm
+
+    def norm_of(self, params: Iterable[Tensor] | None, norm_type: float = 2.0) -> Tensor:
+        """The norm of the gradients of some parameters of the model, alike on all ranks; None: of all.
+
+        All ranks call it. Communicates one all-reduce of four numbers over each axis.
         """
         if norm_type != 2.0:
             raise ConfigError(
@@ -223,10 +311,10 @@ class ZeroOptimizer(Optimizer):
                 rule="What ZeRO clips by is the Euclidean norm",
                 remedy="Leave norm_type out",
             )
-        self._agree_on_the_rest()
-        self.grad_norm = norm_of_shards(self.shards, self._table, self._stage)
-        self._clip(max_norm)
-        return self.grad_norm
+        self.agree()
+        problem = self._take_edits()
+        self._show()
+        return self._norm(problem, None if params is None else {id(p) for p in params})
 
     def _clip(self, max_norm: float) -> None:
         assert self.grad_norm is not None
@@ -238,11 +326,18 @@ class ZeroOptimizer(Optimizer):
                 shard.sum.mul_(scale.to(shard.sum))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Throws away all gradients, those of backwards in ``no_sync`` too."""
+        """Throws away all gradients, those of backwards in ``no_sync`` too.
+
+        Args:
+            set_to_none: False lets those that are there be 0, with which a step changes weights by momentum and decay.
+        """
         for shard in self.shards:
-            shard.forget()
+            shard.forget() if set_to_none else shard.zero()
         for p in self._model.parameters():
-            p.grad = None
+            if set_to_none:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.zero_()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -286,7 +381,10 @@ class ZeroOptimizer(Optimizer):
 
         None where it has none. All ranks call it. Communicates one all-gather of a bucket.
         """
-        self._agree_on_the_rest()
+        self.agree()
+        if problem := self._take_edits():
+            raise problem
+        self._show()
         for shard in self.shards:
             for number, gradient in enumerate(shard.gradients):
                 if gradient.entry.name == name:
@@ -312,37 +410,65 @@ class ZeroOptimizer(Optimizer):
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up what ``state_dict`` of the same rank of an equal grid gave. Raises ConfigError for another one's."""
-        context = self._table.context
+        """Takes up what ``state_dict`` of the same rank of an equal grid gave. All ranks call it.
+
+        Raises ConfigError, on all ranks and before anything is changed, where it is another one's on any.
+        """
+        agree(self._table.context, lambda: self._check_saved(state_dict), doing="load this optimizer's state")
+        for name, value in state_dict["loss_scale"].items():
+            setattr(self._precision.loss_scale, name, value)
         pieces = [piece for shard in self.shards for piece in shard.pieces]
+        with self.loading():
+            for optimizer, state in zip(self.inner, state_dict["optimizers"], strict=True):
+                load_in_place(optimizer, state)
+            for piece, master in zip(pieces, state_dict["masters"], strict=True):
+                piece.value.copy_(master)
+        self.rounds = state_dict["rounds"]
+
+    def _check_saved(self, state_dict: dict[str, Any]) -> None:
+        context = self._table.context
         place = {"sizes": context.sizes, "coords": context.coords}
+        if missing := [name for name in ("place", "masters", "optimizers", "loss_scale") if name not in state_dict]:
+            raise ConfigError(
+                f"The state that was to be loaded has no {missing[0]!r}: it is not what this optimizer saved",
+                rule="Under ZeRO each rank loads what state_dict() of the same rank gave",
+                remedy="Load what optimizer.state_dict() gave; or let shardformer.save_checkpoint save, whose "
+                "checkpoints fit any layout",
+            )
         shapes = [tuple(master.shape) for master in state_dict["masters"]]
-        if state_dict["place"] != place or shapes != [tuple(piece.value.shape) for piece in pieces]:
+        own = [tuple(piece.value.shape) for shard in self.shards for piece in shard.pieces]
+        groups = [[len(group["params"]) for group in each["param_groups"]] for each in state_dict["optimizers"]]
+        mine = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.inner]
+        if state_dict["place"] != place or shapes != own or groups != mine:
             raise ConfigError(
                 f"This optimizer's state was saved by the rank {state_dict['place']}, and this is {place}",
                 rule="The pieces of a rank fit the same rank of an equal grid, with the same model and buckets",
                 remedy="Load the file that this rank saved, with as many processes as then; or let "
                 "shardformer.save_checkpoint save, whose checkpoints fit any layout",
             )
-        for name, value in state_dict["loss_scale"].items():
-            setattr(self._precision.loss_scale, name, value)
-        with self.loading():
-            for optimizer, state in zip(self.inner, state_dict["optimizers"], strict=True):
-                optimizer.load_state_dict(state)
-            for piece, master in zip(pieces, state_dict["masters"], strict=True):
-                piece.value.copy_(master)
-        self.rounds = state_dict["rounds"]
 
-    def reading(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def reading(self) -> Iterator[None]:
         """The pieces and their states have their values in here. Between two steps."""
-        return reading(self.shards)
+        with reading(self.shards), self._opened():
+            yield
 
-    def loading(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def loading(self) -> Iterator[None]:
         """The pieces may be written to in here; behind it the parameters of all ranks have what was written.
 
         All ranks call it. Communicates one all-gather of the parameters.
         """
-        return loading(self.shards, self._walk, self._host, self._table.context)
+        with loading(self.shards, self._walk, self._host, self._table.context), self._opened():
+            yield
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        before, self._is_open = self._is_open, True
+        try:
+            yield
+        finally:
+            self._is_open = before
 
     @property
     def rounds(self) -> list[int]:
@@ -353,6 +479,11 @@ class ZeroOptimizer(Optimizer):
     def rounds(self, rounds: Sequence[int]) -> None:
         for rounded, step in zip([s.rounded for s in self.shards if s.rounded], rounds, strict=True):
             rounded.step = step
+
+    @property
+    def table(self) -> ShardedState:
+        """Of the model."""
+        return self._table
 
     @property
     def units(self) -> Sequence[Unit]:
@@ -373,10 +504,14 @@ class ZeroOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the pieces of the parameters are laid out once."""
-        if getattr(self, "_is_laid_out", False):
-            raise ConfigError(
-                "add_param_group was called on the optimizer that zero returned",
-                rule="The pieces of the parameters are laid out once",
-                remedy="Add the group to your own optimizer, then call zero",
-            )
+        if self._is_laid_out:
+            raise _laid_out("add_param_group was called on")
         super().add_param_group(param_group)
+
+
+def _laid_out(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} the optimizer that zero returned",
+        rule="The pieces of the parameters are laid out once",
+        remedy="Change your own optimizer, then call zero; load a state with load_state_dict",
+    )

@@ -14,6 +14,7 @@ from shardformer.optim.memory import Memory, said_bytes
 from shardformer.optim.offload.host import Host
 from shardformer.optim.offload.paged import Files, PagedPart
 from shardformer.optim.settings import Settings
+from shardformer.optim.sharded_gradient import ShardedGradient
 from shardformer.optim.shards import Shard
 from shardformer.optim.stage3.units import Unit
 
@@ -45,7 +46,9 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _grads(table: ShardedState) -> list[Tensor]:
-    return [entry.param.grad for entry in table.entries if entry.param.grad is not None]
+    """What backwards left that are in ``no_sync``; else ``.grad`` shows what shards have."""
+    grads = [entry.param.grad for entry in table.entries]
+    return [grad for grad in grads if grad is not None and not isinstance(grad, ShardedGradient)]
 
 
 def _masters_of(shard: Shard) -> list[Tensor]:

@@ -92,7 +92,7 @@ class Rounded:
         """Drops what is wide."""
         self._values = None
         for piece in self._pieces:
-            value = torch.full((1,), torch.nan, dtype=torch.float32, device=self._own.device)
+            value = torch.full((), torch.nan, dtype=torch.float32, device=self._own.device)
             piece.value.data = value.expand(piece.value.shape)
 
     def drop(self, *, keeps_memory: bool = False) -> None:

@@ -2,32 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from shardformer.comm.collectives import all_reduce, gather_objects
-from shardformer.errors import InputError
+from shardformer.comm.values import has_values
+from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.layout.state import ShardedState
-from shardformer.optim.shards import Shard
+from shardformer.optim.shards import EDITS, Shard
 from shardformer.reduce.bucket import Gradient
 
+ALIKE = ("data", "sequence")
+"""Axes along which ranks have parts of the same gradients."""
+DIFFER = 2.0**32
+"""Is added to the number of ranks with a problem where ranks differ."""
 
-def norm_of_shards(shards: Sequence[Shard], table: ShardedState, stage: int) -> Tensor:
-    """The norm of the gradients of the whole model, alike on all ranks. Communicates one number over each axis."""
+
+def norm_of_shards(
+    shards: Sequence[Shard],
+    table: ShardedState,
+    stage: int,
+    problem: ShardFormerError | None = None,
+    only: Collection[int] | None = None,
+) -> Tensor:
+    """The norm of the gradients of the whole model, alike on all ranks. Communicates four numbers over each axis.
+
+    Raises ConfigError, on all ranks, where scripts on them did other things to gradients.
+
+    Args:
+        problem: why this rank has none; all ranks then raise.
+        only: of which parameters, by identity; None: of all.
+    """
     device = table.context.device
-    here, there = (torch.zeros((), dtype=torch.float64, device=place) for place in (device, "cpu"))
-    for shard in shards:
+    here, there = (torch.zeros(4, dtype=torch.float64, device=place) for place in (device, "cpu"))
+    edits = float(sum(shard.edits for shard in shards) % EDITS)
+    there[1:] += torch.tensor([float(problem is not None), edits, edits**2], dtype=torch.float64)
+    for shard in shards if problem is None else ():
         total, found = here if shard.host is None else there, shard.sum
         for piece in shard.pieces:
-            if found is not None and shard.had[piece.number] and _counts(piece.gradient, table, stage):
-                total += torch.linalg.vector_norm(found[piece.at]).to(total) ** 2
-    total = here + there.to(device)
-    for axis in table.context.own_axes:
+            is_asked = only is None or id(piece.gradient.param) in only
+            if found is not None and is_asked and shard.had[piece.number] and _counts(piece.gradient, table, stage):
+                total[0] += torch.linalg.vector_norm(found[piece.at]).to(total) ** 2
+    total, count = here + there.to(device), 1
+    axes = sorted(table.context.own_axes, key=lambda axis: axis.name not in ALIKE)
+    for axis in axes:
+        if axis.name in ALIKE:
+            count *= axis.size
+        else:
+            total, count = _compared(total, count), 0
         total = all_reduce(total, axis, purpose="norm")
-    is_wide = any(entry.param.dtype == torch.float64 for entry in table.entries)
+    total = _compared(total, count)
+    if problem is not None:
+        raise problem
+    total, problems = total[0], total[1]
+    if has_values(problems) and bool(problems >= DIFFER):
+        raise ConfigError(
+            "Ranks changed gradients in different ways since the last zero_grad",
+            rule="Each rank has a part of a gradient, so that what a script does to p.grad it does on all ranks",
+            remedy="Look for what one rank does alone: changes of p.grad under `if rank == 0:`, or where its own loss "
+            "or batch decides",
+        )
+    if has_values(problems) and bool(problems):
+        raise ConfigError(
+            "Another rank refused its gradients or parameters, and no rank made the step",
+            rule="All ranks make a step together, or none does",
+            remedy="See what that rank reports",
+        )
+    is_wide = any(entry.param.dtype in (torch.float64, torch.complex128) for entry in table.entries)
     return total.sqrt() if is_wide else total.sqrt().float()
+
+
+def _compared(total: Tensor, count: int) -> Tensor:
+    """Of sums over so many ranks, what says whether all of them have one number of edits; of no ranks as it was."""
+    differs = (count * total[3] - total[2] ** 2).clamp(min=0.0, max=1.0) * float(count > 0)
+    return torch.stack([total[0], total[1] + DIFFER * differs, total[2], total[3]])
 
 
 def _counts(gradient: Gradient, table: ShardedState, stage: int) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,16 @@ from torch import Tensor, nn
 from shardformer.comm.collectives import Pending, all_reduce, start_all_gather, start_all_gather_into
 from shardformer.comm.link import Copy, Link
 from shardformer.comm.values import has_values, numbers_in
+from shardformer.errors import ConfigError
 from shardformer.layout.state import Entry
 from shardformer.mesh.axis import Axis
 from shardformer.optim.offload.host import Host, HostPart
 from shardformer.optim.rounding import KAHAN, Held, Rounded
+from shardformer.optim.sharded_gradient import ShardedGradient
 from shardformer.reduce.bucket import Bucket, Gradient
+
+EDITS = 2**12
+"""Numbers of edits: so small that sums of their squares over all ranks are exact."""
 
 
 @dataclass(eq=False)
@@ -89,7 +95,8 @@ class Shard:
         self.gradients, self.axis = bucket.gradients, axis or bucket.axis
         self._slices = bucket.slices if axis is None else None
         first = self.gradients[0].param
-        self.dtype, self.device = dtype or first.dtype, first.device
+        self.dtype = dtype if dtype is not None and first.is_floating_point() else first.dtype
+        self.device = first.device
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self.length, self.places = bucket.places(self.axis.size)
         self.gathered, self.keeps = gathered, gathered is not None
@@ -108,6 +115,9 @@ class Shard:
         self._sum: Tensor | None = None
         self._counts: Tensor | None = None
         self._had = [False] * len(self.gradients)
+        self.edits = 0  # a number of what a script did to gradients, which all ranks do alike
+        self._is_discarded = False  # whether a script has discarded the gradient of a parameter here
+        self._shown: dict[int, tuple[ShardedGradient, Tensor | None]] = {}
         self._going_up: Copy | None = None
         self._fetched: tuple[Tensor, Copy] | None = None
         self._versions = self._current_versions()
@@ -143,6 +153,11 @@ class Shard:
             counts: list[float] = numbers_in(self._counts)
             self._had, self._counts = [a or b > 0 for a, b in zip(self._had, counts, strict=True)], None
         return self._had
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether any parameter had a gradient, which all ranks know alike, whatever became of it since."""
+        return any(self.had) or self._is_discarded
 
     def _current_versions(self) -> list[int]:
         return [gradient.param._version for gradient in self.gradients]
@@ -188,22 +203,25 @@ class Shard:
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
 
     def _stretch(self, number: int) -> slice:
-        """The numbers of a flat parameter that lie in this rank's part; none where the slice ends before it begins."""
+        """The numbers of a flat parameter that lie in this rank's part."""
         place, begin = self.places[number], self.axis.rank * self.length
         low, high = max(place.start, begin), min(place.stop, begin + self.length)
-        return slice(low - place.start, max(high, low) - place.start)
+        return slice(low - place.start, high - place.start) if low < high else slice(0, 0)
 
     def _take(self, number: int, gradient: Gradient) -> Piece | None:
-        """Moves a parameter here. Returns this rank's piece; one all-reduce where several ranks hold slices of it."""
+        """Moves a parameter here. Returns this rank's piece; one all-reduce where several ranks hold slices of it.
+
+        Of a parameter without numbers each rank has a piece, as one process has it.
+        """
         flat = _flat(gradient, gradient.param.detach())
         place, stretch = self.places[number], self._stretch(number)
         if self.whole is not None:
             self.whole[place] = flat
             gradient.param.data = gradient.unpack(self.whole[place])
-        if stretch.start >= stretch.stop:
+        if stretch.start == stretch.stop and gradient.numel:
             return None
         begin = place.start - self.axis.rank * self.length
-        at = slice(begin + stretch.start, begin + stretch.stop)
+        at = slice(begin + stretch.start, begin + stretch.stop) if gradient.numel else slice(0, 0)
         if self.whole is None:
             self.own[at] = flat[stretch]
         if self.host is not None:
@@ -219,7 +237,7 @@ class Shard:
         shape = gradient.param.shape
         return {
             name: self._cut(gradient, x, stretch)
-            if isinstance(x, Tensor) and x.shape == shape and x.dim()
+            if isinstance(x, Tensor) and x.shape == shape and (x.dim() or name != "step")
             else self._beside(x)
             for name, x in state.items()
         }
@@ -229,7 +247,8 @@ class Shard:
         return x.to("cpu") if self.host is not None and isinstance(x, Tensor) else x
 
     def _cut(self, gradient: Gradient, x: Tensor, stretch: slice) -> Tensor:
-        flat = _flat(gradient, x) if self.host is None else _flat(gradient, x).to("cpu")
+        flat = _flat(gradient, x.to_dense() if x.is_sparse else x)
+        flat = flat if self.host is None else flat.to("cpu")
         return flat.view(gradient.shape).clone() if gradient.is_whole else flat[stretch].clone()
 
     def receive(self, part: Tensor, had: Tensor, scale: float = 1.0) -> None:
@@ -251,13 +270,105 @@ class Shard:
             has_one = total is not None and self.had[piece.number]
             piece.value.grad = total[piece.at].view_as(piece.value) if has_one and total is not None else None
 
+    # --- what scripts see of the gradients, between a backward and zero_grad
+
+    def show(self) -> None:
+        """Parameters and pieces have their gradients in ``.grad``; on a GPU those of no rank too, as zeros."""
+        if not has_values(self.own) or (total := self.sum) is None:
+            return
+        known = self.had if self._counts is None or not self._counts.is_cuda else [True] * len(self.gradients)
+        views: dict[int, Tensor] = {}
+        for piece in self.pieces:
+            if known[piece.number]:
+                views[piece.number] = piece.value.grad = total[piece.at].view_as(piece.value)
+        for number, gradient in enumerate(self.gradients):
+            if known[number] and not gradient.changed:
+                seen = gradient.param.grad = ShardedGradient(self, number)
+                self._shown[number] = seen, views.get(number)
+
+    def hide(self, number: int) -> None:
+        """Takes up what a script did to a gradient that was shown. Its ``.grad`` is free for the next backward.
+
+        Raises ConfigError for one that was set to what is not computed of it.
+        """
+        gradient, grad = self.gradients[number], self.gradients[number].param.grad
+        if (shown := self._shown.get(number)) is None:
+            if gradient.changed and grad is None:
+                self.discard(number)  # with what a backward in no_sync added to it
+            return
+        piece = next((piece for piece in self.pieces if piece.number == number), None)
+        mine = piece.value.grad if piece is not None else None
+        if grad is None:
+            self.edited(number, "discarded")
+        if grad is None or (piece is not None and mine is None):
+            self.discard(number)
+            return
+        if not isinstance(grad, ShardedGradient) or not grad.is_of(self, number):
+            raise set_by_hand(gradient.entry.name)
+        del self._shown[number]
+        gradient.param.grad = None
+        if grad.made is not None:
+            self.edited(number, "replaced")
+            self.numbers_of(number).copy_(grad.made)
+        elif mine is not None and mine is not shown[1]:
+            self.numbers_of(number).copy_(mine.reshape(-1))
+
+    def discard(self, number: int) -> None:
+        """What was summed of the gradient of a parameter is not used."""
+        self._shown.pop(number, None)
+        if self.had[number]:
+            self._had[number], self._is_discarded = False, True
+            self.numbers_of(number).zero_()
+        self.gradients[number].param.grad = None
+        for piece in (piece for piece in self.pieces if piece.number == number):
+            piece.value.grad = None
+
+    def edited(self, number: int, what: str) -> None:
+        """Notes what a script did, for ranks to compare: what one does alone would be a part of a gradient's edit."""
+        self.edits = (self.edits + crc32(f"{what} {self.gradients[number].entry.name}".encode())) % EDITS
+
+    def numbers_of(self, number: int) -> Tensor:
+        """Of a parameter's gradient what the step will use on this rank."""
+        if (total := self.sum) is None:
+            raise ConfigError(
+                f"The gradient of {self.gradients[number].entry.name} was used after zero_grad",
+                rule="Under ZeRO p.grad shows what the optimizer keeps, which zero_grad throws away",
+                remedy="Clone it before, or read p.grad after the next backward",
+            )
+        piece = next((piece for piece in self.pieces if piece.number == number), None)
+        return total[piece.at] if piece is not None else total[:0]
+
+    def is_here(self, number: int) -> bool:
+        """Whether each rank has all numbers of a gradient, in the shape of the parameter."""
+        return self.axis.size == 1 and not self.gradients[number].is_shared
+
+    def pick(self, number: int, x: Tensor) -> Tensor:
+        """Of a tensor of the shape of a parameter the numbers that ``numbers_of`` has of its gradient."""
+        gradient = self.gradients[number]
+        if gradient.is_shared:
+            raise ConfigError(
+                f"The gradient of {gradient.entry.name} was to be changed by a tensor",
+                rule="One rank gets this gradient from all that hold slices of it, and each knows its own slice alone",
+                remedy="Change it by numbers, or in a hook of the parameter (register_hook)",
+            )
+        return x.reshape(-1)[self._stretch(number)]
+
+    def zero(self) -> None:
+        """The gradients that are here become 0, and count."""
+        if (total := self.sum) is not None:
+            total.zero_()
+
     def forget(self) -> None:
-        """The gradients are used, or thrown away."""
+        """The gradients are thrown away."""
         self._sum, self._counts, self._had = None, None, [False] * len(self.gradients)
+        self._is_discarded, self.edits = False, 0
         if self.host is not None:
             self.host.forget()
         for piece in self.pieces:
             piece.value.grad = None
+        for gradient in self.gradients:
+            gradient.param.grad = None
+        self._shown = {}
 
     def store(self) -> None:
         """Rounds what the optimizer made of its pieces, where these are masters, and starts to bring it to the device.
@@ -365,6 +476,17 @@ class Shard:
             if gradient.is_shared:
                 gradient.param.detach().copy_(gradient.unpack(values[place]))
         self.know_values()
+
+
+def set_by_hand(name: str) -> ConfigError:
+    """For a gradient that does not come from a backward that the ranks agreed on."""
+    return ConfigError(
+        f"{name} has a .grad that no backward brought, or none that zero saw",
+        rule="Under ZeRO p.grad shows the sum that the optimizer keeps of all ranks; what is computed of it number by "
+        "number may be put back, or None",
+        remedy="Change it in place (p.grad.mul_(0.5)), or in a hook of the parameter (register_hook), which runs "
+        "before gradients are summed",
+    )
 
 
 def _flat(gradient: Gradient, value: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from shardformer.layout.spec import ShardSpec
 from shardformer.layout.state import ROOT, Entry, ShardedState, check_module
 from shardformer.layout.stream import Place, StreamLayout
 from shardformer.mesh.context import ParallelContext
+from shardformer.optim.torch_clipping import lead_clipping_here
+from shardformer.optim.torch_optimizers import lead_optimizers_here
 from shardformer.reduce.bucket import Gradient
 from shardformer.reduce.buckets import GradientReducer
 from shardformer.reduce.wrappers import check_ddp, check_parameters, refuse_wrappers
@@ -56,6 +58,8 @@ def _new_table(model: nn.Module, context: ParallelContext) -> ShardedState:
             rule="Without sharding there are data ranks alone",
             remedy="Call shardformer.shard_model(model, context=context) first",
         )
+    lead_clipping_here()
+    lead_optimizers_here()
     table, stream = ShardedState(context), StreamLayout()
     for name, param in model.named_parameters():
         spec = ShardSpec(param.shape)

@@ -68,6 +68,9 @@ def _leading_clip(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for state in tables_of(params):
+            if state.gradients is not None:
+                state.gradients.agree()  # before .grad is read: backwards in no_sync left what the ranks do not share
         with _called_with(params):
             # torch warns of a generator that is empty
             return original((p for p in params) if isinstance(parameters, GeneratorType) else params, *args, **kwargs)
@@ -93,11 +96,12 @@ def _leading_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         foreach: bool | None = None,
     ) -> Tensor:
         grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        _check_no_pieces(_CALL.params or (), grads)
         found = _parts_of(_CALL.params, grads) if _CALL.params else _parts_among(grads)
         if not found:
             return original(grads, norm_type, error_if_nonfinite, foreach)
         known = {id(e.param.grad) for entries in found.values() for e in entries}
-        norms = [norm_of(entries, state, float(norm_type)) for state, entries in found.items()]
+        norms = [_norm_of(entries, state, float(norm_type)) for state, entries in found.items()]
         if others := [g for g in grads if id(g) not in known]:
             norms.append(original(others, norm_type, False, foreach))
         total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]), float(norm_type))
@@ -108,27 +112,29 @@ def _leading_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return total_norm
 
 
-def _parts_of(params: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[ShardedState, list[Entry]]:
-    """Of each model that is cut, the entries of these parameters that have gradients. A stage may have none.
+def _norm_of(entries: Sequence[Entry], state: ShardedState, norm_type: float) -> Tensor:
+    if state.gradients is not None:
+        return state.gradients.norm_of([e.param for e in entries], norm_type)
+    return norm_of(entries, state, norm_type)
 
-    Raises ConfigError where an optimizer that zero returned keeps the gradients.
-    """
-    tables = tables_of(params)
-    if not grads and (any(state.gradients is not None for state in tables) or _are_pieces(params)):
-        raise _kept_by_zero()
+
+def _parts_of(params: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[ShardedState, list[Entry]]:
+    """Of each model that is cut, the entries of these parameters that have gradients. A stage may have none."""
     found: dict[ShardedState, list[Entry]] = {}
-    for state, entries in tables.items():
+    for state, entries in tables_of(params).items():
         entries = [e for e in entries if e.param.grad is not None]
         if _is_cut(state) and (entries or state.context.pipe.size > 1):
             found[state] = entries
     return found
 
 
-def _are_pieces(params: Iterable[Tensor]) -> bool:
-    """Whether these are pieces of parameters, which an optimizer that zero returned has in their place."""
-    keeping = [state.gradients for state in tables_here() if state.gradients is not None]
-    pieces = {id(p) for kept in keeping for group in kept.param_groups for p in group["params"]}
-    return any(id(p) in pieces for p in params)
+def _check_no_pieces(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Raises ConfigError for what an optimizer that zero returned has in the place of parameters."""
+    asked = {id(x) for x in (*params, *grads)}
+    for kept in (state.gradients for state in tables_here() if state.gradients is not None):
+        for piece in (p for group in kept.param_groups for p in group["params"]):
+            if id(piece) in asked or (piece.grad is not None and id(piece.grad) in asked):
+                raise _kept_by_zero("the pieces of parameters that zero's optimizer has")
 
 
 def _parts_among(grads: Sequence[Tensor]) -> dict[ShardedState, list[Entry]]:
@@ -148,20 +154,22 @@ def _parts_among(grads: Sequence[Tensor]) -> dict[ShardedState, list[Entry]]:
 
 
 def _is_cut(state: ShardedState) -> bool:
-    return any(state.axis(name).size > 1 for e in state.entries for name in e.reduction.norm_over)
+    return state.gradients is not None or any(
+        state.axis(name).size > 1 for e in state.entries for name in e.reduction.norm_over
+    )
 
 
 def _of_another_stage() -> dict[ShardedState, list[Entry]]:
     """For a stage that holds none of the parameters that the others clip: the model that they ask for its part of.
 
-    Raises ConfigError where several models have stages here, and nothing tells which of them is meant; and where an
-    optimizer that zero returned keeps the gradients.
+    Raises ConfigError where several models have stages here, and nothing tells which of them is meant; and where it
+    may be that other ranks clip pieces of parameters.
     """
     if len(tables_here()) > 1 or any(state.gradients is not None for state in tables_here()):
         gc.collect()  # models that nobody holds any more are not meant
-    if any(state.gradients is not None for state in tables_here()):
-        raise _kept_by_zero()
     states = [state for state in tables_here() if state.context.pipe.size > 1]
+    if not states and any(state.gradients is not None for state in tables_here()):
+        raise _kept_by_zero("no gradients")
     if len(states) > 1:
         raise ConfigError(
             f"torch.nn.utils.clip_grad_norm_ was given no gradients, in a process with stages of {len(states)} models",
@@ -171,9 +179,10 @@ def _of_another_stage() -> dict[ShardedState, list[Entry]]:
     return {state: [] for state in states}
 
 
-def _kept_by_zero() -> ConfigError:
+def _kept_by_zero(what: str) -> ConfigError:
     return ConfigError(
-        "torch.nn.utils.clip_grad_norm_ was given no gradients, in a process where zero keeps those of a model",
-        rule="The parameters have no .grad then: their norm would be 0, and nothing would be clipped",
-        remedy="Write shardformer.clip_grad_norm_(model, max_norm), or zero(..., max_grad_norm=max_norm)",
+        f"torch.nn.utils.clip_grad_norm_ was given {what}, in a process where zero keeps the gradients of a model",
+        rule="The norm is that of the model's gradients on all ranks, which have a part of them each",
+        remedy="Clip model.parameters(); or write shardformer.clip_grad_norm_(model, max_norm), or "
+        "zero(..., max_grad_norm=max_norm)",
     )

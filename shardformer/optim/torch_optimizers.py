@@ -25,6 +25,8 @@ from shardformer.errors import ConfigError
 from shardformer.layout.state import tables_of
 from shardformer.optim.optimizer import ZeroOptimizer
 from shardformer.optim.probe import needs_whole
+from shardformer.optim.torch_states import lead_states_here
+from shardformer.optim.zero_grad import holder_of
 from shardformer.reduce.watch import models_of
 
 _PATCHING = threading.Lock()
@@ -36,6 +38,7 @@ def lead_optimizers_here() -> None:
     """From now on torch's scalers and optimizers know the sharded models of this process. Idempotent."""
     scaler: Any = torch.amp.GradScaler
     with _PATCHING:
+        lead_states_here()
         if hasattr(scaler._unscale_grads_, "of_torch"):
             return
         scaler._unscale_grads_ = _leading(scaler._unscale_grads_)
@@ -62,6 +65,12 @@ def _leading(original: Any) -> Any:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if (holder := holder_of(optimizer)) is not None and not holder.is_stepping:
+        raise ConfigError(
+            f"step was called on the {type(optimizer).__name__} that zero was given",
+            rule="It has pieces of the parameters, and what zero returned steps it and brings them together",
+            remedy="Step what zero returned: optimizer = shardformer.zero(optimizer, model)",
+        )
     if LOOKED_AT in optimizer.__dict__ or isinstance(optimizer, ZeroOptimizer):
         return
     optimizer.__dict__[LOOKED_AT] = True

@@ -55,7 +55,7 @@ class Update:
         """
         for shard in self._shards:
             shard.give_gradients()
-        changed = [shard for shard in self._shards if any(shard.had)]
+        changed = [shard for shard in self._shards if shard.is_changed]
         lasting = [shard for shard in changed if shard.host is None and shard.rounded is None]
         rounded = [[shard] for shard in changed if shard.rounded is not None]
         there = [[shard] for shard in changed if shard.host is not None]

@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardformer.comm.collectives import Pending, start_reduce_scatter, start_sum
+from shardformer.comm.collectives import Pending, gather_objects, start_reduce_scatter, start_sum
 from shardformer.comm.values import numbers_in
+from shardformer.errors import InputError
 from shardformer.layout.split import Coords
 from shardformer.layout.state import Entry, Watches
 from shardformer.mesh.axis import Axis
@@ -85,13 +86,18 @@ class Gradient:
         return self.changed and self.param.grad is not None
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether the gradient here has some rows alone, as ``nn.Embedding(sparse=True)`` gives it."""
+        return self.param.grad is not None and self.param.grad.is_sparse
+
+    @property
     def numel(self) -> int:
         """Numbers that it takes in a bucket."""
         return self.shape.numel()
 
     def pack(self, out: Tensor, divisor: Tensor | float) -> None:
         """Writes the gradient over ``divisor`` into its place in a bucket; zeros where there is none."""
-        grad = self.param.grad
+        grad = _dense(self.param.grad)
         if grad is None:
             out.zero_()
         elif not self.is_shared:
@@ -149,8 +155,8 @@ class Bucket:
 
     @property
     def had(self) -> list[float]:
-        """For each gradient 1 where this rank has a new one."""
-        return [1.0 if g.is_new else 0.0 for g in self.gradients]
+        """For each gradient 1 where this rank has a new one, -1 where that is sparse."""
+        return [(-1.0 if g.is_sparse else 1.0) if g.is_new else 0.0 for g in self.gradients]
 
     def tail(self) -> list[float]:
         """What goes behind the gradients, and is summed with them: ``had``, and the bits of the watch."""
@@ -158,7 +164,7 @@ class Bucket:
 
     def look(self, tail: Tensor) -> Tensor:
         """The sums of ``had``. Raises InputError, on every rank, where ranks have come apart."""
-        count = len(self.gradients)
+        count, tail = len(self.gradients), tail.real if tail.is_complex() else tail
         if self.watch is not None and len(tail) > count:
             self.watch.look(tail[count:], self.axis)
         return tail[:count]
@@ -174,18 +180,19 @@ class Bucket:
         if ranks == 1 or not any(gradient.is_whole for gradient in self.gradients):
             *begins, end = accumulate(map(_with_gap, sizes), initial=0)
             end -= _with_gap(sizes[-1]) - sizes[-1]
-            return -(-end // ranks), [slice(at, at + size) for at, size in zip(begins, sizes, strict=True)]
+            each = max(1, -(-end // ranks))  # where no parameter has a number too: no collective is of nothing
+            return each, [slice(at, at + size) for at, size in zip(begins, sizes, strict=True)]
         used, starts = [0] * ranks, [(0, 0)] * len(sizes)
         for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
             rank = min(range(ranks), key=lambda rank: used[rank])
             starts[n] = rank, used[rank]
             used[rank] += _with_gap(sizes[n])
-        each = max(used)
+        each = max(1, *used)
         return each, [slice(r * each + at, r * each + at + n) for (r, at), n in zip(starts, sizes, strict=True)]
 
     def new_flat(self, numel: int) -> Tensor:
         first = self.gradients[0].param
-        dtype = self.dtype or first.dtype
+        dtype = first.dtype if self.dtype is None else torch.promote_types(first.dtype, self.dtype)
         if self.memory is not None:
             return self.memory(numel, dtype, first.device)
         return torch.empty(numel, dtype=dtype, device=first.device)
@@ -202,7 +209,13 @@ Receive = Callable[[Bucket, Tensor, Tensor], None]
 
 
 class End(Protocol):
-    """What comes of a bucket."""
+    """What comes of a bucket.
+
+    Attributes:
+        takes_sparse: whether ``.grad`` may be sparse; else it is made a full one as it arrives.
+    """
+
+    takes_sparse: bool
 
     def scale(self, gradient: Gradient) -> Tensor | float:
         """What a gradient is multiplied by as it arrives, before it is accumulated."""
@@ -213,6 +226,9 @@ class End(Protocol):
     def finish(self, bucket: Bucket) -> None:
         """Waits for the sum and hands it on."""
 
+    def end_pass(self) -> None:
+        """All that was started is finished: a backward is through."""
+
 
 class WriteBack:
     """Every rank gets the sum in ``.grad``. Communicates one all-reduce of the gradients and one number each.
@@ -221,7 +237,15 @@ class WriteBack:
     arrives is scaled by copies / divisor, and the mean over all copies is taken of the two together: what was agreed on
     stays as it is, and what arrived becomes its sum over the divisor. Accumulation is right by itself, whether the
     backwards before were paused or not.
+
+    A sparse gradient is summed as a full one, and then has the rows that it has on any rank. Communicates their indices
+    at the end of the backward.
     """
+
+    takes_sparse = True
+
+    def __init__(self) -> None:
+        self._sparse: list[tuple[Gradient, Tensor]] = []  # gradients that ranks have some rows of, and their sums
 
     def scale(self, gradient: Gradient) -> Tensor | float:
         return gradient.local_copies() / gradient.divisor
@@ -244,14 +268,35 @@ class WriteBack:
         total, places = _behind_each_other(bucket)
         counts = bucket.look(flat[total:])
         # a gradient that arrived here needs no count, which a GPU would have to be waited for
-        had = None if all(bucket.had) else numbers_in(counts)
+        had = None if all(n > 0 for n in bucket.had) else numbers_in(counts)
         for i, (gradient, place) in enumerate(zip(bucket.gradients, places, strict=True)):
-            if had is None or had[i] > 0:
+            if had is None or had[i]:
                 value = gradient.unpack(flat[place])
-                if gradient.param.grad is None:
+                if had is not None and had[i] < 0:
+                    self._sparse.append((gradient, value))
+                elif gradient.param.grad is None:
                     gradient.param.grad = value.clone()
                 else:
                     gradient.param.grad.copy_(value)
+
+            elif gradient.is_new:
+                raise InputError(
+                    f"The gradient of {gradient.entry.name} is sparse on one rank, and is not on another",
+                    rule="Ranks sum gradients of one kind",
+                    remedy="Use the parameter in the same way on all ranks, or leave sparse=True out",
+                )
+
+    def end_pass(self) -> None:
+        """Sparse sums get the rows of all ranks: at the end, where ranks are at the same place."""
+        sparse, self._sparse = self._sparse, []
+        for gradient, value in sparse:
+            grad = gradient.param.grad
+            mine = grad.coalesce().indices() if grad is not None and grad.is_sparse else None
+            rows = [theirs.to(value.device) for theirs in gather_objects(mine, gradient.axis) if theirs is not None]
+            indices = torch.cat(rows, 1).unique(dim=1)
+            gradient.param.grad = torch.sparse_coo_tensor(
+                indices, value[tuple(indices)], value.shape, is_coalesced=True, check_invariants=False
+            )
 
 
 class HandOver:
@@ -263,16 +308,32 @@ class HandOver:
     Args:
         receive: (the bucket, this rank's shard, for each gradient how many ranks had one).
         arrives: called when a gradient arrives, before it is accumulated.
+        takes: called before ``.grad`` is read for a sum: what else is shown there is taken away.
+        ends: called at the end of a backward.
     """
 
-    def __init__(self, receive: Receive, arrives: Callable[[Gradient], None] = lambda _: None) -> None:
-        self._receive, self._arrives = receive, arrives
+    takes_sparse = False
+
+    def __init__(
+        self,
+        receive: Receive,
+        arrives: Callable[[Gradient], None] = lambda _: None,
+        takes: Callable[[Gradient], None] = lambda _: None,
+        ends: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._receive, self._arrives, self._takes, self.end_pass = receive, arrives, takes, ends
 
     def scale(self, gradient: Gradient) -> Tensor | float:
         self._arrives(gradient)
+        self._takes(gradient)
         return 1.0
 
+    def _take(self, bucket: Bucket) -> None:
+        for gradient in bucket.gradients:
+            self._takes(gradient)
+
     def start(self, bucket: Bucket) -> None:
+        self._take(bucket)
         ranks, tail = bucket.axis.size, bucket.tail()
         each, places = bucket.places(ranks)
         if (slices := bucket.slices) is not None:
@@ -306,6 +367,7 @@ class HandAll(HandOver):
     """Every rank gets the whole sum. Communicates one all-reduce of the gradients, with one number for each behind."""
 
     def start(self, bucket: Bucket) -> None:
+        self._take(bucket)
         total, tail = self._length(bucket), bucket.tail()
         bucket.flat = flat = bucket.new_flat(total + len(tail))
         for gap in _gaps(bucket.places()[1], total):
@@ -324,6 +386,10 @@ def _behind_each_other(bucket: Bucket) -> tuple[int, list[slice]]:
     """How many numbers the gradients have, and where each lies where they follow each other without a gap."""
     *begins, end = accumulate((gradient.numel for gradient in bucket.gradients), initial=0)
     return end, [slice(at, at + gradient.numel) for at, gradient in zip(begins, bucket.gradients, strict=True)]
+
+
+def _dense(grad: Tensor | None) -> Tensor | None:
+    return grad.to_dense() if grad is not None and grad.is_sparse else grad
 
 
 def _with_gap(numel: int) -> int:

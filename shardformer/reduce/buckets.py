@@ -117,6 +117,7 @@ class GradientReducer(Pausable):
             bucket.reset()
         self._next = self._landed = 0
         self._dirty = self.was_paused = False
+        self._end.end_pass()
 
     def _start_next(self) -> None:
         bucket = self._buckets[self._next]
@@ -162,7 +163,11 @@ class GradientReducer(Pausable):
         return grad * scale if scale != 1 else None
 
     def _accumulated(self, gradient: Gradient) -> None:
+        if not self._paused:
+            self._send_full()  # those that were full before: hooks of this parameter may still change its gradient
         gradient.changed = True
+        if gradient.is_sparse and not self._end.takes_sparse:
+            gradient.param.grad = gradient.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
         if self._paused:
             return
         self._dirty = True
@@ -173,6 +178,8 @@ class GradientReducer(Pausable):
             gradient.arrived = True
             assert gradient.bucket is not None
             gradient.bucket.pending -= 1
+
+    def _send_full(self) -> None:
         while self._overlaps and self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
             self._start_next()
 

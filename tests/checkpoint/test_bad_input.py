@@ -41,6 +41,7 @@ def stepped(
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
+    optimizer.zero_grad()
     return optimizer
 
 

@@ -153,6 +153,7 @@ def test_states_that_are_wider_than_their_parameters_keep_every_bit(tmp_path: Pa
     (model, optimizer), (again, resumed) = made(), made()
     model(torch.randn(3, 6).bfloat16()).square().sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     save_checkpoint(tmp_path, model, optimizer)
     load_checkpoint(tmp_path, again, resumed)
     for ours, theirs in zip(again.parameters(), model.parameters(), strict=True):
@@ -231,6 +232,7 @@ def test_a_scaler_and_a_scheduler_of_schedulers_go_on(tmp_path: Path) -> None:
     optimizer, others = made()
     for _ in range(4):
         optimizer.step()
+        optimizer.zero_grad()
         others[0].step()
     others[1].scale(torch.ones(()))
     others[1].update(4.0)

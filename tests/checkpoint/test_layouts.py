@@ -116,6 +116,7 @@ def test_an_fp32_model_starts_from_the_masters_of_a_16_bit_run(tmp_path: Path) -
     optimizer = zero(torch.optim.AdamW(saved.parameters()), saved, stage=1, precision="bf16")
     saved(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     save_checkpoint(tmp_path, saved, optimizer)
     load_checkpoint(tmp_path, model)
     for wide, narrow in zip(model.parameters(), saved.parameters(), strict=True):

@@ -61,6 +61,7 @@ def misplaced_in_training(family: str, layout: Layout) -> list[str]:
             if layout.zero is None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+            optimizer.zero_grad()
             on_host = layout.zero is not None and layout.zero.get("offload") is not None
             place = torch.device("cpu") if on_host else device
             inner = optimizer.inner if isinstance(optimizer, ZeroOptimizer) else [optimizer]
@@ -113,5 +114,6 @@ def misplaced_by_hand() -> list[str]:
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.zeros(2, 4, device=device)).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
         optimizer.state[model.weight]["exp_avg"] = torch.zeros(4, 4)
         return misplaced(model, device, optimizers={"AdamW": optimizer})

@@ -195,6 +195,7 @@ def test_an_optimizer_finds_the_models_of_its_own_parameters_and_reads_no_other(
         assert list(models_of(torch.optim.SGD(one.parameters(), lr=0.1))) == [state_of(one)]
         backward(one)
         optimizer.step()
+        optimizer.zero_grad()
         assert [state.watch.steps for state in (state_of(one), state_of(two), state_of(other)) if state.watch] == [
             1,
             1,
@@ -222,6 +223,7 @@ def test_an_optimizer_is_looked_at_once_and_forgotten_with_its_models() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         backward(model)
         optimizer.step()
+        optimizer.zero_grad()
         own = {name for name in vars(optimizer) if name.startswith("_shardformer")}
         assert len(own) == 2
         assert not own & vars(copy.deepcopy(optimizer)).keys()

@@ -157,6 +157,7 @@ def test_of_a_cut_matrix_each_rank_sends_its_slices_alone() -> None:
         with Recorder(context) as recorder:
             job.loss(model, 0, 0, context.data.rank).backward()
             optimizer.step()
+            optimizer.zero_grad()
         cut = [prod(e.spec.shape) for e in state_of(model).entries if e.spec.is_sharded]
         counted = {p: recorder.wire_bytes("all_to_all", purpose=p) for p in ("gradients", "parameters")}
         return counted, 8 * sum(cut)

@@ -85,6 +85,7 @@ def test_16_bits_with_masters_are_those_of_one_process_to_the_bit(name: str, gra
         for step in range(5):
             optimizer.backward(loss_of(model, step, context.rank, DTYPES[name]))
             optimizer.step()
+            optimizer.zero_grad()
         assert optimizer.skipped == skipped
         return full_state_dict(model)
 
@@ -166,12 +167,14 @@ def test_steps_with_such_gradients_are_skipped_or_made_as_asked() -> None:
         before = full_state_dict(model)
         with_nan(model, optimizer, context)
         optimizer.step()
+        optimizer.zero_grad()
         assert optimizer.skipped == 1
         assert all(torch.equal(value, before[name]) for name, value in full_state_dict(model).items())
 
     def ignores(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
         with_nan(model, optimizer, context)
         optimizer.step()
+        optimizer.zero_grad()
         assert bool(full_state_dict(model)["b.bias"].isnan().any())
 
     over_ranks(skips, torch.float64, on_nonfinite="skip")
@@ -205,6 +208,7 @@ def test_a_pipeline_scales_the_loss_for_the_backward_alone() -> None:
         for step in range(3):
             found.append(float(pipeline.step(batches(step))))
             ours.step()
+            ours.zero_grad()
         assert ours.skipped == 0
         return found
 

@@ -86,6 +86,7 @@ def test_on_the_host_a_rank_keeps_no_parameters_on_the_device() -> None:
     def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> list[tuple[bool, bool]]:
         loss_of(model, 0, context.rank).backward()
         optimizer.step()
+        optimizer.zero_grad()
         return [(shard.whole is None, shard._link is not None) for shard in optimizer.shards]
 
     for found in over_ranks(use, offload=Offload("cpu", parameters=True)):

@@ -157,21 +157,33 @@ def test_a_stage_without_gradients_does_not_guess_between_two_models() -> None:
     assert len(kept) == 4  # alive until here
 
 
-@pytest.mark.parametrize("of", ["model", "optimizer"])
-def test_gradients_that_zero_keeps_are_not_taken_for_none(of: str) -> None:
-    """Neither those of the parameters nor those of their pieces, which the optimizer has in their place."""
+@pytest.mark.parametrize("layout", [{"data": 2}, {"tensor": 2}])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_gradients_that_zero_keeps_are_clipped_as_in_the_plain_model(stage: int, layout: dict[str, int]) -> None:
+    """Of the model, and of a part of it; the pieces of parameters, which ranks have others of, are refused."""
+    plain = backward(plain_model())
+    part = [p for p in plain.get_submodule("layers.0").parameters()]
+    wants = [float(get_total_norm([p.grad for p in ps if p.grad is not None])) for ps in (part, [*plain.parameters()])]
+    models = sharded_models(2)
 
-    def clip(context: ParallelContext) -> None:
-        model = shardformer.shard_model(plain_model(), ToyPolicy(), context=context)
-        optimizer = shardformer.zero(torch.optim.AdamW(model.parameters()), model)
+    def clip(context: ParallelContext) -> list[float]:
+        model = shardformer.shard_model(models[context.rank], ToyPolicy(), context=context)
+        optimizer = shardformer.zero(torch.optim.AdamW(model.parameters()), model, stage=stage)
         backward(model)
         pieces = [p for group in optimizer.param_groups for p in group["params"]]
-        with pytest.raises(ConfigError, match="zero keeps those"):
-            clip_grad_norm_(model.parameters() if of == "model" else pieces, 1.0)
+        with pytest.raises(ConfigError, match="was given the pieces of parameters that zero's optimizer has"):
+            clip_grad_norm_(pieces, 1.0)
+        with pytest.raises(ConfigError, match="was given the pieces of parameters"):
+            get_total_norm([p.grad for p in pieces if p.grad is not None])
         other = nn.Linear(3, 3)
         assert float(clip_grad_norm_(other.parameters(), 1.0)) == 0.0  # is no model of zero's
+        norms = [clip_grad_norm_(model.get_submodule("layers.0").parameters(), 1e9)]
+        norms += [get_total_norm([p.grad for p in model.parameters() if p.grad is not None])]
+        norms += [clip_grad_norm_(model.parameters(), 0.01), clip_grad_norm_(model.parameters(), 1e9)]
+        return [float(norm) for norm in norms]
 
-    run_as_threads(clip, data=2)
+    for found in run_as_threads(clip, **layout):
+        assert found == pytest.approx([*wants, wants[1], 0.01], rel=1e-5)
 
 
 def test_torch_warns_of_an_empty_generator_as_before() -> None:

@@ -209,7 +209,7 @@ class PagedPart(HostPart):
         for value, _ in self._pieces:
             state = self._states(value)
             state.update({name: _AWAY.to(x.dtype) for name, x in state.items() if _is_large(x)})
-            value.data = torch.full((1,), torch.nan, dtype=self.dtype).expand(value.shape)
+            value.data = torch.full((), torch.nan, dtype=self.dtype).expand(value.shape)
 
     def commit(self) -> None:
         """What was written counts."""

@@ -53,15 +53,22 @@ class UnitReducer(Pausable):
         # by weak references alone: the collector does not see through the node of autograd that keeps hooks
         reducer, held = weakref.ref(self), weakref.ref(gradient)
 
-        def accumulated(param: Tensor) -> None:
+        def arriving(grad: Tensor) -> None:
             me, one = reducer(), held()
             if me is not None and one is not None:
                 me._end.scale(one)
+
+        def accumulated(param: Tensor) -> None:
+            me, one = reducer(), held()
+            if me is not None and one is not None:
                 one.changed = one.arrived = True
+                if one.is_sparse:
+                    one.param.grad = one.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
                 me._check(one, me._units[index])
                 me._arrived(me._units[index])
 
         param: Any = gradient.param
+        param.register_hook(arriving)
         param.register_post_accumulate_grad_hook(accumulated)
 
     def _check(self, gradient: Gradient, unit: Unit) -> None:
@@ -113,6 +120,7 @@ class UnitReducer(Pausable):
         self.sent = set()
         for gradient in (g for found in self._buckets.values() for bucket in found for g in bucket.gradients):
             gradient.arrived = False
+        self._end.end_pass()
 
     def start(self) -> None:
         """After backwards that were all paused: sends what they left."""

@@ -115,7 +115,7 @@ def _is_of_stages(reducer: GradientReducer) -> bool:
 
 
 def _is_cut(param: nn.Parameter, keep_frozen: bool) -> bool:
-    return param.is_floating_point() and (param.requires_grad or not keep_frozen)
+    return param.requires_grad or (not keep_frozen and (param.is_floating_point() or param.is_complex()))
 
 
 def _buckets(gradients: Sequence[Gradient], dtype: torch.dtype | None) -> list[Bucket]:

@@ -129,7 +129,7 @@ class Unit:
         for shard in self.shards:
             for gradient in shard.gradients:
                 param: Any = gradient.param
-                param.data = torch.full((1,), torch.nan, dtype=shard.dtype, device=param.device).expand(param.shape)
+                param.data = torch.full((), torch.nan, dtype=shard.dtype, device=param.device).expand(param.shape)
                 param.__dict__[UNIT] = self
                 kind: Any = type(param)
                 param.__class__ = absent(kind)

@@ -1,0 +1,146 @@
+"""The state of an optimizer of torch, whose parameters are this rank's parts, is loaded by the same rank alone.
+
+Scripts for one process save ``optimizer.state_dict()`` on the first rank, and load the file on all. Where a model is
+cut, ranks have other moments of the same shapes. So ``state_dict`` notes the place of the rank, and ``load_state_dict``
+raises on all ranks if the place is another one on any.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardformer.comm.agree import gather_all
+from shardformer.errors import ConfigError
+from shardformer.layout.state import ShardedState, tables_here, tables_of
+from shardformer.optim.zero_grad import holder_of
+
+PLACE = "shardformer_place"
+"""What ``state_dict`` has more: of each axis along which ranks have other parts, its size and this rank's place."""
+Place = dict[str, tuple[int, int]]
+
+
+class _Loading(threading.local):
+    is_checked = False
+
+
+_LOADING = _Loading()
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """What is loaded in here is known to be this rank's."""
+    before, _LOADING.is_checked = _LOADING.is_checked, True
+    try:
+        yield
+    finally:
+        _LOADING.is_checked = before
+
+
+def lead_states_here() -> None:
+    """From now on optimizers of torch note and check the place of their rank. The caller holds a lock."""
+    kind: Any = Optimizer
+    if not hasattr(kind.state_dict, "of_torch"):
+        kind.state_dict, kind.load_state_dict = _noting(kind.state_dict), _checking(kind.load_state_dict)
+
+
+def _noting(original: Any) -> Any:
+    @wraps(original)
+    def state_dict(self: Any) -> dict[str, Any]:
+        found: dict[str, Any] = original(self)
+        if place := _place_of(self):
+            found[PLACE] = place
+        return found
+
+    marked: Any = state_dict
+    marked.of_torch = original
+    return marked
+
+
+def _checking(original: Any) -> Any:
+    @wraps(original)
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        if not _LOADING.is_checked and (table := _table_of(self)) is not None:
+            _check(self, state_dict, table)
+        original(self, state_dict)
+
+    marked: Any = load_state_dict
+    marked.of_torch = original
+    return marked
+
+
+def _table_of(optimizer: Any) -> ShardedState | None:
+    """Of the model that an optimizer steps, if its ranks have other parameters than each other."""
+    if (holder := holder_of(optimizer)) is not None:
+        return holder.table  # type: ignore[no-any-return]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    tables = list(tables_of(params))
+    if not params:  # of a stage on which it trains nothing
+        tables = [table for table in tables_here() if table.context.pipe.size > 1]
+    sizes = tables[0].context.sizes if len(tables) == 1 else {}
+    return tables[0] if any(size > 1 for name, size in sizes.items() if name != "data") else None
+
+
+def _place_of(optimizer: Any) -> Place:
+    table = _table_of(optimizer)
+    if table is None:
+        return {}
+    if holder_of(optimizer) is not None:
+        names = set(table.context.sizes)
+    else:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        names = {name for entry in tables_of(params).get(table, ()) for name in entry.spec.axes} | {"pipe"}
+    return {name: (axis.size, axis.rank) for name, axis in table.axes.items() if name in names and axis.size > 1}
+
+
+def _check(optimizer: Any, state_dict: Mapping[str, Any], table: ShardedState) -> None:
+    """Raises ConfigError, on all ranks. Communicates one line, and a sum for each tensor of a state without a place."""
+    own, saved, problem = _place_of(optimizer), state_dict.get(PLACE), None
+    kind = type(optimizer).__name__
+    counts = [len(group["params"]) for group in optimizer.param_groups]
+    if saved is not None and saved != own:
+        problem = f"The state of this {kind} was saved by another rank, {_said(saved)}, and this is {_said(own)}"
+    elif [len(group["params"]) for group in state_dict["param_groups"]] != counts:
+        problem = f"The state that was to be loaded into this {kind} has other groups of parameters"
+    sums = _sums(optimizer, state_dict, table) if saved is None and own else []
+    found = gather_all((problem, own, sums), table.context)
+    if problem is None:
+        problem = next((f"Rank {rank}: {theirs}" for rank, (theirs, *_) in found if theirs is not None), None)
+    if problem is None and any(
+        any(a) and a == b and one != other for n, (_, (_, one, a)) in enumerate(found) for _, (_, other, b) in found[:n]
+    ):
+        problem = f"Ranks that have other parts of the parameters were to load one state into {kind}"
+    if problem is not None:
+        raise ConfigError(
+            problem,
+            rule="Ranks have parts of the parameters, and each loads the state that it has saved itself",
+            remedy="Save and load a file for each rank; or use shardformer.save_checkpoint, whose checkpoints fit any "
+            "layout",
+        )
+
+
+def _said(place: Any) -> str:
+    if not isinstance(place, dict):
+        return repr(place)[:80]
+    return ", ".join(f"{name} {rank} of {size}" for name, (size, rank) in place.items()) or "of a model that is not cut"
+
+
+def _sums(optimizer: Any, state_dict: Mapping[str, Any], table: ShardedState) -> list[float]:
+    """A sum of each tensor of the state of parameters of which ranks have other parts."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    cut = {id(entry.param) for entry in tables_of(params).get(table, ()) if entry.spec.is_sharded}
+    states = [
+        state_dict["state"].get(number, {})
+        for number, p in zip(numbers, params, strict=False)
+        if id(p) in cut or holder_of(optimizer) is not None
+    ]
+    tensors = [x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim()]
+    return [float(torch.abs(x).double().sum()) for x in tensors]
