@@ -17,6 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the top: a module imports only from the floors above its own. A room inside of another may have its own floor.
 FLOORS = [
     "errors",
+    "disk",
     "torch_compat",
     "transformers_compat",
     "mesh",

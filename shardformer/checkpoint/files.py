@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shardformer.checkpoint.checksum import weighted_sum
 from shardformer.checkpoint.held import Stretch, overlap
+from shardformer.disk.writing import new_file, write_new
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.spec import Place
 
@@ -73,10 +74,11 @@ class Index:
 
     Args:
         step: training steps that were made.
-        saved_at: seconds since 1970.
+        saved_at: seconds since 1970, by the clock of the host that saved it.
         sizes: of the axes of the grid that saved it.
         tensors: by name.
         values: what else was saved, as JSON has it, by kind.
+        number: counts the checkpoints of a folder in the order in which they were saved; 0 in those of older versions.
     """
 
     step: int
@@ -84,18 +86,15 @@ class Index:
     sizes: dict[str, int]
     tensors: dict[str, Entry] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    number: int = 0
 
     def write(self, folder: Path, *, to_disk: bool = True) -> None:
         """Writes it, and waits until it is on the disk, or not."""
         tensors = {name: (entry.dtype, entry.shape, entry.boxes) for name, entry in self.tensors.items()}
         content = json.dumps({"format": FORMAT, **vars(self), "tensors": tensors})
-        head = {"sha256": _digest(content), "saved_at": self.saved_at}
+        head = {"sha256": _digest(content), "saved_at": self.saved_at, "number": self.number}
         text = f'{json.dumps(head)[:-1]}, "content":\n{content}\n}}\n'
-        with (folder / INDEX).open("wb") as file:
-            file.write(text.encode())
-            if to_disk:
-                file.flush()
-                os.fsync(file.fileno())
+        write_new(folder / INDEX, text.encode(), to_disk=to_disk)
         if to_disk:
             sync(folder)
 
@@ -107,7 +106,8 @@ class Index:
             text = content.decode()
             said = json.loads(head + b"0}")
             found = json.loads(text) if _digest(text) == said["sha256"] else None
-            if found is None or found["saved_at"] != said["saved_at"]:
+            same = found is not None and found["saved_at"] == said["saved_at"]
+            if not same or found.get("number", 0) != said.get("number", found.get("number", 0)):
                 raise damaged(f"{folder / INDEX} is not what was written: its checksum differs")
         except FileNotFoundError:
             raise damaged(f"{folder} is no checkpoint: it has no {INDEX}") from None
@@ -146,13 +146,14 @@ def _check_entry(name: str, entry: Entry) -> None:
             raise ValueError(f"{name} has the part {tuple(box)!r:.200}")
 
 
-def saved_at(folder: Path) -> float:
-    """When a checkpoint was saved, as the first line of its index says; 0 where that cannot be read."""
+def order_of(folder: Path) -> tuple[int, float]:
+    """(number, when it was saved) of a checkpoint, as the first line of its index says; 0 where it cannot be read."""
     try:
         with (folder / INDEX).open("rb") as file:
-            return float(json.loads(file.readline() + b"0}")["saved_at"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0.0
+            head = json.loads(file.readline() + b"0}")
+        return int(head.get("number", 0)), float(head["saved_at"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        return 0, 0.0
 
 
 def box_of(found: Sequence[Any]) -> Box:
@@ -201,7 +202,10 @@ class Written(NamedTuple):
 def write_file(
     path: Path, tensors: Sequence[Written], metadata: Mapping[str, str] | None = None, *, to_disk: bool = True
 ) -> None:
-    """Writes a safetensors file, one tensor after the other, and waits for the disk, or not. Raises OSError."""
+    """Writes a safetensors file, one tensor after the other, and waits for the disk, or not.
+
+    Raises OSError, also where there is a file of that name.
+    """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata is not None else {}
     at = 0
     for key, dtype, shape, _ in tensors:
@@ -210,7 +214,7 @@ def write_file(
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % HEADER_BYTES)
-    with path.open("wb", buffering=0) as file:
+    with new_file(path) as file:
         _write(file, len(text).to_bytes(HEADER_BYTES, "little") + text)
         for written in tensors:
             values = written.give()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, expect
 from shardformer.layout.reduction import Reduction
+from shardformer.layout.slice_tensor import mark_slices, refuse_pickling
 from shardformer.layout.spec import ShardSpec
 from shardformer.layout.stream import StreamLayout
 from shardformer.mesh.axis import Axis
@@ -207,12 +208,23 @@ class ShardedState:
         return self.axes[name]
 
     def attach(self, model: nn.Module) -> None:
-        """Lets the model, and each part of it that trains, which may be kept alone, know this table."""
+        """Lets the model, and each part of it that trains, which may be kept alone, know this table.
+
+        From now on their state dicts mark what is this rank's part.
+        """
         _remember(self)
         model.__dict__[ROOT] = self
+        cut = {id(entry.param): entry for entry in self.entries if tuple(entry.param.shape) != entry.spec.shape}
+        for entry in cut.values():
+            refuse_pickling(entry.name, entry.param)
+        in_stages = self.stages is not None and self.context.pipe.size > 1
         for module in model.modules():
             if module._parameters:
                 module.__dict__[PART] = self
+            if in_stages:
+                mark_slices(module, None)
+            elif names := [name for name, param in module._parameters.items() if id(param) in cut]:
+                mark_slices(module, names)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
