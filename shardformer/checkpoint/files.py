@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardformer.checkpoint.checksum import weighted_sum
 from shardformer.checkpoint.held import Stretch, overlap
-from shardformer.disk.writing import new_file, write_new
+from shardformer.disk.writing import new_file, write_all, write_new
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.spec import Place
 
@@ -105,13 +105,13 @@ class Index:
             head, content, _ = (folder / INDEX).read_bytes().split(b"\n", 2)
             text = content.decode()
             said = json.loads(head + b"0}")
-            found = json.loads(text) if _digest(text) == said["sha256"] else None
-            same = found is not None and found["saved_at"] == said["saved_at"]
-            if not same or found.get("number", 0) != said.get("number", found.get("number", 0)):
+            found = json.loads(text) if _digest(text) == said["sha256"] else {}
+            number = found.get("number", 0)
+            if not found or found["saved_at"] != said["saved_at"] or said.get("number", number) != number:
                 raise damaged(f"{folder / INDEX} is not what was written: its checksum differs")
         except FileNotFoundError:
             raise damaged(f"{folder} is no checkpoint: it has no {INDEX}") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise damaged(f"{folder / INDEX} cannot be read: {error}") from error
         try:
             return cls._of(found, folder)
@@ -215,12 +215,12 @@ def write_file(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % HEADER_BYTES)
     with new_file(path) as file:
-        _write(file, len(text).to_bytes(HEADER_BYTES, "little") + text)
+        write_all(file, len(text).to_bytes(HEADER_BYTES, "little") + text)
         for written in tensors:
             values = written.give()
             if values.numel():
                 data: Any = values.reshape(-1).view(torch.uint8).numpy()
-                _write(file, data)
+                write_all(file, data)
         if to_disk:
             os.fsync(file.fileno())
 
@@ -253,13 +253,6 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
             rule=f"The files of a checkpoint hold {', '.join(str(each).removeprefix('torch.') for each in DTYPES)}",
             remedy="Convert it to one of these before it is saved",
         )
-
-
-def _write(file: Any, data: Any) -> None:
-    """All of it: one call may write less."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]
 
 
 def boxes_in(entry: Entry, piece: Stretch) -> Iterator[tuple[int, Stretch]]:

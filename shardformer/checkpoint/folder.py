@@ -15,15 +15,19 @@ Only files that a save writes are deleted. What else lies in the folder of a ste
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import ref
+
+from torch import nn
 
 from shardformer.checkpoint.files import INDEX, Index, order_of
 from shardformer.disk.lock import check_held, hold
@@ -39,6 +43,10 @@ _OWN_FILE = re.compile(rf"{re.escape(INDEX)}|rank-\d{{5,}}\.safetensors")
 """What a checkpoint consists of."""
 _NAMING = threading.Lock()
 """One checkpoint of this process gets its name at a time."""
+_SAVED: dict[str, ref[nn.Module]] = {}
+"""Real path of a checkpoint -> the model of this process that saved it last."""
+_GOES_ON = "_shardformer_goes_on"
+"""Attribute of a model: real paths of the folders from whose checkpoints it goes on."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +87,12 @@ def hidden_folder(root: Path, step: int) -> Path:
     return private_path(step_folder(root, step))
 
 
-def claim(root: Path, step: int, owner: object) -> bool:
+def claim(root: Path, step: int, owner: nn.Module) -> bool:
     """Takes the folder for this process, for as long as ``owner`` is alive, and removes what killed ones left.
 
     The first rank calls it before a save. Returns whether ``owner`` did not have the folder before. Raises OSError, and
-    ConfigError where another process has it, or where what is not a folder has the name of the checkpoint.
+    ConfigError where another process has it, where another model of this process saved the step, or where what is not a
+    folder has the name of the checkpoint.
     """
     if root.exists() and not root.is_dir():
         raise ConfigError(
@@ -98,6 +107,12 @@ def claim(root: Path, step: int, owner: object) -> bool:
             rule="A checkpoint takes the place of an older one of its step, and of nothing else",
             remedy="Move it away, or give another folder",
         )
+    if _is_of_another(named, owner):
+        raise ConfigError(
+            f"{named} was saved by another model of this process",
+            rule="A folder of checkpoints belongs to one model, or to one that goes on from a checkpoint in it",
+            remedy="Give each model a folder of its own",
+        )
     is_new = hold(root, owner)
     for path in root.glob(".*"):
         found = private(path)
@@ -110,6 +125,31 @@ def claim(root: Path, step: int, owner: object) -> bool:
         elif found.kind == DROPPED:
             _delete(path, root / found.name)
     return is_new
+
+
+def _is_of_another(named: Path, model: nn.Module) -> bool:
+    """Whether a checkpoint was saved by another model of this process, which is in use."""
+    saved = _SAVED.get(os.path.realpath(named))
+    if saved is None or saved() in (None, model) or os.path.realpath(named.parent) in model.__dict__.get(_GOES_ON, ()):
+        return False
+    gc.collect()  # a model that is not in use any more is often in a cycle
+    return saved() is not None and named.exists()
+
+
+def note_saved(named: Path, model: nn.Module) -> None:
+    """Notes that the model saved a checkpoint, on the first rank."""
+    _SAVED[os.path.realpath(named)] = ref(model)
+
+
+def saved_into(model: nn.Module) -> set[str]:
+    """The folders into which a model has saved, or from which it goes on."""
+    own = {os.path.dirname(path) for path, saved in [*_SAVED.items()] if saved() is model}
+    return own | set(model.__dict__.get(_GOES_ON, ()))
+
+
+def goes_on_from(model: nn.Module, roots: Iterable[str]) -> None:
+    """The model goes on from the checkpoints in these folders, and may save in their place."""
+    model.__dict__[_GOES_ON] = {*model.__dict__.get(_GOES_ON, ()), *map(os.path.realpath, roots)}
 
 
 def check_seen(hidden: Path) -> None:

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 SAVING, REPLACED, DROPPED = "saving", "replaced", "dropped"
 """What a private name is for: what is being written, what was there before, and what is being deleted."""
@@ -128,12 +128,17 @@ def new_file(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "wb", buffering=0)
 
 
+def write_all(file: BinaryIO, data: Any) -> None:
+    """Writes all of it: one call may write less."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
 def write_new(path: Path, data: bytes, *, to_disk: bool = False) -> None:
     """Writes a file that is not there yet, and waits until the disk has it, or not. Raises OSError."""
     with new_file(path) as file:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[file.write(rest) :]
+        write_all(file, data)
         if to_disk:
             os.fsync(file.fileno())
 

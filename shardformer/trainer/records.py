@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardformer.disk.lock import hold, release
-from shardformer.disk.writing import new_file, remove_left, replace_text
+from shardformer.disk.writing import new_file, remove_left, replace_text, write_all
 from shardformer.errors import ConfigError, InputError, nearest
 
 FILE = "records.jsonl"
@@ -93,7 +93,7 @@ class RecordWriter:
 
     def write(self, record: Record) -> None:
         """Appends a line."""
-        self._file.write(_line(record).encode())
+        write_all(self._file, _line(record).encode())
 
     def close(self) -> None:
         self._file.close()
