@@ -214,10 +214,10 @@ class ShardedState:
         """
         _remember(self)
         model.__dict__[ROOT] = self
-        cut = {id(entry.param): entry for entry in self.entries if tuple(entry.param.shape) != entry.spec.shape}
+        in_stages = self.stages is not None and self.context.pipe.size > 1
+        cut = {id(e.param): e for e in self.entries if in_stages or tuple(e.param.shape) != e.spec.shape}
         for entry in cut.values():
             refuse_pickling(entry.name, entry.param)
-        in_stages = self.stages is not None and self.context.pipe.size > 1
         for module in model.modules():
             if module._parameters:
                 module.__dict__[PART] = self

@@ -1,4 +1,4 @@
-"""A folder of checkpoints belongs to one job; the checkpoint that was saved last is the newest; only saves are deleted."""
+"""A folder of checkpoints belongs to one job; the newest was saved last; only what a save wrote is deleted."""
 
 from __future__ import annotations
 
