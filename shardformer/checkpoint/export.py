@@ -67,11 +67,8 @@ def export_pretrained(
         hidden.mkdir()
         return hidden.name
 
-    def check() -> None:
-        _check_size(max_file_bytes)
-        check_target(target, overwrite=overwrite)
-
-    all_do(check, world, what)
+    all_do(lambda: _check_size(max_file_bytes), world, what)
+    all_do(lambda: check_target(target, overwrite=overwrite), world, what)
     hidden = place.parent / first_does(begin, world, what)
     try:
         all_do(lambda: folders.check_seen(hidden), world, what)

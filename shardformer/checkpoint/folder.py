@@ -45,6 +45,8 @@ _NAMING = threading.Lock()
 """One checkpoint of this process gets its name at a time."""
 _SAVED: dict[str, ref[nn.Module]] = {}
 """Real path of a checkpoint -> the model of this process that saved it last."""
+SAVE = "_shardformer_saving"
+"""Attribute of a model: the save that was begun last, and the memory that it copied into."""
 _GOES_ON = "_shardformer_goes_on"
 """Attribute of a model: real paths of the folders from whose checkpoints it goes on."""
 
@@ -130,8 +132,17 @@ def claim(root: Path, step: int, owner: nn.Module) -> bool:
 def _is_of_another(named: Path, model: nn.Module) -> bool:
     """Whether a checkpoint was saved by another model of this process, which is in use."""
     saved = _SAVED.get(os.path.realpath(named))
-    if saved is None or saved() in (None, model) or os.path.realpath(named.parent) in model.__dict__.get(_GOES_ON, ()):
+    other = saved() if saved is not None else None
+    if (
+        saved is None
+        or other is None
+        or other is model
+        or os.path.realpath(named.parent) in model.__dict__.get(_GOES_ON, ())
+    ):
         return False
+    if (saving := other.__dict__.get(SAVE)) is not None:
+        saving.join()  # its thread uses the model
+    del other, saving
     gc.collect()  # a model that is not in use any more is often in a cycle
     return saved() is not None and named.exists()
 

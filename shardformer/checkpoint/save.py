@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardformer.checkpoint import folder as folders
 from shardformer.checkpoint.files import Index
-from shardformer.checkpoint.folder import Keep
+from shardformer.checkpoint.folder import SAVE, Keep
 from shardformer.checkpoint.holding import hold
 from shardformer.checkpoint.model import ModelTensors
 from shardformer.checkpoint.plan import shares
@@ -28,9 +28,6 @@ from shardformer.disk.writing import remove
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.spec import Place
 from shardformer.mesh.axis import Axis
-
-SAVING = "_shardformer_saving"
-"""Attribute of a model: the save that was begun last, and the memory that it copied into."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +89,10 @@ class Saving:
     def start(self) -> None:
         self._thread.start()
 
+    def join(self) -> None:
+        """Waits for the thread."""
+        self._thread.join()
+
     def _work(self, work: Callable[[], Path]) -> None:
         try:
             self._path = work()
@@ -110,7 +111,7 @@ class Saving:
 
     def result(self) -> Path:
         """On this rank. Communicates nothing."""
-        self._thread.join()
+        self.join()
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem
@@ -176,7 +177,7 @@ def start_checkpoint(
     """
     with begun(folder, model, optimizer, step, scheduler, extra, keep) as job:
         saving = Saving(job, job.write)
-        before: Saving | None = job.model.__dict__.get(SAVING)
+        before: Saving | None = job.model.__dict__.get(SAVE)
         job.snapshot.copy_into(saving.memory if before is None else before.memory)
     _follow(saving, job.model)
     return saving
@@ -184,9 +185,9 @@ def start_checkpoint(
 
 def _follow(saving: Saving, model: nn.Module) -> None:
     """Starts what a save leaves to a thread."""
-    if (before := model.__dict__.get(SAVING)) is not None:
+    if (before := model.__dict__.get(SAVE)) is not None:
         saving.memory = before.memory
-    model.__dict__[SAVING] = saving
+    model.__dict__[SAVE] = saving
     saving.start()
 
 
@@ -208,7 +209,7 @@ def begun(
         """What this rank was asked for, where that can be."""
         _check_step(step)
         Keep.of(keep)
-        _check_free(tensors.model.__dict__.get(SAVING))
+        _check_free(tensors.model.__dict__.get(SAVE))
         return Asked(str(root), step, platform.node(), folders.hidden_folder(root, step).name)
 
     def claim() -> None:

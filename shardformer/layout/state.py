@@ -170,6 +170,7 @@ class ShardedState:
         known = {**self.__dict__, "gradients": None, "parameters": None}
         twin.__dict__.update((name, deepcopy(value, memo)) for name, value in known.items())
         _remember(twin)
+        twin._refuse_pickling()
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -214,10 +215,7 @@ class ShardedState:
         """
         _remember(self)
         model.__dict__[ROOT] = self
-        in_stages = self.stages is not None and self.context.pipe.size > 1
-        cut = {id(e.param): e for e in self.entries if in_stages or tuple(e.param.shape) != e.spec.shape}
-        for entry in cut.values():
-            refuse_pickling(entry.name, entry.param)
+        in_stages, cut = self._is_stage, self._refuse_pickling()
         for module in model.modules():
             if module._parameters:
                 module.__dict__[PART] = self
@@ -225,6 +223,17 @@ class ShardedState:
                 mark_slices(module, None)
             elif names := [name for name, param in module._parameters.items() if id(param) in cut]:
                 mark_slices(module, names)
+
+    @property
+    def _is_stage(self) -> bool:
+        return self.stages is not None and self.context.pipe.size > 1
+
+    def _refuse_pickling(self) -> set[int]:
+        """Refuses to pickle parameters that are this rank's part of the model. Returns their identities."""
+        parts = [e for e in self.entries if self._is_stage or tuple(e.param.shape) != e.spec.shape]
+        for entry in parts:
+            refuse_pickling(entry.name, entry.param)
+        return {id(entry.param) for entry in parts}
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -59,9 +59,7 @@ def put_in_place(new: Path, target: Path) -> None:
         if is_there:
             replaced.rename(target)
         raise
-    for path in kept_of(replaced, target):
-        path.rename(target / path.name)  # it came a moment ago
-    remove(replaced)
+    _remove_replaced(replaced, target)
 
 
 def _mend(target: Path, folder: Path) -> None:
@@ -69,7 +67,14 @@ def _mend(target: Path, folder: Path) -> None:
     remove_left(folder, target.name)
     for path, found in private_in(folder, target.name):
         if found.kind == REPLACED and found.owner.is_dead:
-            remove(path) if target.exists() else path.rename(target)
+            _remove_replaced(path, target) if target.exists() else path.rename(target)
+
+
+def _remove_replaced(replaced: Path, target: Path) -> None:
+    """Removes what ``target`` was before, after what came into it while it was exchanged is in its place."""
+    for path in kept_of(replaced, target):
+        path.rename(target / path.name)
+    remove(replaced)
 
 
 def _can_be_renamed(target: Path) -> bool:

@@ -76,7 +76,7 @@ WRITES: dict[str, Callable[[Any, Path], object]] = {
 def test_a_slice_is_not_written(what: str, sizes: dict[str, int], tmp_path: Path) -> None:
     def do(context: ParallelContext) -> str:
         model = sharded(context)
-        with pytest.raises(Exception, match=r"full_state_dict|save_pretrained") as error:
+        with pytest.raises(BaseException, match=r"full_state_dict|save_pretrained") as error:
             WRITES[what](model, tmp_path / str(context.rank))
         return str(error.value)
 
@@ -96,9 +96,10 @@ def test_a_parallel_layer_of_its_own_is_not_written() -> None:
 def test_what_every_rank_has_whole_is_written(sizes: dict[str, int], tmp_path: Path) -> None:
     def do(context: ParallelContext) -> None:
         model = sharded(context)
-        shardformer.zero(torch.optim.AdamW(model.parameters()), model, stage=2)
         safetensors.torch.save_model(model, str(tmp_path / str(context.rank)))
+        shardformer.zero(torch.optim.AdamW(model.parameters()), model, stage=2)
         torch.save(model.state_dict(), io.BytesIO())
+        torch.save(dict(model.named_parameters()), io.BytesIO())
 
     run_as_threads(do, **sizes)
     expected = plain().state_dict()
@@ -144,7 +145,10 @@ def test_within_torch_a_slice_is_a_tensor(tmp_path: Path) -> None:
         torch.save(kept, tmp_path / f"{context.rank}.pt")
         model.load_state_dict(torch.load(tmp_path / f"{context.rank}.pt"))
         assert torch.equal(model(input_ids=batch).logits.full_tensor(), before)
-        assert isinstance(copy.deepcopy(model).state_dict()[name], SliceTensor)
+        twin = copy.deepcopy(model)
+        assert isinstance(twin.state_dict()[name], SliceTensor)
+        with pytest.raises(ConfigError):
+            torch.save(dict(twin.named_parameters()), io.BytesIO())
         plain().load_state_dict(shardformer.full_state_dict(model))
 
     run_as_threads(do, tensor=2)
