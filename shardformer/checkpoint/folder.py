@@ -8,7 +8,7 @@
 
 A checkpoint is written into a hidden folder, which is given its name when all of it is written. Older ones go when the
 new one is on the disk: after a loss of power one of them is whole. Checkpoints are numbered in the order in which they
-were saved: the newest one is the one with the highest number, whatever the clocks of the hosts say.
+were saved: the newest one is the one with the highest number, however the clocks of the hosts are set.
 
 Only files that a save writes are deleted. What else lies in the folder of a step stays.
 """

@@ -242,7 +242,7 @@ def begun(
 
 
 class Asked(NamedTuple):
-    """What a rank says before a save, and under which name it would write it: the first rank's counts."""
+    """What a rank was asked to save, and under which name it would write it: that of the first rank counts."""
 
     folder: str
     step: int

@@ -106,7 +106,7 @@ def settle(snapshot: Snapshot, path: Path, root: Path, keep: Keep) -> None:
             sync(name)
         folders.drop_old(root, keep, path)
     except FileNotFoundError:
-        return  # somebody removed it
+        return  # it was removed
     except OSError as error:
         raise InputError(
             f"{path} was written, and may not be on the disk: {error}",

@@ -96,11 +96,11 @@ def check_held(folder: Path) -> None:
     lock = _OWN.locks.get(os.path.realpath(folder))
     if lock is None or _is_own(lock):
         return
-    with suppress(FileExistsError):  # somebody removed the file: the folder is free
+    with suppress(FileExistsError):  # the file was removed: the folder is free
         _create(lock)
         return
     raise InputError(
-        f"{folder} was taken over by {_said(_read(lock.path) or {})} while this process did not answer",
+        f"{folder} was taken over by {_described(_read(lock.path) or {})} while this process did not answer",
         rule=_RULE,
         remedy="End one of the two jobs, and let the other one go on from the newest checkpoint",
     )
@@ -136,7 +136,7 @@ def _acquire(lock: _Lock, folder: Path) -> None:
             if not os.path.lexists(lock.path):
                 continue  # it was released while this process looked
             raise ConfigError(
-                f"{folder} is in use by {_said(found)}",
+                f"{folder} is in use by {_described(found)}",
                 rule=_RULE,
                 remedy=f"Give each job a folder of its own, or end that process first. If it cannot be running, "
                 f"remove {lock.path}",
@@ -165,7 +165,7 @@ def _create(lock: _Lock) -> None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """What a lock file says; None where there is none. Raises ConfigError for what is no lock file."""
+    """The content of a lock file; None where there is none. Raises ConfigError for what is no lock file."""
     end = time.monotonic() + _UNFINISHED_S
     while True:
         try:
@@ -239,7 +239,7 @@ def _remove_stale(path: Path, stale: dict[str, Any]) -> None:
         remove(aside)
 
 
-def _said(found: dict[str, Any]) -> str:
+def _described(found: dict[str, Any]) -> str:
     words = [f"process {found.get('process')} of {found.get('user')} on {found.get('host')}"]
     return ", since ".join([*words, str(found["since"])] if "since" in found else words)
 

@@ -1,7 +1,7 @@
 """Files and folders are written under a private name and then put in place at once.
 
-A private name belongs to one process and is used once. It says which process that is, so that what a killed process
-left can be removed, and ends in random digits, so that nobody can put a link there beforehand.
+A private name belongs to one process and is used once. It names that process, so that what a killed one left can be
+removed, and ends in random digits, so that no other user can put a link there beforehand.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Process(NamedTuple):
 
 
 class Private(NamedTuple):
-    """What a private name says."""
+    """The parts of a private name."""
 
     kind: str
     name: str
@@ -93,7 +93,7 @@ def private_path(path: Path, kind: str = SAVING) -> Path:
 
 
 def private(path: Path) -> Private | None:
-    """What a private name says; None for any other name, and for a symbolic link."""
+    """The parts of a private name; None for any other name, and for a symbolic link."""
     found = _PRIVATE.fullmatch(path.name)
     if found is None or path.is_symlink():
         return None

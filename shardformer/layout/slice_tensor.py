@@ -26,7 +26,7 @@ _REMEDY = (
 
 
 class SliceTensor(Tensor):
-    """A tensor of this rank's part of a model. What is computed from it, in the same shape, is one, too.
+    """A tensor of this rank's part of a model. What is computed from it and has as many numbers is one, too.
 
     ``as_subclass(torch.Tensor)`` gives a plain tensor of the same memory.
     """
@@ -44,8 +44,8 @@ class SliceTensor(Tensor):
             found = func(*args, **kwargs)
             if func is Tensor.as_subclass:
                 return found
-            given = {id(x) for x in leaves}
-            return tree_map(lambda x: x if id(x) in given else _like(x, slices), found)
+            arguments = {id(x) for x in leaves}
+            return tree_map(lambda x: x if id(x) in arguments else _like(x, slices), found)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse(self._called, self.shape)
@@ -77,7 +77,7 @@ def _leaving_torch() -> frozenset[Any]:
 
 
 def _like(x: Any, slices: Iterable[SliceTensor]) -> Any:
-    name = next((each._called for each in slices if type(x) is Tensor and x.shape == each.shape), None)
+    name = next((each._called for each in slices if type(x) is Tensor and x.numel() == each.numel()), None)
     return x if name is None else _slice(x, name)
 
 
@@ -100,11 +100,11 @@ def mark_slices(module: nn.Module, names: Collection[str] | None) -> None:
 
 
 def _mark(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """What is a parameter still, as ``keep_vars=True`` gives it, is left as it is; so are fake tensors."""
+    """The module's own tensors, as ``keep_vars=True`` gives them, are left as they are; so are fake tensors."""
     marked = module.__dict__[MARKED]
     for name in (*module._parameters, *module._buffers) if marked is None else marked:
         full = f"{prefix}{name}"
-        if type(value := state_dict.get(full)) is Tensor:
+        if type(value := state_dict.get(full)) is Tensor and value is not module._buffers.get(name):
             state_dict[full] = _slice(value, full)
 
 

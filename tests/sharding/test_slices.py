@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import shardformer
 from shardformer.errors import ConfigError
 from shardformer.layers.tensor.linear import Linear1D_Col
-from shardformer.layout.slice_tensor import SliceTensor
+from shardformer.layout.slice_tensor import SliceTensor, mark_slices
 from shardformer.mesh.context import ParallelContext
 from shardformer.testing.threads import run_as_threads
 
@@ -51,6 +51,9 @@ WRITES: dict[str, Callable[[Any, Path], object]] = {
     ),
     "torch.save": lambda model, path: torch.save(model.state_dict(), path),
     "torch.save of copies": lambda model, path: torch.save(copy.deepcopy(model.state_dict()), path),
+    "torch.save of transposed": lambda model, path: torch.save(
+        {name: value.t().contiguous() for name, value in model.state_dict().items() if value.dim() == 2}, path
+    ),
     "torch.save of half": lambda model, path: torch.save({k: v.half() for k, v in model.state_dict().items()}, path),
     "torch.save with keep_vars": lambda model, path: torch.save(model.state_dict(keep_vars=True), path),
     "torch.save of parameters": lambda model, path: torch.save(dict(model.named_parameters()), path),
@@ -152,6 +155,16 @@ def test_within_torch_a_slice_is_a_tensor(tmp_path: Path) -> None:
         plain().load_state_dict(shardformer.full_state_dict(model))
 
     run_as_threads(do, tensor=2)
+
+
+def test_buffers_of_a_stage_are_marked_and_its_own_tensors_are_not() -> None:
+    module = nn.BatchNorm1d(3)
+    mark_slices(module, None)
+    state = nn.Sequential(module).state_dict()
+    assert state.keys() == nn.Sequential(nn.BatchNorm1d(3)).state_dict().keys()
+    assert all(isinstance(value, SliceTensor) for value in state.values())
+    own = module.state_dict(keep_vars=True)
+    assert own["running_mean"] is module.running_mean and own["weight"] is module.weight
 
 
 def test_a_slice_is_not_loaded_as_the_model() -> None:
