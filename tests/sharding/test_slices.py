@@ -25,11 +25,14 @@ from shardformer.testing.threads import run_as_threads
 
 
 def plain(seed: int = 0) -> Any:
-    torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=50
     )
-    return transformers.LlamaForCausalLM(config)
+    model, generator = transformers.LlamaForCausalLM(config), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model
 
 
 def sharded(context: ParallelContext) -> Any:
