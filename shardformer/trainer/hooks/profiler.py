@@ -32,7 +32,7 @@ class Profiler(Hook):
         repeat: how often.
         memory: whether allocations are recorded.
 
-    Raises ConfigError for numbers that cannot be.
+    Raises ConfigError for numbers that cannot be, and for a link in the place of a rank's folder.
     """
 
     def __init__(
@@ -55,6 +55,12 @@ class Profiler(Hook):
 
     def before_train(self, trainer: Run) -> None:
         self._place = self.folder / f"rank{trainer.engine.world.rank}"
+        if self._place.is_symlink():
+            raise ConfigError(
+                f"Profiler({str(self.folder)!r}): {self._place.name} in it is a symbolic link",
+                rule="Traces are written into this folder, not where a link in it leads",
+                remedy="Remove the link, or give another folder",
+            )
         self._place.mkdir(parents=True, exist_ok=True)
         activities = [ProfilerActivity.CPU]
         if trainer.engine.context.device.type == "cuda":
