@@ -13,6 +13,7 @@ import numpy
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as distributed_checkpoint
 import transformers
 from torch import Tensor, nn
 
@@ -70,7 +71,7 @@ WRITES: dict[str, Callable[[Any, Path], object]] = {
     "asarray": lambda model, path: [numpy.asarray(value) for value in model.state_dict().values()],
     "a part of transformers": lambda model, path: model.model.save_pretrained(path),
     "transformers with the state": lambda model, path: model.save_pretrained(path, state_dict=model.state_dict()),
-    "distributed checkpoint": lambda model, path: torch.distributed.checkpoint.save(
+    "distributed checkpoint": lambda model, path: distributed_checkpoint.save(
         {"model": model.state_dict()}, checkpoint_id=path, no_dist=True
     ),
 }
