@@ -44,7 +44,7 @@ _OWN_FILE = re.compile(rf"{re.escape(INDEX)}|rank-\d{{5,}}\.safetensors")
 _NAMING = threading.Lock()
 """One checkpoint of this process gets its name at a time."""
 _SAVED: dict[str, ref[nn.Module]] = {}
-"""Real path of a checkpoint -> the model of this process that saved it last."""
+"""Real path of a checkpoint -> the model of this process that saved it last, or is saving it."""
 SAVE = "_shardformer_saving"
 """Attribute of a model: the save that was begun last, and the memory that it copied into."""
 _GOES_ON = "_shardformer_goes_on"
@@ -126,30 +126,22 @@ def claim(root: Path, step: int, owner: nn.Module) -> bool:
             remove(path)
         elif found.kind == DROPPED:
             _delete(path, root / found.name)
+    _SAVED[os.path.realpath(named)] = ref(owner)
     return is_new
 
 
 def _is_of_another(named: Path, model: nn.Module) -> bool:
     """Whether a checkpoint was saved by another model of this process, which is in use."""
-    saved = _SAVED.get(os.path.realpath(named))
-    other = saved() if saved is not None else None
-    if (
-        saved is None
-        or other is None
-        or other is model
-        or os.path.realpath(named.parent) in model.__dict__.get(_GOES_ON, ())
-    ):
+    saved = _SAVED.get(os.path.realpath(named), lambda: None)
+    goes_on = os.path.realpath(named.parent) in model.__dict__.get(_GOES_ON, ())
+    other = saved()
+    if other is None or other is model or goes_on:
         return False
     if (saving := other.__dict__.get(SAVE)) is not None:
         saving.join()  # its thread uses the model
     del other, saving
     gc.collect()  # a model that is not in use any more is often in a cycle
     return saved() is not None and named.exists()
-
-
-def note_saved(named: Path, model: nn.Module) -> None:
-    """Notes that the model saved a checkpoint, on the first rank."""
-    _SAVED[os.path.realpath(named)] = ref(model)
 
 
 def saved_into(model: nn.Module) -> set[str]:
@@ -198,7 +190,7 @@ def finish(folder: Path, root: Path, index: Index, *, to_disk: bool) -> Path:
                 replaced.rename(named)
             raise
         _move_others(replaced, named)
-        replace_text(root / LATEST, f"{named.name}\n")
+        replace_text(root / LATEST, f"{named.name}\n", to_disk=to_disk)
     return named
 
 

@@ -48,10 +48,7 @@ class Job:
 
     def write(self, *, to_disk: bool = True) -> Path:
         """Writes it, and waits until the disk has it, or not. Communicates nothing."""
-        path = write(self.snapshot, self.hidden, self.root, self.keep, to_disk=to_disk)
-        if self.world.rank == 0:
-            folders.note_saved(path, self.model)
-        return path
+        return write(self.snapshot, self.hidden, self.root, self.keep, to_disk=to_disk)
 
     def settle(self, path: Path) -> Path:
         """Waits until the disk has what was written. Communicates nothing."""

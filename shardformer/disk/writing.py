@@ -159,7 +159,7 @@ def replacing(path: Path) -> Iterator[Path]:
         remove(hidden)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Writes a file that takes the place of ``path`` at once."""
+def replace_text(path: Path, text: str, *, to_disk: bool = True) -> None:
+    """Writes a file that takes the place of ``path`` at once, when the disk has it, or before."""
     with replacing(path) as hidden:
-        write_new(hidden, text.encode(), to_disk=True)
+        write_new(hidden, text.encode(), to_disk=to_disk)

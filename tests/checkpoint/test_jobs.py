@@ -145,6 +145,26 @@ def test_two_models_of_one_process_do_not_save_the_same_step_into_one_folder(tmp
     save(tmp_path, 5, 3.0)
 
 
+def test_a_step_that_another_model_is_saving_in_the_background_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, begun = snapshot.write_boxes, threading.Event()
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        time.sleep(0.3)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(snapshot, "write_boxes", slow)
+    first, second = net(1.0), net(2.0)
+    saving = start_checkpoint(tmp_path, first, step=5)
+    begun.wait(20)
+    with pytest.raises(ConfigError, match="another model of this process"):
+        save_checkpoint(tmp_path, second, step=5)
+    load_checkpoint(saving.wait(), second)
+    assert all(bool((p == 1).all()) for p in second.parameters())
+
+
 # ------------------------------------------------------------------------------------------------- which is the newest
 
 
