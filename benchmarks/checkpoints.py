@@ -82,7 +82,8 @@ def measure(setting: Setting) -> Found:
     """Runs in every process."""
     model, optimizer = trained(setting)
     rank, folder = dist.get_rank(), Path(setting.folder)
-    own = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    part = {name: x.as_subclass(Tensor) for name, x in model.state_dict().items()}  # as plain tensors, to be pickled
+    own = {"model": part, "optimizer": optimizer.state_dict()}
     values = tensors_in(own)
     memory = [x.clone() for x in values]
 

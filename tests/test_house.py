@@ -17,6 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the top: a module imports only from the floors above its own. A room inside of another may have its own floor.
 FLOORS = [
     "errors",
+    "disk",
     "torch_compat",
     "transformers_compat",
     "mesh",
@@ -241,6 +242,7 @@ def test_nothing_is_left_for_later(path: Path) -> None:
 
 
 SHARED = {
+    "checkpoint.folder._SAVED": "by the first rank's model, which it alone asks for",
     "cli._ending.STUCK": "of a process that ends",
     "cli._ending.PLACES": "of a process that ends",
     "layout.state._TABLES": "read under a lock, and by the rank that asks alone",

@@ -20,16 +20,26 @@ from shardformer.checkpoint.files import Entry, Index, Written, damaged, sync, w
 from shardformer.checkpoint.model import WEIGHTS, ModelTensors
 from shardformer.checkpoint.reader import BoxReader
 from shardformer.checkpoint.save import begun
-from shardformer.checkpoint.together import all_do
+from shardformer.checkpoint.together import all_do, first_does
+from shardformer.disk.lock import release
+from shardformer.disk.writing import private_path, remove, remove_left, write_new
 from shardformer.errors import ConfigError
+from shardformer.sharding.replace import put_in_place
 
 MAX_BYTES = 5 * 10**9
 """Of a file, unless one tensor is larger."""
 PARTS, INDEX = ".parts", "model.safetensors.index.json"
+WRITTEN_BY = {"written_by": "shardformer.export_pretrained"}
+"""In the header of each file of weights."""
 
 
 def export_pretrained(
-    folder: str | os.PathLike[str], model: nn.Module, *, tokenizer: Any = None, max_file_bytes: int = MAX_BYTES
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    tokenizer: Any = None,
+    max_file_bytes: int = MAX_BYTES,
+    overwrite: bool = False,
 ) -> Path:
     """Writes full weights as safetensors, with their index, the config and the generation config.
 
@@ -41,20 +51,27 @@ def export_pretrained(
         folder: a new one; it is there when all of it is written.
         tokenizer: or anything else with ``save_pretrained``, which is saved beside.
         max_file_bytes: of one file of weights.
+        overwrite: whether the folder may hold an earlier export, which is replaced; other files in it are kept.
 
-    Raises, on all ranks, ConfigError where the folder holds something already, InputError where the disk fails.
+    Raises, on all ranks, ConfigError where the folder holds something else, InputError where the disk fails.
     """
     target, tensors = Path(folder), ModelTensors(model)
-    world, hidden = tensors.world, folders.hidden_folder(target.parent, target.name)
+    place = Path(os.path.abspath(target))
+    world, what = tensors.world, f"Exporting to {target}"
 
-    def begin() -> None:
-        _check(target, max_file_bytes)
-        if world.rank == 0:
-            folders.begin(target.parent, hidden)
+    def begin() -> str:
+        """Makes a hidden folder of a name that is used once: ranks that see it see the same folder."""
+        place.parent.mkdir(parents=True, exist_ok=True)
+        remove_left(place.parent, place.name)
+        hidden = private_path(place)
+        hidden.mkdir()
+        return hidden.name
 
-    all_do(begin, world, f"Exporting to {target}")
-    all_do(lambda: folders.check_seen(hidden), world, f"Exporting to {target}")
+    all_do(lambda: _check_size(max_file_bytes), world, what)
+    all_do(lambda: check_target(target, overwrite=overwrite), world, what)
+    hidden = place.parent / first_does(begin, world, what)
     try:
+        all_do(lambda: folders.check_seen(hidden), world, what)
         with begun(hidden / PARTS, model) as job:
             parts = job.agree(partial(job.write, to_disk=False))
         index = Index.read(parts)
@@ -64,32 +81,61 @@ def export_pretrained(
             for name, entries in list(files.items())[world.rank :: world.size]:
                 _put_together(hidden / name, entries, parts)
 
-        all_do(put_together, world, f"Exporting to {target}")
-        all_do(
-            lambda: _finish(hidden, target, tensors.model, files, tokenizer) if world.rank == 0 else None,
-            world,
-            f"Exporting to {target}",
-        )
-    except Exception:
+        all_do(put_together, world, what)
         if world.rank == 0:
-            folders.drop(hidden)
+            release(hidden / PARTS, tensors.model)
+        first_does(lambda: _finish(hidden, place, tensors.model, files, tokenizer, overwrite=overwrite), world, what)
+    except BaseException:
+        if world.rank == 0:
+            release(hidden / PARTS, tensors.model)
+            remove(hidden)
         raise
     return target
 
 
-def _check(target: Path, max_file_bytes: int) -> None:
+def _check_size(max_file_bytes: int) -> None:
     if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes < 1:
         raise ConfigError(
             f"max_file_bytes={max_file_bytes!r}",
             rule="It is a number of bytes, one or more",
             remedy="Leave it out for files of 5 GB",
         )
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+
+
+def check_target(target: Path, *, overwrite: bool = False) -> None:
+    """Raises ConfigError for a folder that holds what no export wrote, and for what is no folder."""
+    if target.is_symlink():
         raise ConfigError(
-            f"{target} is {'not empty' if target.is_dir() else 'a file'}",
-            rule="A model is exported into a new folder, so that nothing old lies beside it",
-            remedy="Give another folder, or remove this one before",
+            f"{target} is a symbolic link",
+            rule="A model is exported into a new folder, which takes its name when all of it is written",
+            remedy="Give the path that the link names, or another folder",
         )
+    if not target.exists() or (target.is_dir() and (not any(target.iterdir()) or (overwrite and _is_export(target)))):
+        return
+    what = "a file" if not target.is_dir() else "not an export of ShardFormer" if overwrite else "not empty"
+    raise ConfigError(
+        f"{target} is {what}",
+        rule="A model is exported into a new folder"
+        + (", or in the place of an earlier export: no other model is overwritten" if overwrite else ""),
+        remedy="Give another folder, or move this one away",
+    )
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether all weights in a folder were written by an export."""
+    from safetensors import SafetensorError, safe_open
+
+    if not (files := [*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.pt*")]):
+        return False
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                found = file.metadata() or {}
+        except (OSError, SafetensorError):
+            return False
+        if any(found.get(name) != value for name, value in WRITTEN_BY.items()):
+            return False
+    return True
 
 
 def _files_of(index: Index, most: int) -> dict[str, list[tuple[str, Entry]]]:
@@ -123,7 +169,7 @@ def _put_together(path: Path, entries: Sequence[tuple[str, Entry]], parts: Path)
                 Written(name, getattr(torch, entry.dtype), entry.shape, partial(_full, reader, name, entry))
                 for name, entry in entries
             ],
-            {"format": "pt"},
+            {"format": "pt", **WRITTEN_BY},
         )
     finally:
         reader.close()
@@ -139,22 +185,34 @@ def _full(reader: BoxReader, name: str, entry: Entry) -> Tensor:
     return full
 
 
-def _finish(hidden: Path, target: Path, model: Any, files: dict[str, list[tuple[str, Entry]]], tokenizer: Any) -> None:
+def _finish(
+    hidden: Path,
+    target: Path,
+    model: Any,
+    files: dict[str, list[tuple[str, Entry]]],
+    tokenizer: Any,
+    *,
+    overwrite: bool,
+) -> None:
     """What stands beside the weights; then the folder gets its name."""
-    folders.drop(hidden / PARTS)
+    remove(hidden / PARTS)
     if len(files) > 1:
         where = {name: file for file, held in files.items() for name, _ in held}
         total = sum(_bytes_of(entry) for held in files.values() for _, entry in held)
         found = {"metadata": {"total_size": total}, "weight_map": where}
-        (hidden / INDEX).write_text(json.dumps(found, indent=2, sort_keys=True))
+        write_new(hidden / INDEX, json.dumps(found, indent=2, sort_keys=True).encode())
     beside: list[Any] = [_config_of(model), getattr(model, "generation_config", None), tokenizer]
     for thing in beside:
         if hasattr(thing, "save_pretrained"):
             thing.save_pretrained(hidden)
     sync(hidden)
-    if target.exists():
-        target.rmdir()
-    hidden.rename(target)
+    check_target(target, overwrite=overwrite)  # it took a while to write
+    if overwrite:
+        put_in_place(hidden, target)
+    else:
+        if target.exists():
+            target.rmdir()
+        hidden.rename(target)
     sync(target.parent)
 
 

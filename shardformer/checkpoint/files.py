@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shardformer.checkpoint.checksum import weighted_sum
 from shardformer.checkpoint.held import Stretch, overlap
+from shardformer.disk.writing import new_file, write_all, write_new
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.spec import Place
 
@@ -73,10 +74,11 @@ class Index:
 
     Args:
         step: training steps that were made.
-        saved_at: seconds since 1970.
+        saved_at: seconds since 1970, by the clock of the host that saved it.
         sizes: of the axes of the grid that saved it.
         tensors: by name.
         values: what else was saved, as JSON has it, by kind.
+        number: counts the checkpoints of a folder in the order in which they were saved; 0 in those of older versions.
     """
 
     step: int
@@ -84,18 +86,15 @@ class Index:
     sizes: dict[str, int]
     tensors: dict[str, Entry] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    number: int = 0
 
     def write(self, folder: Path, *, to_disk: bool = True) -> None:
         """Writes it, and waits until it is on the disk, or not."""
         tensors = {name: (entry.dtype, entry.shape, entry.boxes) for name, entry in self.tensors.items()}
         content = json.dumps({"format": FORMAT, **vars(self), "tensors": tensors})
-        head = {"sha256": _digest(content), "saved_at": self.saved_at}
+        head = {"sha256": _digest(content), "saved_at": self.saved_at, "number": self.number}
         text = f'{json.dumps(head)[:-1]}, "content":\n{content}\n}}\n'
-        with (folder / INDEX).open("wb") as file:
-            file.write(text.encode())
-            if to_disk:
-                file.flush()
-                os.fsync(file.fileno())
+        write_new(folder / INDEX, text.encode(), to_disk=to_disk)
         if to_disk:
             sync(folder)
 
@@ -106,12 +105,13 @@ class Index:
             head, content, _ = (folder / INDEX).read_bytes().split(b"\n", 2)
             text = content.decode()
             said = json.loads(head + b"0}")
-            found = json.loads(text) if _digest(text) == said["sha256"] else None
-            if found is None or found["saved_at"] != said["saved_at"]:
+            found = json.loads(text) if _digest(text) == said["sha256"] else {}
+            number = found.get("number", 0)
+            if not found or found["saved_at"] != said["saved_at"] or said.get("number", number) != number:
                 raise damaged(f"{folder / INDEX} is not what was written: its checksum differs")
         except FileNotFoundError:
             raise damaged(f"{folder} is no checkpoint: it has no {INDEX}") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise damaged(f"{folder / INDEX} cannot be read: {error}") from error
         try:
             return cls._of(found, folder)
@@ -146,13 +146,14 @@ def _check_entry(name: str, entry: Entry) -> None:
             raise ValueError(f"{name} has the part {tuple(box)!r:.200}")
 
 
-def saved_at(folder: Path) -> float:
-    """When a checkpoint was saved, as the first line of its index says; 0 where that cannot be read."""
+def order_of(folder: Path) -> tuple[int, float]:
+    """(number, when it was saved) of a checkpoint, as the first line of its index says; 0 where it cannot be read."""
     try:
         with (folder / INDEX).open("rb") as file:
-            return float(json.loads(file.readline() + b"0}")["saved_at"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0.0
+            head = json.loads(file.readline() + b"0}")
+        return int(head.get("number", 0)), float(head["saved_at"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        return 0, 0.0
 
 
 def box_of(found: Sequence[Any]) -> Box:
@@ -201,7 +202,10 @@ class Written(NamedTuple):
 def write_file(
     path: Path, tensors: Sequence[Written], metadata: Mapping[str, str] | None = None, *, to_disk: bool = True
 ) -> None:
-    """Writes a safetensors file, one tensor after the other, and waits for the disk, or not. Raises OSError."""
+    """Writes a safetensors file, one tensor after the other, and waits for the disk, or not.
+
+    Raises OSError, also where there is a file of that name.
+    """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata is not None else {}
     at = 0
     for key, dtype, shape, _ in tensors:
@@ -210,13 +214,13 @@ def write_file(
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % HEADER_BYTES)
-    with path.open("wb", buffering=0) as file:
-        _write(file, len(text).to_bytes(HEADER_BYTES, "little") + text)
+    with new_file(path) as file:
+        write_all(file, len(text).to_bytes(HEADER_BYTES, "little") + text)
         for written in tensors:
             values = written.give()
             if values.numel():
                 data: Any = values.reshape(-1).view(torch.uint8).numpy()
-                _write(file, data)
+                write_all(file, data)
         if to_disk:
             os.fsync(file.fileno())
 
@@ -249,13 +253,6 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
             rule=f"The files of a checkpoint hold {', '.join(str(each).removeprefix('torch.') for each in DTYPES)}",
             remedy="Convert it to one of these before it is saved",
         )
-
-
-def _write(file: Any, data: Any) -> None:
-    """All of it: one call may write less."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]
 
 
 def boxes_in(entry: Entry, piece: Stretch) -> Iterator[tuple[int, Stretch]]:

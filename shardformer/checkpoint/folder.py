@@ -4,30 +4,51 @@
       step-00000100/          checkpoint.json, rank-00000.safetensors, ...
       step-00000200/
       latest                  a line: step-00000200
+      .shardformer.lock       which process saves into the folder
 
 A checkpoint is written into a hidden folder, which is given its name when all of it is written. Older ones go when the
-new one is on the disk: after a loss of power one of them is whole.
+new one is on the disk: after a loss of power one of them is whole. Checkpoints are numbered in the order in which they
+were saved: the newest one is the one with the highest number, however the clocks of the hosts are set.
+
+Only files that a save writes are deleted. What else lies in the folder of a step stays.
 """
 
 from __future__ import annotations
 
+import gc
+import os
 import platform
 import re
-import shutil
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from weakref import ref
 
-from shardformer.checkpoint.files import INDEX, saved_at
+from torch import nn
+
+from shardformer.checkpoint.files import INDEX, Index, order_of
+from shardformer.disk.lock import check_held, hold
+from shardformer.disk.writing import DROPPED, REPLACED, SAVING, private, private_path, remove, replace_text
 from shardformer.errors import ConfigError
 
 LATEST = "latest"
 SEEN_WITHIN_S = 15.0
 """What one host makes, another one may see a moment later."""
 _STEP = re.compile(r"step-(\d{8,})")
-_SAVING, _REPLACED, _DROPPED = ".saving-", ".replaced-", ".dropped-"
+_OLD = re.compile(r"\.replaced-step-\d{8,}.*")
+_OWN_FILE = re.compile(rf"{re.escape(INDEX)}|rank-\d{{5,}}\.safetensors")
+"""What a checkpoint consists of."""
+_NAMING = threading.Lock()
+"""One checkpoint of this process gets its name at a time."""
+_SAVED: dict[str, ref[nn.Module]] = {}
+"""Real path of a checkpoint -> the model of this process that saved it last, or is saving it."""
+SAVE = "_shardformer_saving"
+"""Attribute of a model: the save that was begun last, and the memory that it copied into."""
+_GOES_ON = "_shardformer_goes_on"
+"""Attribute of a model: real paths of the folders from whose checkpoints it goes on."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +84,17 @@ def step_folder(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
-def hidden_folder(root: Path, step: Any) -> Path:
-    """Where a checkpoint is written before it has its name."""
-    return root / f"{_SAVING}step-{step}"
+def hidden_folder(root: Path, step: int) -> Path:
+    """Where a checkpoint is written before it has its name; another one for each save."""
+    return private_path(step_folder(root, step))
 
 
-def begin(root: Path, hidden: Path) -> None:
-    """Makes the hidden folder. Takes away those that were never finished, or that were to be taken away.
+def claim(root: Path, step: int, owner: nn.Module) -> bool:
+    """Takes the folder for this process, for as long as ``owner`` is alive, and removes what killed ones left.
 
-    Raises OSError, and ConfigError where ``root`` is a file.
+    The first rank calls it before a save. Returns whether ``owner`` did not have the folder before. Raises OSError, and
+    ConfigError where another process has it, where another model of this process saved the step, or where what is not a
+    folder has the name of the checkpoint.
     """
     if root.exists() and not root.is_dir():
         raise ConfigError(
@@ -79,10 +102,57 @@ def begin(root: Path, hidden: Path) -> None:
             rule="Checkpoints are saved into a folder, which is made where there is none",
             remedy="Give the path of a folder",
         )
-    root.mkdir(parents=True, exist_ok=True)
-    for left in [*root.glob(f"{_SAVING}*"), *root.glob(f"{_DROPPED}*")]:
-        shutil.rmtree(left, ignore_errors=True)
-    hidden.mkdir()
+    named = step_folder(root, step)
+    if os.path.lexists(named) and (named.is_symlink() or not named.is_dir()):
+        raise ConfigError(
+            f"{named} is a {'symbolic link' if named.is_symlink() else 'file'}",
+            rule="A checkpoint takes the place of an older one of its step, and of nothing else",
+            remedy="Move it away, or give another folder",
+        )
+    if _is_of_another(named, owner):
+        raise ConfigError(
+            f"{named} was saved by another model of this process",
+            rule="A folder of checkpoints belongs to one model, or to one that goes on from a checkpoint in it",
+            remedy="Give each model a folder of its own",
+        )
+    is_new = hold(root, owner)
+    for path in root.glob(".*"):
+        found = private(path)
+        if found is None or not (_STEP.fullmatch(found.name) or found.name == LATEST):
+            continue
+        if not (found.owner.is_dead or not found.owner.is_here):
+            continue  # of this process: none of another machine writes here any more
+        if found.kind == SAVING:
+            remove(path)
+        elif found.kind == DROPPED:
+            _delete(path, root / found.name)
+    _SAVED[os.path.realpath(named)] = ref(owner)
+    return is_new
+
+
+def _is_of_another(named: Path, model: nn.Module) -> bool:
+    """Whether a checkpoint was saved by another model of this process, which is in use."""
+    saved = _SAVED.get(os.path.realpath(named), lambda: None)
+    goes_on = os.path.realpath(named.parent) in model.__dict__.get(_GOES_ON, ())
+    other = saved()
+    if other is None or other is model or goes_on:
+        return False
+    if (saving := other.__dict__.get(SAVE)) is not None:
+        saving.join()  # its thread uses the model
+    del other, saving
+    gc.collect()  # a model that is not in use any more is often in a cycle
+    return saved() is not None and named.exists()
+
+
+def saved_into(model: nn.Module) -> set[str]:
+    """The folders into which a model has saved, or from which it goes on."""
+    own = {os.path.dirname(path) for path, saved in [*_SAVED.items()] if saved() is model}
+    return own | set(model.__dict__.get(_GOES_ON, ()))
+
+
+def goes_on_from(model: nn.Module, roots: Iterable[str]) -> None:
+    """The model goes on from the checkpoints in these folders, and may save in their place."""
+    model.__dict__[_GOES_ON] = {*model.__dict__.get(_GOES_ON, ()), *map(os.path.realpath, roots)}
 
 
 def check_seen(hidden: Path) -> None:
@@ -99,56 +169,99 @@ def check_seen(hidden: Path) -> None:
         wait_s = min(2 * wait_s, 0.1)
 
 
-def finish(folder: Path, root: Path, step: int) -> Path:
-    """Gives what was written its name, in the place of an older one of that step, and moves ``latest``."""
-    named = step_folder(root, step)
-    replaced = root / f"{_REPLACED}{named.name}"
-    if named.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        named.rename(replaced)
-    folder.rename(named)
-    pointer = root / f"{_SAVING}{LATEST}"
-    pointer.write_text(f"{named.name}\n")
-    pointer.replace(root / LATEST)
+def finish(folder: Path, root: Path, index: Index, *, to_disk: bool) -> Path:
+    """Gives what was written its number and its name, in the place of an older one of that step, and moves ``latest``.
+
+    Raises OSError, and InputError where another process has taken the folder over.
+    """
+    named = step_folder(root, index.step)
+    replaced = private_path(named, REPLACED)
+    with _NAMING:
+        check_held(root)
+        index.number = 1 + max((order_of(each)[0] for each in _checkpoints_in(root)), default=0)
+        index.write(folder, to_disk=to_disk)
+        is_there = os.path.lexists(named)
+        if is_there:
+            named.rename(replaced)
+        try:
+            folder.rename(named)
+        except BaseException:
+            if is_there:
+                replaced.rename(named)
+            raise
+        _move_others(replaced, named)
+        replace_text(root / LATEST, f"{named.name}\n", to_disk=to_disk)
     return named
 
 
+def _others_in(folder: Path) -> list[Path]:
+    """What lies in the folder of a step and is not of a checkpoint."""
+    found = sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
+    return [path for path in found if not _OWN_FILE.fullmatch(path.name) or not path.is_file() or path.is_symlink()]
+
+
+def _move_others(source: Path, target: Path) -> None:
+    for path in _others_in(source):
+        if not os.path.lexists(target / path.name):
+            path.rename(target / path.name)
+
+
 def drop(folder: Path) -> None:
-    """Takes away what was not finished, or is not wanted any more; what cannot be taken away stays."""
-    hidden = folder.with_name(f"{_DROPPED}{folder.name.removeprefix('.')}")
-    try:
-        folder.rename(hidden)  # it is whole or not there
-    except OSError:
-        hidden = folder
-    if hidden.name.startswith("."):
-        shutil.rmtree(hidden, ignore_errors=True)
+    """Deletes a checkpoint. What cannot be deleted stays, and so does what no save wrote, a link among it."""
+    hidden = private_path(folder.with_name(_step_of(folder)), DROPPED)
+    if not folder.is_symlink():
+        with suppress(OSError):
+            folder.rename(hidden)  # it is whole or not there
+            _delete(hidden, folder)
 
 
-def drop_old(root: Path, keep: Keep) -> None:
-    """When the newest checkpoint is on the disk: takes away what ``keep`` does not name, and what was replaced."""
-    for left in root.glob(f"{_REPLACED}*"):
-        if (root / left.name.removeprefix(_REPLACED)).exists():
-            shutil.rmtree(left, ignore_errors=True)
+def _delete(hidden: Path, folder: Path) -> None:
+    """Deletes what was a checkpoint, after what no save wrote is back in ``folder``. Raises OSError."""
+    for path in _others_in(hidden):
+        folder.mkdir(exist_ok=True)
+        path.rename(folder / path.name)
+    remove(hidden)
+
+
+def drop_old(root: Path, keep: Keep, newest: Path) -> None:
+    """When the newest checkpoint is on the disk: deletes those that ``keep`` does not name, and those replaced."""
+    for left in _replaced_in(root):
+        if (root / _step_of(left)).exists():
+            drop(left)
     if keep.last is None:
         return
     now = time.time()
-    for number, (folder, at) in enumerate(found_in(root)):
+    for place, (folder, at) in enumerate(found_in(root)):
         step = int(match[1]) if (match := _STEP.fullmatch(folder.name)) else None
         is_kept = keep.every is not None and step is not None and step % keep.every == 0
         is_young = keep.younger_than is not None and now - at < keep.younger_than
-        if number >= keep.last and not is_kept and not is_young:
+        if place >= keep.last and folder != newest and not is_kept and not is_young:
             drop(folder)
 
 
 def found_in(root: Path) -> list[tuple[Path, float]]:
-    """(folder, when it was saved) of the checkpoints in a folder, the newest first.
+    """(folder, when it was saved) of the checkpoints in a folder; the one that was saved last is the first.
 
     One that was replaced by another of its step counts as long as it is there.
     """
+    ordered = [(order_of(folder), folder) for folder in _checkpoints_in(root)]
+    ordered.sort(key=lambda pair: (*pair[0], _step_of(pair[1])), reverse=True)
+    return [(folder, at) for (_, at), folder in ordered]
+
+
+def _checkpoints_in(root: Path) -> list[Path]:
     named = [folder for folder in root.glob("step-*") if _STEP.fullmatch(folder.name)]
-    every = [*named, *root.glob(f"{_REPLACED}*")]
-    pairs = [(folder, saved_at(folder)) for folder in every if (folder / INDEX).exists()]
-    return sorted(pairs, key=lambda pair: (-pair[1], pair[0].name))
+    return [folder for folder in (*named, *_replaced_in(root)) if (folder / INDEX).exists()]
+
+
+def _replaced_in(root: Path) -> list[Path]:
+    return [path for path in root.glob(".replaced-*") if _OLD.fullmatch(path.name) and not path.is_symlink()]
+
+
+def _step_of(folder: Path) -> str:
+    """``step-00000100``, of the checkpoint and of the one that it replaced."""
+    found = _STEP.search(folder.name)
+    return found[0] if found is not None else folder.name
 
 
 def candidates(path: Path) -> Iterator[Path]:

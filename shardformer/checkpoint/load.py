@@ -77,5 +77,6 @@ def load_checkpoint(
             if number == len(found) - 1:
                 raise
     loading.commit()
+    folders.goes_on_from(tensors.model, [str(loaded.parent)])
     extra = from_json(index.values["extra"])
     return Loaded(loaded, index.step, extra, num_bytes, tuple(tried), loading.has_random)

@@ -17,23 +17,25 @@ from torch import Tensor, nn
 
 from shardformer.checkpoint import folder as folders
 from shardformer.checkpoint.files import Index
-from shardformer.checkpoint.folder import Keep
+from shardformer.checkpoint.folder import SAVE, Keep
 from shardformer.checkpoint.holding import hold
 from shardformer.checkpoint.model import ModelTensors
 from shardformer.checkpoint.plan import shares
 from shardformer.checkpoint.snapshot import Snapshot, settle, write
 from shardformer.checkpoint.together import all_do
+from shardformer.disk.lock import release
+from shardformer.disk.writing import remove
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.spec import Place
 from shardformer.mesh.axis import Axis
 
-SAVING = "_shardformer_saving"
-"""Attribute of a model: the save that was begun last, and the memory that it copied into."""
-
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One rank's share of a checkpoint, where it goes, and on how many hosts the ranks are."""
+    """One rank's share of a checkpoint, where it goes, and on how many hosts the ranks are.
+
+    ``is_first``: whether the model had not saved into the folder before, which is free again if this save fails.
+    """
 
     model: nn.Module
     snapshot: Snapshot
@@ -42,6 +44,7 @@ class Job:
     keep: Keep
     world: Axis
     hosts: int
+    is_first: bool = False
 
     def write(self, *, to_disk: bool = True) -> Path:
         """Writes it, and waits until the disk has it, or not. Communicates nothing."""
@@ -58,7 +61,9 @@ class Job:
             return all_do(make, self.world, f"Saving into {self.root}")
         except Exception:
             if self.world.rank == 0:
-                folders.drop(self.hidden)
+                remove(self.hidden)
+                if self.is_first:
+                    release(self.root, self.model)
             raise
 
 
@@ -81,6 +86,10 @@ class Saving:
     def start(self) -> None:
         self._thread.start()
 
+    def join(self) -> None:
+        """Waits for the thread."""
+        self._thread.join()
+
     def _work(self, work: Callable[[], Path]) -> None:
         try:
             self._path = work()
@@ -99,7 +108,7 @@ class Saving:
 
     def result(self) -> Path:
         """On this rank. Communicates nothing."""
-        self._thread.join()
+        self.join()
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem
@@ -165,7 +174,7 @@ def start_checkpoint(
     """
     with begun(folder, model, optimizer, step, scheduler, extra, keep) as job:
         saving = Saving(job, job.write)
-        before: Saving | None = job.model.__dict__.get(SAVING)
+        before: Saving | None = job.model.__dict__.get(SAVE)
         job.snapshot.copy_into(saving.memory if before is None else before.memory)
     _follow(saving, job.model)
     return saving
@@ -173,9 +182,9 @@ def start_checkpoint(
 
 def _follow(saving: Saving, model: nn.Module) -> None:
     """Starts what a save leaves to a thread."""
-    if (before := model.__dict__.get(SAVING)) is not None:
+    if (before := model.__dict__.get(SAVE)) is not None:
         saving.memory = before.memory
-    model.__dict__[SAVING] = saving
+    model.__dict__[SAVE] = saving
     saving.start()
 
 
@@ -189,39 +198,53 @@ def begun(
     extra: Any = None,
     keep: Any = None,
 ) -> Iterator[Job]:
-    """What is to be written, while the values are where they are."""
+    """What is to be written, while the values are where they are. The first rank's process has the folder then."""
     root, tensors = Path(folder), ModelTensors(model)
-    world, hidden = tensors.world, folders.hidden_folder(root, step)
+    world, is_new = tensors.world, False
 
     def check() -> Asked:
         """What this rank was asked for, where that can be."""
         _check_step(step)
         Keep.of(keep)
-        _check_free(tensors.model.__dict__.get(SAVING))
-        return Asked(str(root), step, platform.node())
+        _check_free(tensors.model.__dict__.get(SAVE))
+        return Asked(str(root), step, platform.node(), folders.hidden_folder(root, step).name)
+
+    def claim() -> None:
+        nonlocal is_new
+        if world.rank == 0:
+            is_new = folders.claim(root, step, tensors.model)
 
     def begin() -> None:
-        """What lies there from a save that was broken off tells other ranks, too, that they see the same folder."""
-        folders.begin(root, hidden) if world.rank == 0 else folders.check_seen(hidden)
+        """A folder of a name that is used once: ranks that see it see the same folder."""
+        hidden.mkdir() if world.rank == 0 else folders.check_seen(hidden)
 
     with tensors.zero.reading() if tensors.zero is not None else nullcontext():
         asked, holding = hold(tensors, check, optimizer, scheduler, extra)
         _check_alike(asked)
-        all_do(begin, world, f"Saving into {root}")
-        index = Index(step, time.time(), tensors.sizes, values=holding.values)
-        snapshot = Snapshot(world.rank, world.size, index)
-        mine = shares(holding.cells, world)
-        for item in holding.items:
-            snapshot.add(item, mine)
-        yield Job(tensors.model, snapshot, hidden, root, Keep.of(keep), world, len({each.host for each in asked}))
+        hidden = root / asked[0].hidden
+        try:
+            all_do(claim, world, f"Saving into {root}")
+            all_do(begin, world, f"Saving into {root}")
+            index = Index(step, time.time(), tensors.sizes, values=holding.values)
+            snapshot = Snapshot(world.rank, world.size, index)
+            mine = shares(holding.cells, world)
+            for item in holding.items:
+                snapshot.add(item, mine)
+            hosts = len({each.host for each in asked})
+            yield Job(tensors.model, snapshot, hidden, root, Keep.of(keep), world, hosts, is_new)
+        except BaseException:
+            if is_new:
+                release(root, tensors.model)
+            raise
 
 
 class Asked(NamedTuple):
-    """What a rank says before a save."""
+    """What a rank was asked to save, and under which name it would write it: that of the first rank counts."""
 
     folder: str
     step: int
     host: str
+    hidden: str
 
 
 def _check_alike(asked: Sequence[Asked]) -> None:

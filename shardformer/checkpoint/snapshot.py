@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -21,6 +22,7 @@ from shardformer.checkpoint.files import INDEX, Box, Entry, Index, box_of, file_
 from shardformer.checkpoint.folder import Keep
 from shardformer.checkpoint.held import Item, Stretch
 from shardformer.checkpoint.plan import Cell
+from shardformer.disk.writing import write_new
 from shardformer.errors import InputError
 from shardformer.layout.spec import Place
 
@@ -76,9 +78,10 @@ def write(snapshot: Snapshot, hidden: Path, root: Path, keep: Keep, *, to_disk: 
     """
     try:
         _write_share(snapshot, hidden, to_disk)
-    except BaseException as error:
-        _note(hidden, snapshot.rank, "failed").write_text("")  # takes no room
-        raise error
+    except BaseException:
+        with suppress(OSError):
+            write_new(_note(hidden, snapshot.rank, "failed"), b"")  # takes no room
+        raise
     finally:
         snapshot.pieces.clear()
     path = folders.step_folder(root, snapshot.index.step)
@@ -86,11 +89,10 @@ def write(snapshot: Snapshot, hidden: Path, root: Path, keep: Keep, *, to_disk: 
         _collect(snapshot, hidden)
         if to_disk:
             sync(hidden)
-        snapshot.index.write(hidden, to_disk=to_disk)
-        path = folders.finish(hidden, root, snapshot.index.step)
+        path = folders.finish(hidden, root, snapshot.index, to_disk=to_disk)
         if to_disk:
             sync(root)
-            folders.drop_old(root, keep)
+            folders.drop_old(root, keep, path)
     return path
 
 
@@ -102,9 +104,9 @@ def settle(snapshot: Snapshot, path: Path, root: Path, keep: Keep) -> None:
     try:
         for name in (*(path / file_name(rank) for rank in range(snapshot.size)), path / INDEX, path, root):
             sync(name)
-        folders.drop_old(root, keep)
+        folders.drop_old(root, keep, path)
     except FileNotFoundError:
-        return  # somebody took it away
+        return  # it was removed
     except OSError as error:
         raise InputError(
             f"{path} was written, and may not be on the disk: {error}",
@@ -122,7 +124,7 @@ def _write_share(snapshot: Snapshot, hidden: Path, to_disk: bool) -> None:
     note = _note(hidden, snapshot.rank, "json")
     said = {"entries": snapshot.entries, "boxes": boxes}
     begun = note.with_suffix(".begun")
-    begun.write_text(json.dumps(said))
+    write_new(begun, json.dumps(said).encode())
     begun.rename(note)
 
 
@@ -151,9 +153,9 @@ def _wait_for(rank: int, hidden: Path) -> Path:
     note, failed = _note(hidden, rank, "json"), _note(hidden, rank, "failed")
     end = time.monotonic() + PATIENCE_S
     while not note.exists():
-        is_ending = not threading.main_thread().is_alive()
-        if failed.exists() or time.monotonic() > end or is_ending:
-            why = "failed" if failed.exists() else "did not come"
+        is_ending, is_there = not threading.main_thread().is_alive(), hidden.is_dir()
+        if failed.exists() or time.monotonic() > end or is_ending or not is_there:
+            why = "failed" if failed.exists() or not is_there else "did not come"
             raise InputError(
                 f"Rank {rank} {why} while it wrote its part of a checkpoint into {hidden}",
                 rule="A checkpoint is there when all ranks have written their parts, into one folder that all see",

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardformer.checkpoint.files import Entry, Index, name_of
+from shardformer.checkpoint.folder import goes_on_from, saved_into
 from shardformer.checkpoint.holding import Holding, hold
 from shardformer.checkpoint.model import ModelTensors
 from shardformer.checkpoint.move import CHUNK_BYTES, Moved, move_items
@@ -26,6 +27,7 @@ class Departure:
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
         tensors = ModelTensors(model)
         self._world = tensors.world
+        self._folders = saved_into(tensors.model)
         self._reading = ExitStack()
         if tensors.zero is not None:
             self._reading.enter_context(tensors.zero.reading())
@@ -54,6 +56,7 @@ class Departure:
         moved = move_items(self._holding.items, wanted.items, self._world, chunk_bytes=chunk_bytes)
         self.close()
         wanted.commit()
+        goes_on_from(tensors.model, self._folders)
         return moved
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from shardformer.checkpoint.folder import found_in
 from shardformer.checkpoint.load import Loaded
 from shardformer.checkpoint.together import first_does
+from shardformer.disk.lock import hold
 from shardformer.mesh.axis import Axis
 
 PLACE, USER = "engine", "user"
@@ -30,6 +31,14 @@ def unpacked(loaded: Loaded) -> tuple[int, int, Any, Loaded]:
         return loaded.step, 0, None, loaded
     place = said[PLACE]
     return place["steps"], place["skipped"], place["data"], replace(loaded, extra=said[USER])
+
+
+def take_folder(folder: str | os.PathLike[str], owner: object, world: Axis) -> None:
+    """Takes a folder of checkpoints for this run, on the first rank, for as long as ``owner`` is alive.
+
+    Raises, on all ranks, ConfigError where another process saves into it, InputError where it cannot be written to.
+    """
+    first_does(lambda: hold(Path(folder), owner), world, f"Saving into {folder}")
 
 
 def holds_checkpoint(folder: str | os.PathLike[str], world: Axis) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, expect
 from shardformer.layout.reduction import Reduction
+from shardformer.layout.slice_tensor import mark_slices, refuse_pickling
 from shardformer.layout.spec import ShardSpec
 from shardformer.layout.stream import StreamLayout
 from shardformer.mesh.axis import Axis
@@ -175,6 +176,7 @@ class ShardedState:
         known = {**self.__dict__, "gradients": None, "parameters": None}
         twin.__dict__.update((name, deepcopy(value, memo)) for name, value in known.items())
         _remember(twin)
+        twin._refuse_pickling()
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -213,12 +215,31 @@ class ShardedState:
         return self.axes[name]
 
     def attach(self, model: nn.Module) -> None:
-        """Lets the model, and each part of it that trains, which may be kept alone, know this table."""
+        """Lets the model, and each part of it that trains, which may be kept alone, know this table.
+
+        From now on their state dicts mark what is this rank's part.
+        """
         _remember(self)
         model.__dict__[ROOT] = self
+        in_stages, cut = self._is_stage, self._refuse_pickling()
         for module in model.modules():
             if module._parameters:
                 module.__dict__[PART] = self
+            if in_stages:
+                mark_slices(module, None)
+            elif names := [name for name, param in module._parameters.items() if id(param) in cut]:
+                mark_slices(module, names)
+
+    @property
+    def _is_stage(self) -> bool:
+        return self.stages is not None and self.context.pipe.size > 1
+
+    def _refuse_pickling(self) -> set[int]:
+        """Refuses to pickle parameters that are this rank's part of the model. Returns their identities."""
+        parts = [e for e in self.entries if self._is_stage or tuple(e.param.shape) != e.spec.shape]
+        for entry in parts:
+            refuse_pickling(entry.name, entry.param)
+        return {id(entry.param) for entry in parts}
 
     @contextmanager
     def paused(self) -> Iterator[None]:

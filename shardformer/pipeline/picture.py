@@ -11,6 +11,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import TYPE_CHECKING
 
+from shardformer.disk.writing import replacing
 from shardformer.errors import ConfigError
 from shardformer.pipeline.actions import Action, Kind
 from shardformer.pipeline.schedule import Schedule
@@ -167,10 +168,14 @@ def check_file(path: Path) -> None:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raises ConfigError where a file cannot be written after all."""
+def writing(path: Path) -> Iterator[Path]:
+    """Where a picture is written that takes the place of ``path`` when it is complete.
+
+    Raises ConfigError where it cannot be written after all.
+    """
     try:
-        yield
+        with replacing(path) as hidden:
+            yield hidden
     except OSError as error:
         raise ConfigError(
             f"The file {str(path)!r} cannot be written: {error.strerror or error}",
@@ -200,8 +205,8 @@ def save(schedule: Schedule, timeline: Timeline, path: Path) -> None:
         _draw_frame(axes, schedule, timeline)
         _draw_legend(axes, schedule)
         metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
-        with writing(path):
-            figure.savefig(path, dpi=160, metadata=metadata)
+        with writing(path) as hidden:
+            figure.savefig(hidden, dpi=160, metadata=metadata)
 
 
 def _draw_boxes(axes: Axes, schedule: Schedule, timeline: Timeline, points_per_unit: float) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardformer.checkpoint.export import check_target
 from shardformer.checkpoint.together import first_does
 from shardformer.engine.build import initialize
 from shardformer.engine.engine import Engine
 from shardformer.engine.parallel import Parallel
 from shardformer.engine.parts import grid_of, num_processes
+from shardformer.errors import ConfigError
 from shardformer.mesh.context import ParallelContext
 from shardformer.runs.config import RunConfig
 from shardformer.runs.data import RunData, data_of
@@ -23,6 +24,8 @@ from shardformer.runs.models import image_size_of, model_of, own_config
 from shardformer.runs.updates import optimizer_of, scheduler_of
 from shardformer.trainer.trainer import Trainer
 
+EXPORT = "model"
+"""In the run's folder: where the trained model is written."""
 INTERRUPTED = 128 + signal.SIGTERM
 """The exit status of a run that was asked to end: whoever waits for it hears that it is not through."""
 
@@ -35,6 +38,8 @@ def train(config: RunConfig) -> dict[str, float]:
     layout = layout_of(config)
     context = grid_of(None, layout)
     trainer, data = trainer_of(config, layout, context)
+    if config.training.export:
+        first_does(lambda: _check_export(config, config.path / EXPORT), trainer.engine.world, "Training")
     epochs = None if config.training.steps is not None else config.training.epochs or 1
     values = trainer.fit(
         steps=config.training.steps,
@@ -46,27 +51,22 @@ def train(config: RunConfig) -> dict[str, float]:
         raise SystemExit(INTERRUPTED)
     if config.training.export:
         tokenizer = data.tokens.tokenizer if data.tokens is not None else None
-        _export(trainer.engine, config.path / "model", tokenizer)
+        trainer.engine.export(config.path / EXPORT, tokenizer, overwrite=True)
     return values
 
 
-def _export(engine: Engine, folder: Path, tokenizer: Any) -> None:
-    """Writes the model; one that an earlier run left there goes when the new one is whole."""
-    fresh, old = folder.with_name(f".{folder.name}-new"), folder.with_name(f".{folder.name}-old")
-
-    def clear() -> None:
-        for left in (fresh, old):
-            shutil.rmtree(left, ignore_errors=True)
-
-    def replace() -> None:
-        if folder.exists():
-            folder.rename(old)
-        fresh.rename(folder)
-        clear()
-
-    first_does(clear, engine.world, f"Making room beside {folder}")
-    engine.export(fresh, tokenizer)
-    first_does(replace, engine.world, f"Putting the model into {folder}")
+def _check_export(config: RunConfig, folder: Path) -> None:
+    """Raises ConfigError where the trained model would take the place of what no export wrote."""
+    base = Path(config.model.name)
+    base = base if base.is_dir() else base.parent
+    if Path(config.model.name).exists() and folder.exists() and os.path.samefile(base, folder):
+        raise ConfigError(
+            f"training.export would write the trained model to {folder}, from where model.name = "
+            f"{config.model.name!r} is read",
+            rule="The model that a run starts from is not overwritten",
+            remedy="Give the run another folder, such as folder = 'run'",
+        )
+    check_target(folder, overwrite=True)
 
 
 def layout_of(config: RunConfig) -> Parallel:

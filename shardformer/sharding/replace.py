@@ -8,53 +8,73 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from shardformer.disk.writing import REPLACED, private_in, private_path, remove, remove_left
 from shardformer.errors import ConfigError
 
-_SAVING, _REPLACED = ".saving-", ".replaced-"
 CONFIG = "config.json"
 """Without it transformers loads nothing of a folder."""
 _OF_A_MODEL = re.compile(
-    r"(adapter_)?(pytorch_)?model.*\.(safetensors|bin|index\.json)|(generation_|adapter_)?config\.json"
+    r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)|(pytorch_)?model\.(safetensors|bin)\.index\.json"
+    r"|adapter_model\.(safetensors|bin)|(generation_|adapter_)?config\.json"
 )
+"""What would be loaded together with, or instead of, a model that is saved into the folder."""
 
 
 def replace_folder(folder: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
-    """Lets ``write`` fill a folder that then stands where ``folder`` stood; what else was in there is kept.
+    """Lets ``write`` fill a folder that then takes the place of ``folder``; what else was in there is kept.
 
-    Raises what ``write`` raises, and OSError; then the folder is as it was. Where a process dies between, it is as it
-    was, or whole and new, or it is not there, or has no config: then nothing of it loads.
+    Raises what ``write`` raises, and OSError; then the folder is as it was. Where a process dies in between, it is as
+    it was, or whole and new, or it is not there, or has no config: then nothing of it loads.
     """
     target = Path(os.path.realpath(folder))
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = _can_be_renamed(target)
-    hidden = target.with_name(f"{_SAVING}{target.name}") if beside else target / f"{_SAVING}model"
-    replaced = target.with_name(f"{_REPLACED}{target.name}")
-    shutil.rmtree(hidden, ignore_errors=True)
-    if beside and not target.exists() and replaced.exists():
-        replaced.rename(target)  # a process died between the two renames
+    hidden = private_path(target if _can_be_renamed(target) else target / target.name)
+    _mend(target, hidden.parent)
     try:
         hidden.mkdir()
         write(hidden)
-        if beside:
-            _link(kept_of(target, hidden), hidden)
-    except BaseException:
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise
-    if not beside:
-        _move_into(hidden, target)
+        put_in_place(hidden, target)
+    finally:
+        remove(hidden)
+
+
+def put_in_place(new: Path, target: Path) -> None:
+    """Lets a folder that is complete take the place of ``target``; what else was in there is kept.
+
+    The folder is exchanged, unless other folders are in it, which other processes may write into, or it cannot be
+    renamed: then its files are replaced one after the other. Raises OSError.
+    """
+    kept = kept_of(target, new)
+    if new.parent != target.parent or any(path.is_dir() and not path.is_symlink() for path in kept):
+        _move_into(new, target)
         return
-    shutil.rmtree(replaced, ignore_errors=True)
+    _link(kept, new)
+    replaced = private_path(target, REPLACED)
     is_there = target.exists()
     if is_there:
         target.rename(replaced)
     try:
-        hidden.rename(target)
+        new.rename(target)
     except BaseException:
         if is_there:
             replaced.rename(target)
-        shutil.rmtree(hidden, ignore_errors=True)
         raise
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove_replaced(replaced, target)
+
+
+def _mend(target: Path, folder: Path) -> None:
+    """Undoes, or ends, what a process did that was killed while it replaced ``target``."""
+    remove_left(folder, target.name)
+    for path, found in private_in(folder, target.name):
+        if found.kind == REPLACED and found.owner.is_dead:
+            _remove_replaced(path, target) if target.exists() else path.rename(target)
+
+
+def _remove_replaced(replaced: Path, target: Path) -> None:
+    """Removes what ``target`` was before, after what came into it while it was exchanged is in its place."""
+    for path in kept_of(replaced, target):
+        path.rename(target / path.name)
+    remove(replaced)
 
 
 def _can_be_renamed(target: Path) -> bool:
@@ -62,8 +82,8 @@ def _can_be_renamed(target: Path) -> bool:
     return os.access(target.parent, os.W_OK) and not os.path.ismount(target)
 
 
-def kept_of(target: Path, new: Path) -> Iterable[Path]:
-    """What was in a folder beside an older model: a tokenizer, a log."""
+def kept_of(target: Path, new: Path) -> list[Path]:
+    """What was in a folder in addition to an older model: a tokenizer, a log."""
     there = sorted(target.iterdir()) if target.is_dir() else []
     written = {path.name for path in new.iterdir()}
     return [path for path in there if path.name not in written and not _OF_A_MODEL.fullmatch(path.name)]
@@ -71,11 +91,9 @@ def kept_of(target: Path, new: Path) -> Iterable[Path]:
 
 def _link(paths: Iterable[Path], folder: Path) -> None:
     for path in paths:
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            (folder / path.name).symlink_to(os.readlink(path)) if path.is_symlink() else None
-        elif path.is_dir():
-            shutil.copytree(path, folder / path.name, copy_function=_link_or_copy, symlinks=True)
-        else:
+        if path.is_symlink():
+            (folder / path.name).symlink_to(os.readlink(path))
+        elif path.is_file():
             _link_or_copy(str(path), str(folder / path.name))
 
 

@@ -163,8 +163,8 @@ def draw(runs: Runs, path: Path, names: Sequence[str] | None = None) -> None:
             is_lowest = number + columns >= len(names)
             _draw_panel(figure.add_subplot(cell), runs, name, is_lowest)
         _draw_legend(figure, runs, names)
-        with writing(path):
-            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
+        with writing(path) as hidden:
+            figure.savefig(hidden, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
 
 
 def _draw_panel(axes: Axes, runs: Runs, name: str, has_label: bool) -> None:

@@ -13,8 +13,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
+from shardformer.disk.lock import hold, release
+from shardformer.disk.writing import new_file, remove_left, replace_text, write_all
 from shardformer.errors import ConfigError, InputError, nearest
 
 FILE = "records.jsonl"
@@ -43,43 +45,59 @@ class Record:
 class RecordWriter:
     """Writes records into ``folder/records.jsonl``, each at once, so that a killed run keeps all but the last.
 
-    One process of a run writes.
+    One process of a run writes, and has the folder while it does.
 
     Args:
         folder: of the run; it is made where there is none.
         resume_at: the step from which a run goes on. Records of later steps are dropped, so that the file is the one
-            of a run that was never interrupted. None: a new run; the file of an earlier one is kept beside it, as
+            of a run that was never interrupted. None: a new run; the file of an earlier one is kept in the folder, as
             ``records.1.jsonl``, or the next free number.
 
     Raises:
-        ConfigError: ``folder`` is a file.
+        ConfigError: ``folder`` is a file, another process writes into it, or what goes on is no file.
         InputError: the file of the run that goes on is damaged.
         OSError: the folder cannot be made or written into.
     """
 
     def __init__(self, folder: str | Path, resume_at: int | None = None) -> None:
-        folder = Path(folder)
+        self._folder = folder = Path(folder)
         if folder.is_file():
             raise ConfigError(
                 f"{str(folder)!r} is a file",
                 rule="A run writes into a folder, which is made where there is none",
                 remedy="Give the path of a folder",
             )
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / FILE
-        if resume_at is not None:
+        hold(folder, self)
+        try:
+            self._file = self._open(folder / FILE, resume_at)
+        except BaseException:
+            release(folder, self)
+            raise
+
+    def _open(self, path: Path, resume_at: int | None) -> BinaryIO:
+        remove_left(path.parent, path.name)
+        if resume_at is not None and os.path.lexists(path):
+            if path.is_symlink() or not path.is_file():
+                raise ConfigError(
+                    f"{str(path)!r} is a {'symbolic link' if path.is_symlink() else 'folder'}",
+                    rule="A run goes on with the file that it wrote",
+                    remedy="Move it away, or give another folder",
+                )
             _keep_up_to(path, resume_at)
-        elif path.exists() and path.stat().st_size > 0:
+            return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC), "ab", buffering=0)
+        if path.is_file() and not path.is_symlink() and path.stat().st_size == 0:
+            path.unlink()
+        elif os.path.lexists(path):
             path.rename(_free_name(path))
-        self._file: TextIO = path.open("a" if resume_at is not None else "w", encoding="utf-8")
+        return new_file(path)
 
     def write(self, record: Record) -> None:
         """Appends a line."""
-        self._file.write(_line(record))
-        self._file.flush()
+        write_all(self._file, _line(record).encode())
 
     def close(self) -> None:
         self._file.close()
+        release(self._folder, self)
 
 
 def read_records(path: str | Path) -> list[Record]:
@@ -153,20 +171,13 @@ def _shortened(line: bytes) -> str:
 
 def _keep_up_to(path: Path, step: int) -> None:
     """Drops the records of later steps. The file is at any time the old one or the new one."""
-    if not path.exists():
-        return
     kept = [record for record in read_records(path) if record.step <= step]
-    new = path.with_name(f".{path.name}")
-    with new.open("w", encoding="utf-8") as file:
-        file.writelines(map(_line, kept))
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    replace_text(path, "".join(map(_line, kept)))
 
 
 def _free_name(path: Path) -> Path:
     number = 1
-    while (free := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+    while os.path.lexists(free := path.with_name(f"{path.stem}.{number}{path.suffix}")):
         number += 1
     return free
 

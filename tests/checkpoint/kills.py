@@ -22,6 +22,7 @@ from torch import nn
 
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.save import save_checkpoint, start_checkpoint
+from shardformer.disk.writing import private
 from shardformer.errors import ConfigError
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.zero import zero
@@ -113,7 +114,7 @@ def main() -> None:
     for number in range(asked.rounds):
         returned, found = one_round(number, folder, step, random.uniform(0, 0.25))
         assert found >= returned, f"step {returned} was saved, and {found} is the newest"
-        left += any(name.name.startswith(".") for name in folder.iterdir())
+        left += any(private(path) is not None for path in folder.iterdir())
         step = found
     print(
         f"{asked.rounds} kills, {step} saves, {left} left something unfinished: each time the newest whole one loaded"

@@ -140,7 +140,7 @@ def test_a_save_whose_ranks_do_not_write_each_number_once_is_no_checkpoint(
     rows: range, count: int, tmp_path: Path
 ) -> None:
     hidden = folder_module.hidden_folder(tmp_path, 7)
-    folder_module.begin(tmp_path, hidden)
+    hidden.mkdir()
     snapshot = Snapshot(0, 1, Index(7, 0.0, {}), {"weights/x": ("float32", (4, 3))})
     snapshot.pieces += [("weights/x", (row % 4, 0), torch.zeros(1, 3)) for row in rows]
     with pytest.raises(InputError, match=f"{count} of the 12 numbers of weights/x were written"):

@@ -24,6 +24,9 @@ from shardformer.checkpoint.files import INDEX, DamagedError
 from shardformer.checkpoint.folder import LATEST, Keep
 from shardformer.checkpoint.load import Loaded, load_checkpoint
 from shardformer.checkpoint.save import save_checkpoint, start_checkpoint
+from shardformer.disk import writing
+from shardformer.disk.lock import LOCK
+from shardformer.disk.writing import SAVING, Process, private_path
 from shardformer.errors import ConfigError, InputError
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.zero import zero
@@ -83,6 +86,18 @@ def check(path: Path, step: int) -> Loaded:
     assert found.step == step
     assert all(bool((tensor == step).all()) for tensor in state.values())
     return found
+
+
+def names(path: Path) -> list[str]:
+    """What is in a folder besides the lock of this process, which has it for as long as a model of a test is alive."""
+    return sorted(p.name for p in path.iterdir() if p.name != LOCK)
+
+
+def left_by_a_killed_process(path: Path, kind: str = SAVING) -> Path:
+    """The private name that a process had for ``path`` which is not running any more."""
+    here = Process.this()
+    name = private_path(path, kind).name
+    return path.with_name(name.replace(f"-{here.pid}-{here.start}-", f"-{here.pid}-{here.start - 1}-"))
 
 
 @pytest.fixture(autouse=True)
@@ -231,7 +246,7 @@ def test_a_leftover_of_a_kill_between_two_renames_loads(copy: Path) -> None:
 
 @pytest.mark.parametrize("of_step", [3, 4])
 def test_a_step_is_saved_again_where_a_killed_process_left_a_part_of_it(of_step: int, copy: Path) -> None:
-    left = folder.hidden_folder(copy, of_step)
+    left = left_by_a_killed_process(folder.step_folder(copy, of_step))
     left.mkdir()
     (left / "part").write_text("some bytes")
     saved(copy, 3)
@@ -245,8 +260,8 @@ def test_a_step_is_saved_again_where_a_killed_process_left_a_part_of_it(of_step:
 def _failing(monkeypatch: pytest.MonkeyPatch, at: int) -> list[int]:
     """The ``at``-th operation on the disk fails, as on a full one. Returns a list of the operations that were made."""
     made: list[int] = []
-    places: list[tuple[Any, str]] = [(files, "_write"), (files, "sync"), (snapshot, "sync")]
-    places += [(os, "fsync"), (Path, "rename"), (Path, "write_text"), (Path, "mkdir")]
+    places: list[tuple[Any, str]] = [(files, "write_all"), (writing, "write_all"), (files, "sync"), (snapshot, "sync")]
+    places += [(os, "fsync"), (Path, "rename"), (os, "replace"), (Path, "mkdir")]
 
     def wrapped(real: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -309,10 +324,10 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 def test_what_is_kept(tmp_path: Path) -> None:
     for step in range(1, 7):
         saved(tmp_path, step, Keep(last=2, every=3))
-    assert sorted(p.name for p in tmp_path.iterdir()) == [LATEST, *(f"step-0000000{n}" for n in (3, 5, 6))]
+    assert names(tmp_path) == [LATEST, *(f"step-0000000{n}" for n in (3, 5, 6))]
     assert (tmp_path / LATEST).read_text() == "step-00000006\n"
     saved(tmp_path, 6, 1)  # again
-    assert sorted(p.name for p in tmp_path.iterdir()) == [LATEST, "step-00000006"]
+    assert names(tmp_path) == [LATEST, "step-00000006"]
     saved(tmp_path, 7, Keep(last=1, younger_than=3600))
     check(tmp_path, 7)
     check(tmp_path / "step-00000006", 6)
@@ -390,7 +405,7 @@ def test_older_checkpoints_go_when_the_disk_has_what_every_rank_wrote(
     assert {p.name for p in copy.glob("step*")} == {f"step-0000000{n}" for n in (1, 2, 3)}
     goes_on.set()
     settle()
-    assert sorted(p.name for p in copy.iterdir()) == [LATEST, "step-00000003"]
+    assert names(copy) == [LATEST, "step-00000003"]
     assert sorted(p.name for p in (copy / "step-00000003").iterdir()) == [
         INDEX,
         "rank-00000.safetensors",
@@ -429,7 +444,7 @@ def test_a_disk_that_fails_behind_a_save_keeps_the_older_ones_and_is_said_by_the
     assert first == other
     assert first[1:] == [f"step-0000000{n}" for n in (1, 2, 3)]
     settle()
-    assert sorted(p.name for p in copy.iterdir()) == [LATEST, "step-00000005"]
+    assert names(copy) == [LATEST, "step-00000005"]
 
 
 def test_a_step_that_is_saved_again_is_there_until_the_disk_has_the_new_one(

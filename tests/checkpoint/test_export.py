@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shardformer.checkpoint import export
+from shardformer.checkpoint import export, folder
 from shardformer.checkpoint.export import export_pretrained
 from shardformer.errors import ConfigError, InputError
 from shardformer.lazy.pretrained import from_pretrained
@@ -104,6 +105,73 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
         export_pretrained(tmp_path / "mine", nn.Linear(2, 3))
     with pytest.raises(ConfigError, match="max_file_bytes=0"):
         export_pretrained(tmp_path / "out", nn.Linear(2, 3), max_file_bytes=0)
+
+
+def test_an_earlier_export_is_replaced_where_that_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    first, second = nn.Linear(2, 3), nn.Linear(2, 3)
+    export_pretrained(path, first, max_file_bytes=1, overwrite=True)
+    (path / "NOTES.md").write_text("my notes")
+    (path / "plots").mkdir()
+    (path / "plots" / "loss.png").write_text("")
+    with pytest.raises(ConfigError, match="is not empty"):
+        export_pretrained(path, second)
+    export_pretrained(path, second, overwrite=True)
+    assert sorted(f.name for f in path.iterdir()) == ["NOTES.md", "model.safetensors", "plots"]
+    assert (path / "plots" / "loss.png").exists()
+    assert torch.equal(load_file(path / "model.safetensors")["weight"], second.weight)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "pytorch_model.bin", "model-00001-of-00002.safetensors", "notes"]
+)
+def test_what_no_export_wrote_is_not_overwritten(file: str, tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.mkdir()
+    if file == "model.safetensors":
+        save_file({"weight": torch.ones(3, 2)}, path / file)
+    else:
+        (path / file).write_text("mine")
+    before = (path / file).read_bytes()
+    with pytest.raises(ConfigError, match="is not an export of ShardFormer"):
+        export_pretrained(path, nn.Linear(2, 3), overwrite=True)
+    assert [(f.name, f.read_bytes()) for f in path.iterdir()] == [(file, before)]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_link_to_a_folder_is_left_alone(overwrite: bool, tmp_path: Path) -> None:
+    export_pretrained(tmp_path / "real", nn.Linear(2, 3))
+    before = (tmp_path / "real" / "model.safetensors").read_bytes()
+    (tmp_path / "out").symlink_to(tmp_path / "real")
+    with pytest.raises(ConfigError, match="is a symbolic link"):
+        export_pretrained(tmp_path / "out", nn.Linear(2, 3), overwrite=overwrite)
+    assert (tmp_path / "real" / "model.safetensors").read_bytes() == before
+
+
+def test_an_export_leaves_a_save_into_the_folder_above_alone(tmp_path: Path) -> None:
+    """The folder above may be one of checkpoints, in which a thread is writing."""
+    mine = [folder.hidden_folder(tmp_path, 3), tmp_path / ".saving-mine", tmp_path / ".dropped-mine"]
+    for path in mine:
+        path.mkdir()
+        (path / "file").write_text("")
+    export_pretrained(tmp_path / "out", nn.Linear(2, 3))
+    assert all((path / "file").exists() for path in mine)
+
+
+def test_two_exports_to_one_folder_at_the_same_time_leave_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, second, said = export._finish, nn.Linear(2, 3), []
+
+    def finish(*args: Any, **kwargs: Any) -> None:
+        monkeypatch.setattr(export, "_finish", real)
+        said.append(export_pretrained(tmp_path / "out", second))
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(export, "_finish", finish)
+    with pytest.raises(ConfigError, match="is not empty"):
+        export_pretrained(tmp_path / "out", nn.Linear(2, 3))
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], second.weight)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_disk_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ OF_FOLDER = {
     "shardformer/optim": ("tests/optim",),
     "shardformer/reduce": ("tests/reduce", "tests/optim"),
     "shardformer/checkpoint": ("tests/checkpoint",),
+    "shardformer/disk": ("tests/disk", "tests/checkpoint"),
     "shardformer/engine": ("tests/engine",),
     "shardformer/trainer": ("tests/trainer",),
     "shardformer/runs": ("tests/runs",),

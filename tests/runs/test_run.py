@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,47 @@ def test_what_was_trained_is_trained_further(tmp_path: Path) -> None:
         dict(trainer.engine.model.named_parameters())["transformer.h.0.attn.c_attn.weight"],
         saved.transformer.h[0].attn.c_attn.weight,
     )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
+@pytest.mark.parametrize("name", ["run/model", "run/../run/model", "link", "run/model/config.json", "copy"])
+def test_a_run_does_not_overwrite_the_model_that_it_starts_from(name: str, tmp_path: Path) -> None:
+    data = {"train": write_text(tmp_path)}
+    train(config(tmp_path, "gpt2", data, training={"steps": 1, "export": True}))
+    base = tmp_path / "run" / "model"
+    if name == "copy":  # which transformers wrote: it is in the place of the export
+        model = transformers.AutoModelForCausalLM.from_pretrained(base)
+        shutil.rmtree(base)
+        model.save_pretrained(base)
+    (base / "NOTES.md").write_text("my notes")
+    (tmp_path / "link").symlink_to(base)
+    before = contents(base)
+    random = name == "copy" or name.endswith(".json")
+    model_table = {"name": "gpt2" if name == "copy" else str(tmp_path / name), "random": random}
+    tables = {
+        "training": {"steps": 3, "export": True},
+        "model": model_table if random else {**model_table, "config": {}},
+    }
+    said = "not an export of ShardFormer" if name == "copy" else "from where model.name"
+    with pytest.raises(ConfigError, match=said):
+        train(config(tmp_path, "gpt2", {**data, "tokenizer": "bytes"}, **tables))
+    assert contents(base) == before
+    assert [record.step for record in read_records(tmp_path / "run")] == [1], "it was refused before it trained"
+
+
+def test_a_run_that_is_made_longer_replaces_its_export(tmp_path: Path) -> None:
+    data = {"train": write_text(tmp_path)}
+    train(config(tmp_path, "gpt2", data, training={"steps": 1, "export": True}))
+    base = tmp_path / "run" / "model"
+    (base / "NOTES.md").write_text("my notes")
+    before = contents(base)
+    train(config(tmp_path, "gpt2", data, training={"steps": 2, "export": True}))
+    after = contents(base)
+    assert after.keys() == before.keys() and after["NOTES.md"] == b"my notes"
+    assert after["model.safetensors"] != before["model.safetensors"]
 
 
 def losses_of(made: RunConfig) -> list[float]:

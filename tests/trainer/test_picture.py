@@ -107,3 +107,27 @@ def test_what_cannot_be_drawn_is_told(tmp_path: Path) -> None:
     if find_spec("matplotlib") is not None:
         with pytest.raises(ConfigError, match=r"nothing to draw in a"):
             draw({"a": [Record(1, 0, 1.0, {})]}, tmp_path / "a.png")
+
+
+@needs_matplotlib
+def test_a_picture_takes_the_place_of_a_link_and_a_failure_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    precious, path = tmp_path / "precious", tmp_path / "curves.svg"
+    precious.write_text("precious")
+    path.symlink_to(precious)
+    draw({"a": run(3)}, path)
+    assert precious.read_text() == "precious" and not path.is_symlink()
+    before, real = path.read_bytes(), Figure.savefig
+
+    def full(self: Figure, file: Path, **options: object) -> None:
+        real(self, file)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        draw({"a": run(4)}, path)
+    assert path.read_bytes() == before
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["curves.svg", "precious"]

@@ -11,6 +11,7 @@ import torch
 
 from shardformer.errors import ConfigError, InputError
 from shardformer.trainer.records import FILE, Record, RecordWriter, file_of, read_records
+from tests.disk.locks import killed, lock_of, parent
 
 
 def record(step: int, **values: float) -> Record:
@@ -44,6 +45,41 @@ def test_a_new_run_keeps_the_records_of_the_old_one(tmp_path: Path) -> None:
     for steps in (range(1, 3), range(1, 4), range(1, 5)):
         write(tmp_path, steps)
     assert [len(read_records(tmp_path / name)) for name in (FILE, "records.1.jsonl", "records.2.jsonl")] == [4, 2, 3]
+
+
+def test_a_second_job_does_not_write_into_the_folder_of_a_running_one(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 4))
+    lock_of(parent(), tmp_path)
+    before = (tmp_path / FILE).read_bytes()
+    for resume_at in (None, 2):
+        with pytest.raises(ConfigError, match="is in use by process"):
+            RecordWriter(tmp_path, resume_at)
+    assert (tmp_path / FILE).read_bytes() == before
+    lock_of(killed(), tmp_path)
+    write(tmp_path, range(3, 5), resume_at=2)
+    assert read_records(tmp_path) == [record(step) for step in range(1, 5)]
+    assert [path.name for path in tmp_path.iterdir()] == [FILE], "the folder is free again"
+
+
+@pytest.mark.parametrize("resume_at", [None, 2])
+@pytest.mark.parametrize("content", ["precious", "", None])
+def test_a_link_in_the_place_of_the_file_is_not_written_through(
+    resume_at: int | None, content: str | None, tmp_path: Path
+) -> None:
+    precious, run = tmp_path / "precious", tmp_path / "run"
+    if content is not None:
+        precious.write_text(content)
+    run.mkdir()
+    (run / FILE).symlink_to(precious)
+    if resume_at is None:
+        write(run, range(1, 3))
+        assert len(read_records(run)) == 2
+        assert (run / "records.1.jsonl").is_symlink()
+    else:
+        with pytest.raises(ConfigError, match="is a symbolic link"):
+            write(run, range(1, 3), resume_at)
+    assert precious.exists() == (content is not None)
+    assert content is None or precious.read_text() == content
 
 
 def test_half_a_line_at_the_end_is_left_out(tmp_path: Path) -> None:

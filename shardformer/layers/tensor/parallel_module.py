@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardformer.comm.values import with_values
 from shardformer.errors import ConfigError, PolicyError
+from shardformer.layout.slice_tensor import mark_slices
 from shardformer.layout.spec import ShardSpec
 from shardformer.layout.split import Coords
 from shardformer.mesh.axis import Axis
@@ -68,6 +69,8 @@ class ParallelModule(nn.Module, ABC):
                 shared[id(full)] = part
         self.register_parameter(name, part)
         self.shard_specs[name] = spec
+        if part.shape != full.shape:
+            mark_slices(self, [name])
 
 
 def check_native(module: nn.Module, *kinds: type[nn.Module]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardformer.checkpoint.folder import Keep
-from shardformer.engine.saving import holds_checkpoint
+from shardformer.engine.saving import holds_checkpoint, take_folder
 from shardformer.errors import ConfigError
 from shardformer.trainer.hook import Hook, Run
 from shardformer.trainer.hooks.json_lines import check_every
@@ -22,6 +22,8 @@ class Checkpoint(Hook):
     A run that is started again goes on from the newest whole checkpoint in the folder, in the middle of an epoch too,
     with the states of all hooks.
 
+    The run has the folder from its setup on: another job that is to save into it is refused before it trains.
+
     Communicates what saving does.
 
     Args:
@@ -34,7 +36,7 @@ class Checkpoint(Hook):
         in_background: whether a thread writes while training goes on.
         resume: whether a run goes on from what the folder holds. If not, the folder holds no checkpoint yet.
 
-    Raises ConfigError for arguments that cannot be.
+    Raises ConfigError for arguments that cannot be; in the setup, on all ranks, where another process has the folder.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Checkpoint(Hook):
         self._engine = trainer.engine
         trainer.on_save(self._save)
         trainer.agree()
+        take_folder(self.folder, self, trainer.engine.world)
         if not holds_checkpoint(self.folder, trainer.engine.world):
             return
         if self.resume:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from shardformer.disk.writing import replace_text, replacing
 from shardformer.errors import ConfigError
 from shardformer.trainer.hook import Hook, Run
 
@@ -31,7 +32,7 @@ class Profiler(Hook):
         repeat: how often.
         memory: whether allocations are recorded.
 
-    Raises ConfigError for numbers that cannot be.
+    Raises ConfigError for numbers that cannot be, and for a link in the place of a rank's folder.
     """
 
     def __init__(
@@ -54,6 +55,12 @@ class Profiler(Hook):
 
     def before_train(self, trainer: Run) -> None:
         self._place = self.folder / f"rank{trainer.engine.world.rank}"
+        if self._place.is_symlink():
+            raise ConfigError(
+                f"Profiler({str(self.folder)!r}): {self._place.name} in it is a symbolic link",
+                rule="Traces are written into this folder, not where a link in it leads",
+                remedy="Remove the link, or give another folder",
+            )
         self._place.mkdir(parents=True, exist_ok=True)
         activities = [ProfilerActivity.CPU]
         if trainer.engine.context.device.type == "cuda":
@@ -91,10 +98,11 @@ class Profiler(Hook):
         if self._is_ending and self._made % self._cycle <= self._cycle - self._active:
             return  # the run ended before, or in, what warms the profiler up
         trace = self._place / f"step-{self._step}.json"
-        running.export_chrome_trace(str(trace))
+        with replacing(trace) as hidden:
+            running.export_chrome_trace(str(hidden))
         order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         text = running.key_averages().table(sort_by=order, row_limit=ROWS)
-        trace.with_suffix(".txt").write_text(text, encoding="utf-8")
+        replace_text(trace.with_suffix(".txt"), text)
         self.written.append(trace)
         if self.memory:
             draw_memory(trace, trace.with_name(f"{trace.stem}-memory.png"))
@@ -122,7 +130,8 @@ def draw_memory(trace: Path, picture: Path) -> None:
     axes.set_xlabel("ms")
     axes.set_ylabel("MB")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(picture, dpi=130)
+    with replacing(picture) as hidden:
+        figure.savefig(hidden, dpi=130)
 
 
 def memory_over_time(trace: Path) -> tuple[list[float], list[float]]:

@@ -49,7 +49,7 @@ MUTANTS = [
     mutant(
         "index-checksum-ignored",
         "shardformer/checkpoint/files.py",
-        'found = json.loads(text) if _digest(text) == said["sha256"] else None',
+        'found = json.loads(text) if _digest(text) == said["sha256"] else {}',
         "found = json.loads(text)",
         "A checkpoint whose index was changed is loaded.",
         first=(
@@ -71,9 +71,9 @@ MUTANTS = [
     mutant(
         "interrupted-save-blocks-the-next",
         "shardformer/checkpoint/folder.py",
-        '[*root.glob(f"{_SAVING}*"), *root.glob(f"{_DROPPED}*")]',
-        '[*root.glob(f"{_DROPPED}*")]',
-        "After a save was killed, its step can never be saved again.",
+        "if found.kind == SAVING:",
+        "if found.kind == DROPPED and not path.exists():",
+        "What a killed save left is never removed.",
         first=(
             "tests/checkpoint/test_damage.py::test_a_step_is_saved_again_where_a_killed_process_left_a_part_of_it",
             "tests/checkpoint/test_damage.py::test_killed_processes_leave_whole_checkpoints",
@@ -102,10 +102,26 @@ MUTANTS = [
         ),
     ),
     mutant(
+        "newest-by-the-clock",
+        "shardformer/checkpoint/folder.py",
+        "key=lambda pair: (*pair[0], _step_of(pair[1]))",
+        "key=lambda pair: (pair[0][1], _step_of(pair[1]))",
+        "On a host whose clock is behind, new checkpoints are deleted and an old one is loaded.",
+        first=("tests/checkpoint/test_jobs.py",),
+    ),
+    mutant(
+        "lock-of-a-running-job-is-taken-over",
+        "shardformer/disk/lock.py",
+        "if not (is_own or owner.is_dead or (not owner.is_here and _is_stale(lock.path))):",
+        "if not (is_own or owner.is_here or _is_stale(lock.path)):",
+        "Two jobs of one host save into one folder and delete each other's checkpoints.",
+        first=("tests/disk/test_lock.py", "tests/checkpoint/test_jobs.py"),
+    ),
+    mutant(
         "keep-one-more",
         "shardformer/checkpoint/folder.py",
-        "if number >= keep.last and not is_kept and not is_young:",
-        "if number > keep.last and not is_kept and not is_young:",
+        "if place >= keep.last and folder != newest and not is_kept and not is_young:",
+        "if place > keep.last and folder != newest and not is_kept and not is_young:",
         "keep=3 leaves four checkpoints.",
         first=("tests/checkpoint/test_damage.py::test_what_is_kept",),
     ),

@@ -18,6 +18,7 @@ from shardformer.testing.threads import run_as_threads
 from shardformer.trainer.hook import Hook, Run
 from shardformer.trainer.hooks import Checkpoint, EarlyStopping
 from shardformer.trainer.trainer import Trainer
+from tests.disk.locks import killed, lock_of, parent
 from tests.trainer.hooks.runs import engine_of, pairs, weights_of
 
 
@@ -122,3 +123,22 @@ def test_a_new_run_does_not_mix_with_an_old_one(tmp_path: Path) -> None:
 def test_arguments_that_cannot_be_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"every"):
         Checkpoint(tmp_path, **options)
+
+
+def test_a_second_job_is_refused_on_all_ranks_before_it_trains(tmp_path: Path) -> None:
+    trained(tmp_path, 1)
+    lock_of(parent(), tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+
+    def do(context: ParallelContext) -> str:
+        engine = engine_of(context)
+        with pytest.raises(ConfigError) as error:
+            Trainer(engine, [Checkpoint(tmp_path)]).fit(steps=3)
+        assert engine.steps == 0
+        return str(error.value)
+
+    for said in run_as_threads(do, data=2):
+        assert f"is in use by process {os.getppid()} of someone on a-host" in said
+    assert sorted(tmp_path.rglob("*")) == before
+    lock_of(killed(), tmp_path)
+    assert trained(tmp_path, 2)[2] == 1

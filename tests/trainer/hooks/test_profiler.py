@@ -55,3 +55,19 @@ def test_a_run_that_ends_behind_the_warm_up_is_told_too(tmp_path: Path) -> None:
 def test_numbers_that_cannot_be_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         Profiler(tmp_path, **options)
+
+
+@pytest.mark.parametrize("what", ["rank0", "rank0/step-2.json", "rank0/step-2.txt"])
+def test_a_link_is_not_written_through(what: str, tmp_path: Path) -> None:
+    precious, link = tmp_path / "precious", tmp_path / "profile" / what
+    link.parent.mkdir(parents=True)
+    precious.mkdir() if what == "rank0" else precious.write_text("precious")
+    link.symlink_to(precious)
+    trainer = Trainer(engine_of(), [Profiler(tmp_path / "profile", wait=0, active=1, memory=False)])
+    if what == "rank0":
+        with pytest.raises(ConfigError, match="rank0 in it is a symbolic link"):
+            trainer.fit(steps=3)
+        assert list(precious.iterdir()) == []
+    else:
+        trainer.fit(steps=3)
+        assert precious.read_text() == "precious" and not link.is_symlink()

@@ -1,0 +1,1 @@
+"""How files and folders are written that other processes may see, read, or write at the same time."""

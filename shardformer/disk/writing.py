@@ -1,0 +1,165 @@
+"""Files and folders are written under a private name and then put in place at once.
+
+A private name belongs to one process and is used once. It names that process, so that what a killed one left can be
+removed, and ends in random digits, so that no other user can put a link there beforehand.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+SAVING, REPLACED, DROPPED = "saving", "replaced", "dropped"
+"""What a private name is for: what is being written, what was there before, and what is being deleted."""
+_PRIVATE = re.compile(
+    r"\.(?P<kind>\w+)-(?P<name>.+)-(?P<machine>[0-9a-f]{12})-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{16}(\.\w+)?"
+)
+_MOST = 120
+"""Characters of the name in a private name, which together fit into the 255 of a file system."""
+
+
+class Process(NamedTuple):
+    """A process: a digest of the machine, its number there, and when it started, in ticks since the machine did."""
+
+    machine: str
+    pid: int
+    start: int
+
+    @classmethod
+    def this(cls) -> Process:
+        return cls(_machine(), os.getpid(), _started(os.getpid()) or 0)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs, or ran, where this process sees its number."""
+        return self.machine == _machine()
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it is known to have ended; False for a process of another machine, of which nothing is known."""
+        if not self.is_here:
+            return False
+        if Path("/proc/self/stat").exists():
+            return _started(self.pid) != self.start
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            pass
+        return False
+
+
+class Private(NamedTuple):
+    """The parts of a private name."""
+
+    kind: str
+    name: str
+    owner: Process
+
+
+@functools.cache
+def _machine() -> str:
+    """Digest of the boot and the process namespace: containers may share a host, and its name, but not its numbers."""
+    try:
+        parts = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+    except OSError:
+        parts = [platform.node()]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def _started(pid: int) -> int | None:
+    """When a process started; None for one that is not there, or that has ended and was not waited for."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def private_path(path: Path, kind: str = SAVING) -> Path:
+    """A name next to ``path`` that nothing has and that no other process will use."""
+    machine, pid, start = Process.this()
+    return path.with_name(f".{kind}-{path.name[:_MOST]}-{machine}-{pid}-{start}-{secrets.token_hex(8)}")
+
+
+def private(path: Path) -> Private | None:
+    """The parts of a private name; None for any other name, and for a symbolic link."""
+    found = _PRIVATE.fullmatch(path.name)
+    if found is None or path.is_symlink():
+        return None
+    return Private(found["kind"], found["name"], Process(found["machine"], int(found["pid"]), int(found["start"])))
+
+
+def private_in(folder: Path, name: str) -> list[tuple[Path, Private]]:
+    """What lies in a folder under private names that were made for ``name``."""
+    every = [(path, private(path)) for path in folder.glob(".*")]
+    return [(path, found) for path, found in every if found is not None and found.name == name[:_MOST]]
+
+
+def remove_left(folder: Path, name: str) -> None:
+    """Removes what killed processes of this machine left while they wrote ``name``."""
+    for path, found in private_in(folder, name):
+        if found.owner.is_dead and found.kind != REPLACED:
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Removes what this package wrote under a private name; what cannot be removed stays. Follows no links."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def new_file(path: Path) -> BinaryIO:
+    """Opens a file for writing that is not there yet. Follows no link. Raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    return os.fdopen(descriptor, "wb", buffering=0)
+
+
+def write_all(file: BinaryIO, data: Any) -> None:
+    """Writes all of it: one call may write less."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def write_new(path: Path, data: bytes, *, to_disk: bool = False) -> None:
+    """Writes a file that is not there yet, and waits until the disk has it, or not. Raises OSError."""
+    with new_file(path) as file:
+        write_all(file, data)
+        if to_disk:
+            os.fsync(file.fileno())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A private path with the same suffix; what is written there takes the place of ``path`` when the block ends.
+
+    A reader sees the old file or the new one. A link is replaced, not followed. Where the block raises, ``path`` is as
+    it was.
+    """
+    hidden = private_path(path)
+    hidden = hidden.with_name(hidden.name + path.suffix)
+    try:
+        yield hidden
+        os.replace(hidden, path)
+    finally:
+        remove(hidden)
+
+
+def replace_text(path: Path, text: str, *, to_disk: bool = True) -> None:
+    """Writes a file that takes the place of ``path`` at once, when the disk has it, or before."""
+    with replacing(path) as hidden:
+        write_new(hidden, text.encode(), to_disk=to_disk)

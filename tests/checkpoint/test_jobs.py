@@ -1,0 +1,302 @@
+"""A folder of checkpoints belongs to one job; the newest was saved last; only what a save wrote is deleted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardformer.checkpoint import folder, snapshot
+from shardformer.checkpoint.files import order_of
+from shardformer.checkpoint.folder import LATEST, Keep
+from shardformer.checkpoint.load import load_checkpoint
+from shardformer.checkpoint.save import save_checkpoint, start_checkpoint
+from shardformer.disk.lock import LOCK
+from shardformer.disk.writing import DROPPED, private
+from shardformer.errors import ConfigError, InputError
+from shardformer.mesh.context import ParallelContext
+from shardformer.optim.zero import zero
+from shardformer.testing.threads import run_as_threads
+from tests.disk.locks import elsewhere, killed, lock_of, parent
+
+
+def net(value: float = 1.0) -> nn.Module:
+    model = nn.Linear(4, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+def save(root: Path, step: int, value: float = 1.0, **options: Any) -> Path:
+    return start_checkpoint(root, net(value), step=step, **options).wait()
+
+
+def newest(root: Path) -> int:
+    return load_checkpoint(root, net()).step
+
+
+def steps(root: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in root.glob("step-*"))
+
+
+# ---------------------------------------------------------------------------------------------------------- two jobs
+
+
+def on_two_ranks(root: Path, step: int = 5) -> list[str]:
+    """What two ranks say that save a checkpoint: the error, or an empty text."""
+
+    def do(context: ParallelContext) -> str:
+        model = net()
+        optimizer = zero(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+        try:
+            save_checkpoint(root, model, optimizer, step=step)
+        except (ConfigError, InputError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    return run_as_threads(do, data=2)
+
+
+def test_a_save_into_the_folder_of_a_running_job_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    (tmp_path / LOCK).unlink(missing_ok=True)
+    lock_of(parent(), tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    said = on_two_ranks(tmp_path)
+    assert said[0] == said[1] and f"is in use by process {os.getppid()}" in said[0]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_job_that_was_killed_does_not_keep_its_folder(tmp_path: Path) -> None:
+    lock_of(killed(), tmp_path)
+    began = time.monotonic()
+    assert on_two_ranks(tmp_path) == ["", ""]
+    assert newest(tmp_path) == 5
+    assert time.monotonic() - began < 5
+
+
+def test_a_job_whose_folder_was_taken_over_while_it_wrote_names_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 3)
+    real = snapshot.write_boxes
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        lock_of(elsewhere(), tmp_path)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(snapshot, "write_boxes", slow)
+    with pytest.raises(InputError, match="was taken over by process 17 of someone on a-host"):
+        save(tmp_path, 5)
+    assert steps(tmp_path) == [3]
+    assert not [path for path in tmp_path.iterdir() if private(path)]
+
+
+def test_a_rank_whose_files_are_gone_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = snapshot.write_boxes
+
+    def gone(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.name == "rank-00001.safetensors":
+            shutil.rmtree(path.parent)
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(snapshot, "write_boxes", gone)
+    began = time.monotonic()
+    said = on_two_ranks(tmp_path)
+    assert said[0] == said[1] and said[0].startswith("InputError")
+    assert time.monotonic() - began < 5
+
+
+def test_two_models_of_one_process_save_different_steps_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, real = threading.Barrier(2), snapshot.write_boxes
+
+    def together(*args: Any, **kwargs: Any) -> Any:
+        both.wait(20)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(snapshot, "write_boxes", together)
+    models = [net(1.0), net(2.0)]
+    savings = [start_checkpoint(tmp_path, model, step=step) for step, model in enumerate(models, 1)]
+    for number, path in enumerate([saving.wait() for saving in savings], 1):
+        again = net(0.0)
+        assert load_checkpoint(path, again).step == number
+        assert all(bool((p == number).all()) for p in again.parameters())
+
+
+def test_two_models_of_one_process_do_not_save_the_same_step_into_one_folder(tmp_path: Path) -> None:
+    first, second = net(1.0), net(2.0)
+    save_checkpoint(tmp_path, first, step=5)
+    with pytest.raises(ConfigError, match="another model of this process"):
+        save_checkpoint(tmp_path, second, step=5)
+    load_checkpoint(tmp_path, second)
+    save_checkpoint(tmp_path, second, step=5)  # it goes on with the run
+    save_checkpoint(tmp_path, first, step=6)
+    del first, second
+    save(tmp_path, 5, 3.0)
+
+
+def test_a_step_that_another_model_is_saving_in_the_background_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, begun = snapshot.write_boxes, threading.Event()
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        time.sleep(0.3)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(snapshot, "write_boxes", slow)
+    first, second = net(1.0), net(2.0)
+    saving = start_checkpoint(tmp_path, first, step=5)
+    begun.wait(20)
+    with pytest.raises(ConfigError, match="another model of this process"):
+        save_checkpoint(tmp_path, second, step=5)
+    load_checkpoint(saving.wait(), second)
+    assert all(bool((p == 1).all()) for p in second.parameters())
+
+
+# ------------------------------------------------------------------------------------------------- which is the newest
+
+
+@pytest.mark.parametrize("shift_s", [-3600.0, 3600.0])
+def test_the_newest_is_the_one_that_was_saved_last_whatever_the_clock(
+    shift_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = time.time
+    for step in (100, 200):
+        save(tmp_path, step, keep=2)
+    monkeypatch.setattr(time, "time", lambda: clock() + shift_s)
+    for step in (300, 150):  # a run that goes on from step 100
+        save(tmp_path, step, keep=2)
+        assert newest(tmp_path) == step
+        assert (tmp_path / LATEST).read_text() == f"step-{step:08d}\n"
+    assert steps(tmp_path) == [150, 300]
+
+
+def test_a_copy_of_a_folder_whose_files_have_other_times_has_the_same_newest(tmp_path: Path) -> None:
+    for step in (1, 3, 2):
+        save(tmp_path / "one", step)
+    shutil.copytree(tmp_path / "one", tmp_path / "two", ignore=shutil.ignore_patterns(LOCK))
+    for path in (tmp_path / "two").rglob("*"):
+        os.utime(path, (5, 5))
+    assert newest(tmp_path / "two") == 2
+
+
+def test_checkpoints_without_a_number_are_older_than_those_with_one(tmp_path: Path) -> None:
+    """Versions before wrote none; among themselves they are ordered by their time."""
+    for step in (7, 9):
+        path = save(tmp_path, step)
+        index = path / "checkpoint.json"
+        index.write_text(index.read_text().replace(f', "number": {order_of(path)[0]}', "", 1))
+    assert newest(tmp_path) == 9
+    save(tmp_path, 8)
+    assert newest(tmp_path) == 8
+
+
+# --------------------------------------------------------------------------------------------------- what is deleted
+
+
+@pytest.mark.parametrize("how", ["dropped", "replaced"])
+def test_what_a_user_put_beside_a_checkpoint_stays(how: str, tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    (path / "NOTES.md").write_text("my notes")
+    (path / "plots").mkdir()
+    (path / "plots" / "rank-00000.safetensors").write_text("not a checkpoint's")
+    save(tmp_path, 2 if how == "dropped" else 1, keep=1)
+    assert (path / "NOTES.md").read_text() == "my notes"
+    assert (path / "plots" / "rank-00000.safetensors").exists()
+    assert (path / "checkpoint.json").exists() == (how == "replaced")
+    assert newest(tmp_path) == (2 if how == "dropped" else 1)
+    save(tmp_path, 1, keep=1)
+    assert (path / "NOTES.md").exists() and newest(tmp_path) == 1
+
+
+def test_a_kill_between_a_deletion_and_its_end_loses_no_file_of_a_user(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    (path / "NOTES.md").write_text("my notes")
+    name = folder.private_path(path, DROPPED).name
+    here = folder.private(tmp_path / name)
+    assert here is not None
+    path.rename(tmp_path / name.replace(f"-{here.owner.start}-", f"-{here.owner.start - 1}-"))
+    save(tmp_path, 2)
+    assert [p.name for p in path.iterdir()] == ["NOTES.md"]
+    assert not [p for p in tmp_path.iterdir() if private(p)]
+
+
+def test_a_checkpoint_that_is_a_link_is_loaded_and_not_deleted(tmp_path: Path) -> None:
+    save(tmp_path / "big disk", 1)
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    (root / "step-00000001").symlink_to(tmp_path / "big disk" / "step-00000001")
+    assert newest(root) == 1
+    save(root, 2, keep=1)
+    assert (root / "step-00000001").is_symlink() and newest(tmp_path / "big disk") == 1
+
+
+def test_what_was_not_a_save_is_not_deleted(tmp_path: Path) -> None:
+    mine = [".saving-mine", ".saving-step-7", ".dropped-step-00000001", "step-12", ".replaced-notes"]
+    for name in mine:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("mine")
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=Keep(last=1))
+    assert all((tmp_path / name / "file").read_text() == "mine" for name in mine)
+
+
+# -------------------------------------------------------------------------------------------------------------- links
+
+
+@pytest.mark.parametrize("name", [LATEST, "step-00000007", LOCK, ".saving-latest", ".replaced-step-00000007"])
+@pytest.mark.parametrize("to", ["file", "folder", "nothing"])
+def test_a_planted_link_is_not_written_through(name: str, to: str, tmp_path: Path) -> None:
+    precious, root = tmp_path / "precious", tmp_path / "root"
+    if to == "file":
+        precious.write_text("precious")
+    elif to == "folder":
+        precious.mkdir()
+        (precious / "checkpoint.json").write_text("precious")
+    root.mkdir()
+    (root / name).symlink_to(precious)
+    try:
+        save(root, 7)
+        save(root, 7, keep=1)
+        assert newest(root) == 7
+    except ConfigError:
+        assert name in (LOCK, "step-00000007")
+    assert precious.exists() == (to != "nothing")
+    if to != "nothing":
+        assert (precious if to == "file" else precious / "checkpoint.json").read_text() == "precious"
+        assert to == "file" or [path.name for path in precious.iterdir()] == ["checkpoint.json"]
+
+
+def test_a_link_in_the_hidden_folder_is_not_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user may write into it where the group may."""
+    (tmp_path / "precious").write_text("precious")
+    real = Path.mkdir
+
+    def planted(self: Path, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        if private(self):
+            (self / "rank-00000.safetensors").symlink_to(tmp_path / "precious")
+
+    monkeypatch.setattr(Path, "mkdir", planted)
+    with pytest.raises(InputError, match="exists"):
+        save(tmp_path / "root", 7)
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_a_file_where_a_step_is_to_be_saved_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "step-00000005").write_text("mine")
+    said = on_two_ranks(tmp_path)
+    assert said[0] == said[1] and "step-00000005 is a file" in said[0]
+    assert os.listdir(tmp_path) == ["step-00000005"]

@@ -1,0 +1,39 @@
+"""Locks as other processes leave them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from shardformer.disk import writing
+from shardformer.disk.lock import LOCK
+from shardformer.disk.writing import Process
+
+
+def parent() -> Process:
+    """A process that is running and is not this one."""
+    return Process(Process.this().machine, os.getppid(), writing._started(os.getppid()) or 0)
+
+
+def killed() -> Process:
+    """A process that is not running any more, whose number this one has now."""
+    here = Process.this()
+    return Process(here.machine, here.pid, here.start - 1)
+
+
+def elsewhere() -> Process:
+    return Process("0" * 12, 17, 1)
+
+
+def lock_of(process: Process, folder: Path, **more: Any) -> Path:
+    """The lock file of a process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    content = {
+        "token": "another", "user": "someone", "host": "a-host", "process": process.pid, "started": process.start,
+        "machine": process.machine,
+    }  # fmt: skip
+    path.write_text(json.dumps(content | more))
+    return path

@@ -1,0 +1,74 @@
+"""A file or folder has the old content or the new one, and nothing is written through a link."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shardformer.disk.writing import (
+    SAVING,
+    Process,
+    new_file,
+    private,
+    private_path,
+    remove_left,
+    replace_text,
+    replacing,
+    write_new,
+)
+
+
+def test_a_private_name_is_used_once_and_says_whose_it_is(tmp_path: Path) -> None:
+    one, two = private_path(tmp_path / "step-00000005"), private_path(tmp_path / "step-00000005")
+    assert one != two and one.parent == tmp_path
+    found = private(one)
+    assert found is not None
+    assert (found.kind, found.name, found.owner) == (SAVING, "step-00000005", Process.this())
+    assert private(tmp_path / ".saving-step-00000005") is None
+    assert len(private_path(tmp_path / ("x" * 250)).name) < 255
+
+
+def test_only_what_killed_processes_of_this_machine_left_is_removed(tmp_path: Path) -> None:
+    here = Process.this()
+    own = private_path(tmp_path / "model")
+    dead = tmp_path / own.name.replace(f"-{here.start}-", f"-{here.start - 1}-")
+    other = tmp_path / dead.name.replace(here.machine, "0" * 12)
+    another = tmp_path / dead.name.replace("-model-", "-other-")
+    kept = [own, other, another, tmp_path / ".saving-model"]
+    for path in (*kept, dead):
+        path.mkdir()
+    link = dead.with_name(dead.name[:-1] + ("0" if dead.name[-1] != "0" else "1"))
+    link.symlink_to(tmp_path / "elsewhere")
+    remove_left(tmp_path, "model")
+    assert not dead.exists()
+    assert all(path.exists() for path in kept) and link.is_symlink()
+
+
+def test_a_new_file_does_not_follow_a_link(tmp_path: Path) -> None:
+    for target in ("precious", "not there"):
+        link = tmp_path / f"link to {target}"
+        link.symlink_to(tmp_path / target)
+        with pytest.raises(FileExistsError):
+            new_file(link)
+    assert not (tmp_path / "not there").exists()
+
+
+def test_a_link_is_replaced_and_not_written_through(tmp_path: Path) -> None:
+    precious, path = tmp_path / "precious", tmp_path / "text.txt"
+    precious.write_text("precious")
+    path.symlink_to(precious)
+    replace_text(path, "new")
+    assert (precious.read_text(), path.read_text(), path.is_symlink()) == ("precious", "new", False)
+
+
+def test_a_file_is_as_it_was_where_its_successor_fails(tmp_path: Path) -> None:
+    path = tmp_path / "picture.png"
+    path.write_text("old")
+    with pytest.raises(OSError, match="full"), replacing(path) as hidden:
+        assert hidden.suffix == ".png"
+        write_new(hidden, b"half")
+        raise OSError("full")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["picture.png"]
