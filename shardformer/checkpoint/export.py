@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from math import prod
@@ -147,15 +148,42 @@ def _finish(hidden: Path, target: Path, model: Any, files: dict[str, list[tuple[
         total = sum(_bytes_of(entry) for held in files.values() for _, entry in held)
         found = {"metadata": {"total_size": total}, "weight_map": where}
         (hidden / INDEX).write_text(json.dumps(found, indent=2, sort_keys=True))
-    beside: list[Any] = [_config_of(model), getattr(model, "generation_config", None), tokenizer]
-    for thing in beside:
-        if hasattr(thing, "save_pretrained"):
-            thing.save_pretrained(hidden)
+    _save_beside(hidden, model, tokenizer)
     sync(hidden)
     if target.exists():
         target.rmdir()
     hidden.rename(target)
     sync(target.parent)
+
+
+def _save_beside(folder: Path, model: Any, tokenizer: Any) -> None:
+    beside: list[Any] = [_config_of(model), getattr(model, "generation_config", None), tokenizer]
+    for thing in beside:
+        if hasattr(thing, "save_pretrained"):
+            thing.save_pretrained(folder)
+
+
+def check_export(model: Any, tokenizer: Any = None) -> None:
+    """Writes all but the weights into a temporary folder, and reads the config again: an export at the end does that.
+
+    Raises ConfigError where transformers refuses it, so that this is known before training.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardformer-export-") as folder:
+        try:
+            _save_beside(Path(folder), model, tokenizer)
+            config = getattr(model, "config", None)
+            if hasattr(config, "save_pretrained"):
+                type(config).from_pretrained(folder)
+        except OSError:
+            raise
+        except Exception as error:  # whatever a library refuses a config or a tokenizer with
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            raise ConfigError(
+                f"{type(model).__name__} cannot be exported: {' '.join(lines)}",
+                rule="An export holds the config, the generation config and the tokenizer, as save_pretrained of "
+                "transformers writes them, and from_pretrained reads them",
+                remedy="Correct the fields of the config, or export nothing",
+            ) from error
 
 
 def _config_of(model: Any) -> Any:

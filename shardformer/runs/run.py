@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from shardformer.checkpoint.export import check_export
 from shardformer.checkpoint.together import first_does
 from shardformer.engine.build import initialize
 from shardformer.engine.engine import Engine
@@ -19,7 +21,9 @@ from shardformer.mesh.context import ParallelContext
 from shardformer.runs.config import RunConfig
 from shardformer.runs.data import RunData, data_of
 from shardformer.runs.hooks import hooks_of
-from shardformer.runs.models import image_size_of, model_of, own_config
+from shardformer.runs.model_config import class_names_of, image_size_of, own_config
+from shardformer.runs.models import model_of
+from shardformer.runs.task_check import check_task
 from shardformer.runs.updates import optimizer_of, scheduler_of
 from shardformer.trainer.trainer import Trainer
 
@@ -79,10 +83,22 @@ def trainer_of(config: RunConfig, layout: Parallel, context: ParallelContext) ->
     """Everything that the config says, put together."""
     hooks = hooks_of(config)
     make_optimizer = optimizer_of(config.optimizer)
-    saved = own_config(config)
-    data = data_of(config, image_size_of(saved))
-    model = model_of(config, data, saved)
+    data, model = data_and_model_of(config)
     return Trainer(_engine(config, layout, context, model, data, make_optimizer), hooks), data
+
+
+def data_and_model_of(config: RunConfig) -> tuple[RunData, nn.Module]:
+    """Both, with the model's weights not there yet.
+
+    Raises what cannot be before the first step, and what an export behind the last one would fail with.
+    """
+    saved = own_config(config)
+    data = data_of(config, image_size_of(saved), class_names_of(saved))
+    model = model_of(config, data, saved)
+    check_task(config, model)
+    if config.training.export:
+        check_export(model, data.tokens.tokenizer if data.tokens is not None else None)
+    return data, model
 
 
 def _engine(
