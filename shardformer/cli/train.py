@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -31,8 +32,20 @@ def train(
         typer.Option(min=1, help="How many are started here; by default as the axes in [parallel] multiply to."),
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="How often all start again, from the last checkpoint, when one of them has died.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            min=0, help="How often all start again, from the last checkpoint, when one of them has died; by default 0."
+        ),
+    ] = None,
+    shutdown_timeout: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="How long the processes may take, after Ctrl-C or SIGTERM, to finish their step and save; by default "
+            "600.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Train nothing: print how the model is cut, and what each rank holds.")
     ] = False,
@@ -50,6 +63,14 @@ def train(
 
     asked = list(changes or [])
     found = read_config(config, asked)
+    launched = next((name for name in LAUNCHED if name in os.environ), None)
+    starts = not dry_run and launched is None and _count(found.layout, processes) > 1
+    _check_used(
+        starts,
+        "in a dry run" if dry_run else f"under a launcher ({launched} is set)" if launched else "with one process",
+        {"--processes": None if not dry_run and launched is None else processes, "--max-restarts": max_restarts,
+         "--shutdown-timeout": shutdown_timeout},
+    )  # fmt: skip
     if dry_run:
         from rich.console import Console
 
@@ -57,16 +78,31 @@ def train(
 
         print_plan(Console(highlight=False), plan_of(found))
         return
-    if any(name in os.environ for name in LAUNCHED) or _count(found.layout, processes) == 1:
+    if not starts:
         from shardformer.runs.run import train as train_here
 
         train_here(found)
         return
     hooks_of(found), optimizer_of(found.optimizer)  # refused here, once and not in every process
-    from shardformer.cli.run import run
+    from shardformer.cli._ending import VARIABLE
+    from shardformer.cli.run import launch
 
     count = _count(found.layout, processes)
-    run(["--nproc_per_node", str(count), "--max-restarts", str(max_restarts), "-m", MODULE, str(config), *asked])
+    if shutdown_timeout is not None:
+        os.environ[VARIABLE] = str(shutdown_timeout)
+    options = ["--nproc_per_node", str(count), "--max-restarts", str(max_restarts or 0)]
+    sys.exit(launch([*options, "-m", MODULE, str(config), *asked], "train"))
+
+
+def _check_used(starts: bool, where: str, options: dict[str, int | None]) -> None:
+    """Raises ConfigError for options of the processes that this command would start, where it starts none."""
+    for name, value in options.items():
+        if value is not None and not starts:
+            raise ConfigError(
+                f"{name} {value} {where}",
+                rule=f"{name} is for the processes that this command starts",
+                remedy="Leave it out",
+            )
 
 
 def _count(layout: Parallel, processes: int | None) -> int:

@@ -108,6 +108,11 @@ class OptimizerTable(Table):
 
     name: str = Field(default="AdamW", description="A class of `torch.optim`, or `LAMB`, `LARS`, `HybridAdam`.")
     lr: float = Field(default=1e-4, gt=0, description="The learning rate.")
+    decay_biases_and_norms: bool = Field(
+        default=False,
+        description="Whether `weight_decay` also applies to biases and to the weights of norms, which the Trainer of "
+        "transformers leaves out.",
+    )
 
 
 class ScheduleTable(Table):
@@ -120,6 +125,12 @@ class ScheduleTable(Table):
         default=0, ge=0, description="Over how many steps it rises from 0; below 1 it is a share of all steps."
     )
     final: float = Field(default=0, ge=0, le=1, description="What it falls to, as a share of `optimizer.lr`.")
+    steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Over how many steps it rises and falls; after them it stays. By default those of the run. A run "
+        "that is resumed with another length needs it, if the rates of its steps would change.",
+    )
 
 
 class TrainingTable(Table):

@@ -90,7 +90,7 @@ def _check_fits(config: RunConfig, data: RunData, saved: Any) -> None:
             rule="The model has a row for each token",
             remedy=f"Use the model's own tokenizer, or write model.config.vocab_size = {data.tokens.size} with random",
         )
-    most = next((n for name in LENGTHS if isinstance(n := getattr(text, name, None), int)), None)
+    most = next((n for name in LENGTHS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
     if most is not None and config.data.sequence > most:
         raise ConfigError(
             f"data.sequence = {config.data.sequence}, and the model has {most} positions",

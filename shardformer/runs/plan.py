@@ -110,7 +110,7 @@ def _without_values() -> Iterator[Any]:
 
 
 def _kept(model: Any, make_optimizer: Any, layout: Parallel, data: int) -> Memory:
-    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    optimizer = make_optimizer(model, [p for p in model.parameters() if p.requires_grad])
     stage = layout.zero_stage
     return memory(model, optimizer, stage=stage or 0, precision=layout.precision, offload=layout.offload, data=data)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,8 @@ from shardformer.runs.model_config import class_names_of, image_size_of, own_con
 from shardformer.runs.models import model_of
 from shardformer.runs.task_check import check_task
 from shardformer.runs.updates import optimizer_of, scheduler_of
+from shardformer.trainer.hooks.checkpoint import Checkpoint
 from shardformer.trainer.trainer import Trainer
-
-INTERRUPTED = 128 + signal.SIGTERM
-"""The exit status of a run that was asked to end: whoever waits for it hears that it is not through."""
 
 
 def train(config: RunConfig) -> dict[str, float]:
@@ -47,11 +46,26 @@ def train(config: RunConfig) -> dict[str, float]:
         validate_every=config.training.validate_every,
     )
     if trainer.was_interrupted:
-        raise SystemExit(INTERRUPTED)
+        _tell_interrupted(trainer)
+        # who waits for it hears that it is not through
+        raise SystemExit(128 + (trainer.signal or signal.SIGTERM))
     if config.training.export:
         tokenizer = data.tokens.tokenizer if data.tokens is not None else None
         _export(trainer.engine, config.path / "model", tokenizer)
     return values
+
+
+def _tell_interrupted(trainer: Trainer) -> None:
+    saved = next((hook for hook in trainer.hooks if isinstance(hook, Checkpoint) and hook.saved_step > 0), None)
+    if not trainer.is_first:
+        return
+    if saved is None:
+        print(f"stopped behind step {trainer.step}; nothing is saved: see hooks.checkpoint in the config", flush=True)
+    else:
+        more = f" as of step {saved.saved_step}" if saved.saved_step != trainer.step else ""
+        print(
+            f"stopped behind step {trainer.step}; saved in {saved.folder}{more}: the same command resumes", flush=True
+        )
 
 
 def _export(engine: Engine, folder: Path, tokenizer: Any) -> None:
@@ -107,7 +121,7 @@ def _engine(
     torch.manual_seed(config.seed)
     return initialize(
         model,
-        make_optimizer,
+        partial(make_optimizer, model),
         train_data=data.train,
         scheduler=scheduler_of(config.schedule, num_steps_of(config, data)),
         parallel=layout,
