@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -27,6 +28,9 @@ from shardformer.errors import ConfigError
 MAX_BYTES = 5 * 10**9
 """Of a file, unless one tensor is larger."""
 PARTS, INDEX = ".parts", "model.safetensors.index.json"
+MARK, MARK_VALUE = "exported_by", "shardformer"
+"""In the header of each file of weights: what an export wrote, a later one may replace."""
+_WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 
 
 def export_pretrained(
@@ -39,17 +43,19 @@ def export_pretrained(
     alone. Communicates names and sizes, no weights.
 
     Args:
-        folder: a new one; it is there when all of it is written.
+        folder: a new one, or one that an export wrote, which is replaced: it is there when all of it is written. Files
+            that no export wrote stay.
         tokenizer: or anything else with ``save_pretrained``, which is saved beside.
         max_file_bytes: of one file of weights.
 
-    Raises, on all ranks, ConfigError where the folder holds something already, InputError where the disk fails.
+    Raises, on all ranks, ConfigError where the folder holds something else, or the weights that the model was loaded
+    from, and InputError where the disk fails.
     """
     target, tensors = Path(folder), ModelTensors(model)
     world, hidden = tensors.world, folders.hidden_folder(target.parent, target.name)
 
     def begin() -> None:
-        _check(target, max_file_bytes)
+        _check(target, max_file_bytes, tensors.model)
         if world.rank == 0:
             folders.begin(target.parent, hidden)
 
@@ -78,19 +84,46 @@ def export_pretrained(
     return target
 
 
-def _check(target: Path, max_file_bytes: int) -> None:
+def _check(target: Path, max_file_bytes: int, model: Any) -> None:
     if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes < 1:
         raise ConfigError(
             f"max_file_bytes={max_file_bytes!r}",
             rule="It is a number of bytes, one or more",
             remedy="Leave it out for files of 5 GB",
         )
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not _is_exported(target))):
         raise ConfigError(
             f"{target} is {'not empty' if target.is_dir() else 'a file'}",
-            rule="A model is exported into a new folder, so that nothing old lies beside it",
+            rule="A model is exported into a new folder, or in the place of an earlier export",
             remedy="Give another folder, or remove this one before",
         )
+    source = getattr(model, "name_or_path", None)
+    if target.exists() and isinstance(source, str) and source and os.path.exists(source):
+        if os.path.samefile(source, target):
+            raise ConfigError(
+                f"{target} is the folder that the model was loaded from",
+                rule="An export takes the place of an earlier export, not of what a run begins with",
+                remedy="Give another folder",
+            )
+
+
+def _weights_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name) and path.is_file())
+
+
+def _is_exported(folder: Path) -> bool:
+    """Whether all weights in a folder were written by an export: their headers say so."""
+    files = _weights_in(folder)
+    return bool(files) and all(_metadata(path).get(MARK) == MARK_VALUE for path in files)
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return dict(header.get("__metadata__", {}))
+    except (OSError, ValueError, TypeError, AttributeError, MemoryError, OverflowError):
+        return {}
 
 
 def _files_of(index: Index, most: int) -> dict[str, list[tuple[str, Entry]]]:
@@ -124,7 +157,7 @@ def _put_together(path: Path, entries: Sequence[tuple[str, Entry]], parts: Path)
                 Written(name, getattr(torch, entry.dtype), entry.shape, partial(_full, reader, name, entry))
                 for name, entry in entries
             ],
-            {"format": "pt"},
+            {"format": "pt", MARK: MARK_VALUE},
         )
     finally:
         reader.close()
@@ -150,10 +183,27 @@ def _finish(hidden: Path, target: Path, model: Any, files: dict[str, list[tuple[
         (hidden / INDEX).write_text(json.dumps(found, indent=2, sort_keys=True))
     _save_beside(hidden, model, tokenizer)
     sync(hidden)
-    if target.exists():
-        target.rmdir()
-    hidden.rename(target)
+    _take_place(hidden, target)
     sync(target.parent)
+
+
+def _take_place(hidden: Path, target: Path) -> None:
+    """Gives the new folder its name; of an earlier export, what no export writes moves into it."""
+    if not target.exists():
+        hidden.rename(target)
+        return
+    old = hidden.with_name(f"{hidden.name}-old")
+    target.rename(old)
+    try:
+        hidden.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
+    written = {path.name for path in _weights_in(old)} | {INDEX}
+    for path in old.iterdir():
+        if path.name not in written and not (target / path.name).exists():
+            path.rename(target / path.name)
+    folders.drop(old)
 
 
 def _save_beside(folder: Path, model: Any, tokenizer: Any) -> None:

@@ -210,6 +210,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     held_back = {name: parser.get_default(name) for name in ("nnodes", "nproc_per_node", "node_rank", "master_addr")}
     parser.set_defaults(**{name: None for name in held_back if f"PET_{name.upper()}" not in os.environ})
     options = parser.parse_args(list(arguments))
+    _check_used(options)
     if options.hostfile is not None or options.host is not None:
         _apply_hosts(options)
     for name, value in held_back.items():
@@ -219,6 +220,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if _is_alone(options) and options.local_addr is None:
         options.local_addr = "127.0.0.1"  # Else the machine's own name is looked up, which not every machine can.
     return options
+
+
+def _check_used(options: argparse.Namespace) -> None:
+    """Raises LaunchError for options that torch's launcher would take and not read."""
+    meeting = "--standalone" if options.standalone else f"--rdzv-backend {options.rdzv_backend}"
+    if not options.standalone and options.rdzv_backend == "static":
+        return
+    for name in ("master_addr", "master_port", *(("rdzv_endpoint", "rdzv_id") if options.standalone else ())):
+        value = getattr(options, name)
+        if value not in (None, "", "none") and f"PET_{name.upper()}" not in os.environ:  # that a cluster sets for all
+            option = f"--{name.replace('_', '-')}"
+            raise LaunchError(
+                f"{option} {value} with {meeting}",
+                rule="A standalone run finds a free port of this machine; a rendezvous has its own endpoint",
+                remedy=f"Leave {option} out, or {meeting}",
+            )
 
 
 def _torch_options() -> argparse.ArgumentParser:

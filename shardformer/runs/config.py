@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from shardformer.engine.parallel import Parallel
 from shardformer.errors import ConfigError
+from shardformer.mesh.sizes import total_of
 
 Task = Literal["causal", "masked", "sequence_to_sequence", "classification", "image_classification"]
 Format = Literal["text", "jsonl", "datasets", "images"]
@@ -181,6 +182,38 @@ class RunConfig(Table):
                 rule="It is how often the model is tried on the validation data",
                 remedy="Say data.validation, or leave it out",
             )
+        self._check_used()
+
+    def _check_used(self) -> None:
+        """Raises ConfigError for a key that is set and can have no effect beside the others."""
+        task, layout = self.model.task, self.layout
+        images, tensor = task == "image_classification", total_of(layout.tensor, "tensor")
+        of_data_sets = (self.data.format == "datasets", "data.format = 'datasets'")
+        used = {
+            "data.pair": (task == "classification", "model.task = 'classification'"),
+            "data.target": (task == "sequence_to_sequence", "model.task = 'sequence_to_sequence'"),
+            "data.label": (task.endswith("classification"), "a classification"),
+            "data.image": (images, "model.task = 'image_classification'"),
+            "data.text": (not images, "a task of texts"),
+            "data.tokenizer": (not images, "a task of texts"),
+            "data.split": of_data_sets,
+            "data.validation_split": of_data_sets,
+            "schedule.final": (self.schedule.name != "constant", "schedule.name = 'linear' or 'cosine'"),
+            "parallel.tensor_mode": (tensor > 1, "parallel.tensor = 2 or more"),
+            "parallel.sequence_parallel": (tensor > 1, "parallel.tensor = 2 or more"),
+            "parallel.context_parallel": (layout.sequence > 1, "parallel.sequence = 2 or more"),
+            "parallel.schedule": (layout.pipe > 1, "parallel.pipe = 2 or more"),
+        }
+        for key, (is_used, needed) in used.items():
+            table, _, name = key.partition(".")
+            tables: BaseModel = getattr(self, table)
+            value = getattr(tables, name)
+            if not is_used and value != type(tables).model_fields[name].default:
+                raise ConfigError(
+                    f"{key} = {value!r} without {needed}",
+                    rule=f"It has an effect with {needed} alone",
+                    remedy="Leave it out",
+                )
 
     @property
     def layout(self) -> Parallel:

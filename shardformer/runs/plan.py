@@ -87,9 +87,10 @@ def plan_of(config: RunConfig) -> RunPlan:
         with _without_values():
             plain = model_of(config, data, saved, lazy=False)
             num_parameters = num_parameters or sum(p.numel() for p in plain.parameters())
+            of_params = make_optimizer(plain)
             model = shard_model(plain, config=layout.shard_config(context)).train()
             said = said or str(describe(model))
-            kept = _kept(model, make_optimizer, layout, sizes["data"])
+            kept = _kept(model, of_params, layout, sizes["data"])
         with _without_values() as copied:  # in the dtype in which a step computes
             plain = model_of(config, data, saved, lazy=False, dtype=narrow or torch.float32)
             model = shard_model(plain, config=layout.shard_config(context)).train()
@@ -110,7 +111,7 @@ def _without_values() -> Iterator[Any]:
 
 
 def _kept(model: Any, make_optimizer: Any, layout: Parallel, data: int) -> Memory:
-    optimizer = make_optimizer(model, [p for p in model.parameters() if p.requires_grad])
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
     stage = layout.zero_stage
     return memory(model, optimizer, stage=stage or 0, precision=layout.precision, offload=layout.offload, data=data)
 

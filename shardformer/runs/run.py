@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from shardformer.runs.data import RunData, data_of
 from shardformer.runs.hooks import hooks_of
 from shardformer.runs.model_config import class_names_of, image_size_of, own_config
 from shardformer.runs.models import model_of
+from shardformer.runs.resume import Resume
 from shardformer.runs.task_check import check_task
 from shardformer.runs.updates import optimizer_of, scheduler_of
 from shardformer.trainer.hooks.checkpoint import Checkpoint
@@ -98,6 +98,7 @@ def trainer_of(config: RunConfig, layout: Parallel, context: ParallelContext) ->
     hooks = hooks_of(config)
     make_optimizer = optimizer_of(config.optimizer)
     data, model = data_and_model_of(config)
+    hooks.append(Resume(config, num_steps_of(config, data)))
     return Trainer(_engine(config, layout, context, model, data, make_optimizer), hooks), data
 
 
@@ -121,7 +122,7 @@ def _engine(
     torch.manual_seed(config.seed)
     return initialize(
         model,
-        partial(make_optimizer, model),
+        make_optimizer(model),
         train_data=data.train,
         scheduler=scheduler_of(config.schedule, num_steps_of(config, data)),
         parallel=layout,

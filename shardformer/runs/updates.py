@@ -24,8 +24,8 @@ NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$
 OURS = {kind.__name__: kind for kind in (LAMB, LARS, HybridAdam)}
 
 
-MakeOptimizer = Callable[[nn.Module, Iterable[nn.Parameter]], Optimizer]
-"""(the model, sharded or not, the parameters of it that are trained here) -> what updates them."""
+MakeOptimizer = Callable[[nn.Module], Callable[[Iterable[nn.Parameter]], Optimizer]]
+"""The model before it is sharded -> the parameters of it that are trained here -> what updates them."""
 DECAY = "weight_decay"
 
 
@@ -50,16 +50,20 @@ def optimizer_of(table: OptimizerTable) -> MakeOptimizer:
             rule=f"It says to which parameters optimizer.{DECAY} applies",
             remedy=f"Write optimizer.{DECAY} = 0.01, or leave it out",
         )
-    made = partial(_made, kind, {"lr": table.lr, **said}, decays and not table.decay_biases_and_norms)
-    made(nn.Linear(1, 1), [nn.Parameter(torch.zeros(1))])  # refuses values that cannot be, before anything is loaded
-    return made
+    made = partial(_made, kind, {"lr": table.lr, **said})
+    made(list)([nn.Parameter(torch.zeros(1))])  # refuses values that cannot be, before anything is loaded
+    return lambda model: made(_grouping(model) if decays and not table.decay_biases_and_norms else list)
 
 
 def _made(
-    kind: Any, arguments: Mapping[str, Any], in_groups: bool, model: nn.Module, params: Iterable[nn.Parameter]
-) -> Optimizer:
+    kind: Any, arguments: Mapping[str, Any], group: Callable[[Iterable[nn.Parameter]], list[Any]]
+) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    return lambda params: _built(kind, arguments, group(params))
+
+
+def _built(kind: Any, arguments: Mapping[str, Any], groups: list[Any]) -> Optimizer:
     try:
-        found: Optimizer = kind(_groups(model, params) if in_groups else params, **arguments)
+        found: Optimizer = kind(groups, **arguments)
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"{kind.__name__} does not take {', '.join(f'{n} = {v!r}' for n, v in arguments.items())}: {error}",
@@ -69,14 +73,23 @@ def _made(
     return found
 
 
-def _groups(model: nn.Module, params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Those that decay, and the others. On every rank there are both groups, though a stage may have none of one."""
-    others = {id(param) for name, param in model.named_parameters() if not decays(model, name)}
-    listed = list(params)
-    return [
-        {"params": [param for param in listed if id(param) not in others]},
-        {"params": [param for param in listed if id(param) in others], DECAY: 0.0},
-    ]
+def _grouping(model: nn.Module) -> Callable[[Iterable[nn.Parameter]], list[dict[str, Any]]]:
+    """Parameters -> those that decay, and the others.
+
+    Which these are is found by name before the model is sharded, so that it is the same under every layout. On every
+    rank there are both groups, though a stage may have none of one: a checkpoint has the groups of all.
+    """
+    every = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    others = {name for name in every if not decays(model, name)}
+
+    def grouped(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+        names = {id(param): name for name, param in model.named_parameters()}
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for param in params:
+            groups[names[id(param)] not in others].append(param)
+        return [{"params": groups[True]}, {"params": groups[False], DECAY: 0.0}]
+
+    return grouped
 
 
 def decays(model: nn.Module, name: str) -> bool:

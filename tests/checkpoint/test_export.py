@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shardformer.checkpoint import export
@@ -104,6 +105,29 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
         export_pretrained(tmp_path / "mine", nn.Linear(2, 3))
     with pytest.raises(ConfigError, match="max_file_bytes=0"):
         export_pretrained(tmp_path / "out", nn.Linear(2, 3), max_file_bytes=0)
+
+
+def test_an_export_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
+    """As when a script runs twice: weights that the new one has not are gone, and files of others stay."""
+    old, new = nn.Linear(200, 100), nn.Linear(2, 3)
+    export_pretrained(tmp_path / "out", old, max_file_bytes=50)
+    (tmp_path / "out" / "README.md").write_text("mine")
+    path = export_pretrained(tmp_path / "out", new)
+    assert sorted(f.name for f in path.iterdir()) == ["README.md", "model.safetensors"]
+    assert torch.equal(load_file(path / "model.safetensors")["weight"], new.weight)
+    assert [f.name for f in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_export_does_not_take_the_place_of_another_model(tmp_path: Path) -> None:
+    plain = Sample("gpt2")()
+    plain.save_pretrained(tmp_path / "base")
+    with pytest.raises(ConfigError, match="is not empty"):
+        export_pretrained(tmp_path / "base", plain)
+    export_pretrained(tmp_path / "out", plain)
+    again = from_pretrained(type(plain), tmp_path / "out")
+    with pytest.raises(ConfigError, match="is the folder that the model was loaded from"):
+        export_pretrained(tmp_path / "out", again)
+    same(tmp_path / "out", plain)
 
 
 def test_a_disk_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
