@@ -221,9 +221,9 @@ def check_export(model: Any, tokenizer: Any = None) -> None:
     with tempfile.TemporaryDirectory(prefix="shardformer-export-") as folder:
         try:
             _save_beside(Path(folder), model, tokenizer)
-            config = getattr(model, "config", None)
-            if hasattr(config, "save_pretrained"):
-                type(config).from_pretrained(folder)
+            kind: Any = type(getattr(model, "config", None))
+            if hasattr(kind, "from_pretrained"):
+                kind.from_pretrained(folder)
         except OSError:
             raise
         except Exception as error:  # whatever a library refuses a config or a tokenizer with

@@ -224,10 +224,10 @@ class Trainer:
         if not self.is_first or is_ended():
             return
         name = "Ctrl-C" if number is SIGINT else number.name
-        what = " and ".join(filter(None, (self._doing and f"finishing {self._doing}", self._saves and "saving")))
+        doing = [f"finishing {self._doing}"] * bool(self._doing) + ["saving"] * bool(self._saves)
         more = " (press again to stop at once)" if number is SIGINT else ""
         # not print: the signal may come while something is printed
-        os.write(2, f"\n{name}: {what or 'stopping'}{more}\n".encode())
+        os.write(2, f"\n{name}: {' and '.join(doing) or 'stopping'}{more}\n".encode())
 
     def _next(self, batches: Iterator[Any]) -> Any:
         """The next batch; None behind the last. Where it cannot be had all ranks hear of it before the next step."""
