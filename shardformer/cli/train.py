@@ -56,21 +56,18 @@ def train(
     processes; else it starts them.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # every process would say what one has said
-    from shardformer.engine.parts import LAUNCHED
     from shardformer.runs.hooks import hooks_of
     from shardformer.runs.read import read_config
     from shardformer.runs.updates import optimizer_of
 
     asked = list(changes or [])
     found = read_config(config, asked)
-    launched = next((name for name in LAUNCHED if name in os.environ), None)
-    starts = not dry_run and launched is None and _count(found.layout, processes) > 1
-    _check_used(
-        starts,
-        "in a dry run" if dry_run else f"under a launcher ({launched} is set)" if launched else "with one process",
-        {"--processes": None if not dry_run and launched is None else processes, "--max-restarts": max_restarts,
-         "--shutdown-timeout": shutdown_timeout},
-    )  # fmt: skip
+    where = _where(dry_run)
+    starts = where is None and _count(found.layout, processes) > 1
+    if not starts:
+        # without a launcher, one process is what --processes 1 asks for
+        unused = {"--processes": processes if where else None, "--max-restarts": max_restarts or None}
+        _check_unused(where or "with one process", {**unused, "--shutdown-timeout": shutdown_timeout})
     if dry_run:
         from rich.console import Console
 
@@ -94,10 +91,18 @@ def train(
     sys.exit(launch([*options, "-m", MODULE, str(config), *asked], "train"))
 
 
-def _check_used(starts: bool, where: str, options: dict[str, int | None]) -> None:
-    """Raises ConfigError for options of the processes that this command would start, where it starts none."""
+def _where(dry_run: bool) -> str | None:
+    """In words, where this command starts no processes; None where it may."""
+    from shardformer.engine.parts import LAUNCHED
+
+    launched = next((name for name in LAUNCHED if name in os.environ), None)
+    return "in a dry run" if dry_run else f"under a launcher ({launched} is set)" if launched else None
+
+
+def _check_unused(where: str, options: dict[str, int | None]) -> None:
+    """Raises ConfigError for options of the processes that this command would start: it starts none."""
     for name, value in options.items():
-        if value is not None and not starts:
+        if value is not None:
             raise ConfigError(
                 f"{name} {value} {where}",
                 rule=f"{name} is for the processes that this command starts",
