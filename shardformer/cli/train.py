@@ -33,18 +33,11 @@ def train(
     ] = None,
     max_restarts: Annotated[
         int | None,
-        typer.Option(
-            min=0, help="How often all start again, from the last checkpoint, when one of them has died; by default 0."
-        ),
+        typer.Option(min=0, help="How often all start again, from the last checkpoint, when one has died; else never."),
     ] = None,
     shutdown_timeout: Annotated[
         int | None,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help="How long the processes may take, after Ctrl-C or SIGTERM, to finish their step and save; by default "
-            "600.",
-        ),
+        typer.Option(min=0, metavar="SECONDS", help="For the step and the save after Ctrl-C or SIGTERM; else 600."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Train nothing: print how the model is cut, and what each rank holds.")
