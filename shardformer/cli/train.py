@@ -6,7 +6,7 @@ import os
 import sys
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from shardformer.engine.parallel import Parallel
+    from shardformer.runs.config import RunConfig
     from shardformer.runs.plan import RunPlan
 
 MODULE = "shardformer.runs"
@@ -49,18 +50,16 @@ def train(
     processes; else it starts them.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # every process would say what one has said
-    from shardformer.runs.hooks import hooks_of
     from shardformer.runs.read import read_config
-    from shardformer.runs.updates import optimizer_of
 
     asked = list(changes or [])
     found = read_config(config, asked)
     where = _where(dry_run)
-    starts = where is None and _count(found.layout, processes) > 1
-    if not starts:
-        # without a launcher, one process is what --processes 1 asks for
-        unused = {"--processes": processes if where else None, "--max-restarts": max_restarts or None}
-        _check_unused(where or "with one process", {**unused, "--shutdown-timeout": shutdown_timeout})
+    if where is None and _count(found.layout, processes) > 1:
+        _start(found, _count(found.layout, processes), max_restarts or 0, shutdown_timeout, [str(config), *asked])
+    # without a launcher, one process is what --processes 1 asks for
+    unused = {"--processes": processes if where else None, "--max-restarts": max_restarts or None}
+    _check_unused(where or "with one process", {**unused, "--shutdown-timeout": shutdown_timeout})
     if dry_run:
         from rich.console import Console
 
@@ -68,20 +67,23 @@ def train(
 
         print_plan(Console(highlight=False), plan_of(found))
         return
-    if not starts:
-        from shardformer.runs.run import train as train_here
+    from shardformer.runs.run import train as train_here
 
-        train_here(found)
-        return
-    hooks_of(found), optimizer_of(found.optimizer)  # refused here, once and not in every process
+    train_here(found)
+
+
+def _start(found: RunConfig, count: int, max_restarts: int, shutdown_timeout: int | None, run: list[str]) -> NoReturn:
+    """Starts the processes, waits for their end, and exits with their status."""
     from shardformer.cli._ending import VARIABLE
     from shardformer.cli.run import launch
+    from shardformer.runs.hooks import hooks_of
+    from shardformer.runs.updates import optimizer_of
 
-    count = _count(found.layout, processes)
+    hooks_of(found), optimizer_of(found.optimizer)  # refused here, once and not in every process
     if shutdown_timeout is not None:
         os.environ[VARIABLE] = str(shutdown_timeout)
-    options = ["--nproc_per_node", str(count), "--max-restarts", str(max_restarts or 0)]
-    sys.exit(launch([*options, "-m", MODULE, str(config), *asked], "train"))
+    options = ["--nproc_per_node", str(count), "--max-restarts", str(max_restarts)]
+    sys.exit(launch([*options, "-m", MODULE, *run], "train"))
 
 
 def _where(dry_run: bool) -> str | None:
