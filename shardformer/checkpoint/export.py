@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from math import prod
@@ -39,7 +40,6 @@ def export_pretrained(
     *,
     tokenizer: Any = None,
     max_file_bytes: int = MAX_BYTES,
-    overwrite: bool = False,
 ) -> Path:
     """Writes full weights as safetensors, with their index, the config and the generation config.
 
@@ -48,12 +48,13 @@ def export_pretrained(
     alone. Communicates names and sizes, no weights.
 
     Args:
-        folder: a new one; it is there when all of it is written.
+        folder: a new one, or one that an export wrote, which is replaced: it is there when all of it is written. Other
+            files in it are kept.
         tokenizer: or anything else with ``save_pretrained``, which is saved beside.
         max_file_bytes: of one file of weights.
-        overwrite: whether the folder may hold an earlier export, which is replaced; other files in it are kept.
 
-    Raises, on all ranks, ConfigError where the folder holds something else, InputError where the disk fails.
+    Raises, on all ranks, ConfigError where the folder holds something else, or the weights that the model was loaded
+    from, and InputError where the disk fails.
     """
     target, tensors = Path(folder), ModelTensors(model)
     place = Path(os.path.abspath(target))
@@ -68,7 +69,7 @@ def export_pretrained(
         return hidden.name
 
     all_do(lambda: _check_size(max_file_bytes), world, what)
-    all_do(lambda: check_target(target, overwrite=overwrite), world, what)
+    all_do(lambda: check_target(target, tensors.model), world, what)
     hidden = place.parent / first_does(begin, world, what)
     try:
         all_do(lambda: folders.check_seen(hidden), world, what)
@@ -84,7 +85,7 @@ def export_pretrained(
         all_do(put_together, world, what)
         if world.rank == 0:
             release(hidden / PARTS, tensors.model)
-        first_does(lambda: _finish(hidden, place, tensors.model, files, tokenizer, overwrite=overwrite), world, what)
+        first_does(lambda: _finish(hidden, place, tensors.model, files, tokenizer), world, what)
     except BaseException:
         if world.rank == 0:
             release(hidden / PARTS, tensors.model)
@@ -102,23 +103,30 @@ def _check_size(max_file_bytes: int) -> None:
         )
 
 
-def check_target(target: Path, *, overwrite: bool = False) -> None:
-    """Raises ConfigError for a folder that holds what no export wrote, and for what is no folder."""
+def check_target(target: Path, model: Any = None) -> None:
+    """Raises ConfigError for a folder that holds what no export wrote, for that of ``model``, and for what is none."""
     if target.is_symlink():
         raise ConfigError(
             f"{target} is a symbolic link",
             rule="A model is exported into a new folder, which takes its name when all of it is written",
             remedy="Give the path that the link names, or another folder",
         )
-    if not target.exists() or (target.is_dir() and (not any(target.iterdir()) or (overwrite and _is_export(target)))):
+    if not target.exists():
         return
-    what = "a file" if not target.is_dir() else "not an export of ShardFormer" if overwrite else "not empty"
-    raise ConfigError(
-        f"{target} is {what}",
-        rule="A model is exported into a new folder"
-        + (", or in the place of an earlier export: no other model is overwritten" if overwrite else ""),
-        remedy="Give another folder, or move this one away",
-    )
+    if not target.is_dir() or (any(target.iterdir()) and not _is_export(target)):
+        raise ConfigError(
+            f"{target} is {'not an export of ShardFormer' if target.is_dir() else 'a file'}",
+            rule="A model is exported into a new folder, or in the place of an earlier export: no other model is "
+            "overwritten",
+            remedy="Give another folder, or move this one away",
+        )
+    source = getattr(model, "name_or_path", None)
+    if isinstance(source, str) and source and os.path.exists(source) and os.path.samefile(source, target):
+        raise ConfigError(
+            f"{target} is the folder that the model was loaded from",
+            rule="The model that a run starts from is not overwritten",
+            remedy="Give another folder",
+        )
 
 
 def _is_export(folder: Path) -> bool:
@@ -185,15 +193,7 @@ def _full(reader: BoxReader, name: str, entry: Entry) -> Tensor:
     return full
 
 
-def _finish(
-    hidden: Path,
-    target: Path,
-    model: Any,
-    files: dict[str, list[tuple[str, Entry]]],
-    tokenizer: Any,
-    *,
-    overwrite: bool,
-) -> None:
+def _finish(hidden: Path, target: Path, model: Any, files: dict[str, list[tuple[str, Entry]]], tokenizer: Any) -> None:
     """What stands beside the weights; then the folder gets its name."""
     remove(hidden / PARTS)
     if len(files) > 1:
@@ -201,19 +201,41 @@ def _finish(
         total = sum(_bytes_of(entry) for held in files.values() for _, entry in held)
         found = {"metadata": {"total_size": total}, "weight_map": where}
         write_new(hidden / INDEX, json.dumps(found, indent=2, sort_keys=True).encode())
+    _save_beside(hidden, model, tokenizer)
+    sync(hidden)
+    check_target(target, model)  # it took a while to write
+    put_in_place(hidden, target)
+    sync(target.parent)
+
+
+def _save_beside(folder: Path, model: Any, tokenizer: Any) -> None:
     beside: list[Any] = [_config_of(model), getattr(model, "generation_config", None), tokenizer]
     for thing in beside:
         if hasattr(thing, "save_pretrained"):
-            thing.save_pretrained(hidden)
-    sync(hidden)
-    check_target(target, overwrite=overwrite)  # it took a while to write
-    if overwrite:
-        put_in_place(hidden, target)
-    else:
-        if target.exists():
-            target.rmdir()
-        hidden.rename(target)
-    sync(target.parent)
+            thing.save_pretrained(folder)
+
+
+def check_export(model: Any, tokenizer: Any = None) -> None:
+    """Writes all but the weights into a temporary folder, and reads the config again: an export at the end does that.
+
+    Raises ConfigError where transformers refuses it, so that this is known before training.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardformer-export-") as folder:
+        try:
+            _save_beside(Path(folder), model, tokenizer)
+            kind: Any = type(getattr(model, "config", None))
+            if hasattr(kind, "from_pretrained"):
+                kind.from_pretrained(folder)
+        except OSError:
+            raise
+        except Exception as error:  # whatever a library refuses a config or a tokenizer with
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            raise ConfigError(
+                f"{type(model).__name__} cannot be exported: {' '.join(lines)}",
+                rule="An export holds the config, the generation config and the tokenizer, as save_pretrained of "
+                "transformers writes them, and from_pretrained reads them",
+                remedy="Correct the fields of the config, or export nothing",
+            ) from error
 
 
 def _config_of(model: Any) -> Any:

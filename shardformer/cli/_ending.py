@@ -1,20 +1,37 @@
-"""How ``shardformer run`` ends the processes that are left: soon, and with a note of what each of them was at."""
+"""How ``shardformer run`` ends the processes that are left: soon, and with a note of what each of them was at.
+
+Processes that finish their work on a signal (``mesh.finishing``), such as a trainer that saves, are waited for longer
+if the launcher itself was signalled. A second signal ends them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
+import shutil
+import signal
+import sys
+import tempfile
 import threading
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from shardformer.mesh.finishing import ENDED, FOLDER, finishes
 
 ENDS_S = 8
 """That processes have to end in. A script that needs longer for its own SIGTERM says so: --shutdown-timeout 60."""
+FINISHES_S = 600
+"""That those have that finish their step and save on a signal."""
+AT_ONCE_S = 3
+"""After a second signal."""
 LOOKS_BEFORE_S = 0.5
 """It kills them: what ends by itself until then, such as a script that saves, is no news."""
 VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+NOISE = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
+"""Loggers of torch that warn of each signal that it sends on; what ended how is said at the end."""
 
 STUCK: dict[int, str] = {}
 """pid -> in words what it did, of processes that had not ended when the launcher looked."""
@@ -22,25 +39,60 @@ PLACES: dict[int, str] = {}
 """rank -> the line of the user's own code that it was at, of processes that did not fail before they were ended."""
 
 
-def end_soon(options: argparse.Namespace) -> None:
-    """From now on torch's launcher waits for its processes as long as asked, by default ``ENDS_S``, not 30 s."""
+@contextmanager
+def end_soon(options: argparse.Namespace) -> Iterator[None]:
+    """While it lasts, torch's launcher waits for its processes as long as asked, by default ``ENDS_S``, not 30 s."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
-    asked = getattr(options, "shutdown_timeout", None) or os.environ.get(VARIABLE)
-    seconds = int(asked) if asked is not None else ENDS_S
-    plain = PContext.close
+    said = getattr(options, "shutdown_timeout", None) or os.environ.get(VARIABLE)
+    asked = int(said) if said is not None else None
+    plain, signals = PContext.close, 0
+    folder = tempfile.mkdtemp(prefix="shardformer-finishing-")
+    before = os.environ.get(FOLDER)
+    os.environ[FOLDER] = folder
+    for name in NOISE:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
-    def close(self: PContext, death_sig: object = None, timeout: int = 0) -> None:
-        looks = threading.Timer(max(seconds - LOOKS_BEFORE_S, seconds / 2), _look, [list(self.pids().values())])
+    def close(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
+        nonlocal signals
+        pids = list(self.pids().values())
+        signals += _is_signalled()
+        seconds = asked if asked is not None else ENDS_S
+        if not signals:
+            Path(folder, ENDED).touch()
+        if signals > 1:
+            seconds = AT_ONCE_S
+        elif signals == 1 and any(map(finishes, pids)):
+            seconds = asked if asked is not None else FINISHES_S
+        looks = threading.Timer(
+            max(seconds - LOOKS_BEFORE_S, seconds / 2), _look, [pids, death_sig or signal.SIGTERM, seconds]
+        )
         looks.daemon = True
         looks.start()
         try:
-            plain(self, death_sig, seconds)  # type: ignore[arg-type]  # a signal, or None
+            plain(self, death_sig, seconds)
         finally:
             looks.cancel()
+            Path(folder, ENDED).unlink(missing_ok=True)  # the launcher may start them once more
             _read_places(self.error_files.values())
 
     PContext.close = close  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PContext.close = plain  # type: ignore[method-assign]
+        if before is None:
+            os.environ.pop(FOLDER, None)
+        else:
+            os.environ[FOLDER] = before
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_signalled() -> bool:
+    """Whether the launcher ends its processes because a signal came to it, and not because one of them failed."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    return isinstance(sys.exc_info()[1], SignalException)
 
 
 def _read_places(notes: Iterable[str]) -> None:
@@ -71,15 +123,18 @@ def listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
-def _look(pids: list[int]) -> None:
+def _look(pids: list[int], number: signal.Signals, seconds: float) -> None:
     for pid in pids:
         state = _state_of(pid)
         if state in ("T", "t"):
             STUCK[pid] = "it was stopped (SIGSTOP, Ctrl-Z, a debugger), and the launcher killed it"
         elif state not in ("", "Z"):
-            STUCK[pid] = (
-                "it did not end on SIGTERM (a handler of its own, or a call of C++), and the launcher killed it"
+            how = (
+                f"it did not finish its step and save within {seconds:g} s of {number.name}"
+                if finishes(pid)
+                else f"it did not end on {number.name} (a handler of its own, or a call of C++)"
             )
+            STUCK[pid] = f"{how}, and the launcher killed it"
 
 
 def _state_of(pid: int) -> str:

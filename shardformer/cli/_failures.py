@@ -25,37 +25,39 @@ LONGEST = 600
 FEW = 3
 
 
-def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[int] = ()) -> str:
+def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[int] = (), command: str = "run") -> str:
     """Ours once, for all ranks that raised it alike; a line for each other rank that failed, the first one last.
 
     Args:
         failures: rank -> how it failed, for those that did.
         ranks: all ranks that were started, where the launcher knows them: those not in ``failures`` ended well.
+        command: that started them.
     """
+    me = f"shardformer {command}"
     # Those that the launcher ended itself, once another had failed, are no news.
     own_fault = {r: f for r, f in failures.items() if f.exitcode not in _BY_LAUNCHER or _text(f)} or dict(failures)
     order = sorted(own_fault, key=lambda rank: _order(own_fault[rank]))
     first = failures[order[0]]
     ours = _note(first).get("parts")
     alike = [rank for rank in order if ours and _note(failures[rank]).get("parts") == ours] or order[:1]
-    lines = [f"shardformer run: rank {r} failed as well, {_cause(failures[r])}" for r in order[::-1] if r not in alike]
+    lines = [f"{me}: rank {r} failed as well, {_cause(failures[r])}" for r in order[::-1] if r not in alike]
     if ours:
         lines += [line for line in (_note(first).get("frame"), in_lines(*ours)) if line]
         more = "" if wants_traceback() else f" ({TRACEBACK_VARIABLE}=1 shows the traceback of each rank)"
         # one that raised it may have been ended by the launcher on its way out
         left = next((failures[rank] for rank in alike if failures[rank].exitcode > 0), first)
-        lines.append(f"shardformer run: {_who(alike, _note(first))}: {_short(left)}{more}")
+        lines.append(f"{me}: {_who(alike, _note(first))}: {_short(left)}{more}")
     ended = sorted(set(ranks) - set(failures))
     if (ended and _waited(first)) or (_lost_peer(first) and (ended or not ours)):
         who = listed(ended) if ended else "a process of its group"
         missed = f"before rank {order[0]} was done, which then failed for lack of it (exit code {first.exitcode})"
-        lines.append(f"shardformer run: {who} had ended {missed}. All ranks take the same steps: see why one left")
+        lines.append(f"{me}: {who} had ended {missed}. All ranks take the same steps: see why one left")
     elif _waited(first) and PLACES:
         who = listed(sorted(PLACES))
-        lines.append(f"shardformer run: {who} had not failed when the launcher ended the run: the others waited for it")
-        lines += [f"shardformer run: {place}" for place in places()[:FEW]]
+        lines.append(f"{me}: {who} had not failed when the launcher ended the run: the others waited for it")
+        lines += [f"{me}: {place}" for place in places()[:FEW]]
     elif not ours:
-        lines.append(f"shardformer run: rank {order[0]} failed first, {_cause(first)}")
+        lines.append(f"{me}: rank {order[0]} failed first, {_cause(first)}")
     return "\n".join(lines)
 
 

@@ -23,7 +23,11 @@ MOST_CELLS = 2**15
 MOST_ROWS = 2**10
 
 
+OF_GRID = ("grid", "mode")
+
+
 def draw(
+    context: typer.Context,
     schedule: Annotated[
         str, typer.Option(metavar="NAME", help="gpipe, 1f1b, interleaved, interleaved_zb or zbv.")
     ] = "1f1b",
@@ -58,6 +62,7 @@ def draw(
     """
     from rich.console import Console
 
+    _check_used([name for name in context.params if _is_given(context, name)])
     if grid is not None:
         _draw_grid(Console(highlight=False), grid, mode)
         return
@@ -76,6 +81,24 @@ def draw(
     if out is not None:
         save(chosen, timeline, out)
         console.print(f"\nThe chart is in {out}", soft_wrap=True, markup=False)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _check_used(given: list[str]) -> None:
+    """Raises ConfigError for options of a schedule beside --grid, and for --mode without."""
+    with_grid = "grid" in given
+    for name in given:
+        if with_grid != (name in OF_GRID):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{option} {'with' if with_grid else 'without'} --grid",
+                rule="A grid is drawn in the terminal, and has --mode alone; all other options are of a schedule",
+                remedy=f"Leave {option} out" if with_grid else "Add --grid 2x2, or leave it out",
+            )
 
 
 def _check_size(stages: int, micro_batches: int, chunks: int) -> None:

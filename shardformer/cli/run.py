@@ -38,10 +38,19 @@ _HOST_LINE = re.compile(r"(?P<name>[^\s=]+)(?:\s+slots\s*=\s*(?P<slots>\d{1,9}))
 
 def run(arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] SCRIPT [ARGS]...")] = None) -> None:
     """Start a script in many processes: torchrun's options, and host files."""
-    options = parse(arguments or [])
+    sys.exit(launch(arguments or []))
+
+
+def launch(arguments: Sequence[str], command: str = "run") -> int:
+    """Starts the processes and waits for their end. Returns the exit status.
+
+    Args:
+        command: that the user gave, for messages.
+    """
+    options = parse(arguments)
     _check_script(options)
     _set_threads(options)
-    sys.exit(_launch(options))
+    return _launch(options, command)
 
 
 # ---------------------------------------------------------------------------------------------------------------- hosts
@@ -201,6 +210,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     held_back = {name: parser.get_default(name) for name in ("nnodes", "nproc_per_node", "node_rank", "master_addr")}
     parser.set_defaults(**{name: None for name in held_back if f"PET_{name.upper()}" not in os.environ})
     options = parser.parse_args(list(arguments))
+    _check_used(options)
     if options.hostfile is not None or options.host is not None:
         _apply_hosts(options)
     for name, value in held_back.items():
@@ -210,6 +220,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if _is_alone(options) and options.local_addr is None:
         options.local_addr = "127.0.0.1"  # Else the machine's own name is looked up, which not every machine can.
     return options
+
+
+def _check_used(options: argparse.Namespace) -> None:
+    """Raises LaunchError for options that torch's launcher would take and not read."""
+    meeting = "--standalone" if options.standalone else f"--rdzv-backend {options.rdzv_backend}"
+    if not options.standalone and options.rdzv_backend == "static":
+        return
+    for name in ("master_addr", "master_port", *(("rdzv_endpoint", "rdzv_id") if options.standalone else ())):
+        value = getattr(options, name)
+        if value not in (None, "", "none") and f"PET_{name.upper()}" not in os.environ:  # that a cluster sets for all
+            option = f"--{name.replace('_', '-')}"
+            raise LaunchError(
+                f"{option} {value} with {meeting}",
+                rule="A standalone run finds a free port of this machine; a rendezvous has its own endpoint",
+                remedy=f"Leave {option} out, or {meeting}",
+            )
 
 
 def _torch_options() -> argparse.ArgumentParser:
@@ -317,7 +343,7 @@ def _meeting(options: argparse.Namespace, endpoint: str) -> AbstractContextManag
     return Meeting(host, int(port), options.node_rank, int(options.nnodes.rpartition(":")[2]), "node").watched()
 
 
-def _launch(options: argparse.Namespace) -> int:
+def _launch(options: argparse.Namespace, command: str) -> int:
     """Run the processes to their end; 0 when all ended well, else 1 after a last line that names the cause."""
     from torch.distributed import DistNetworkError
     from torch.distributed import run as torchrun
@@ -332,22 +358,21 @@ def _launch(options: argparse.Namespace) -> int:
         options.training_script = str(Path(__file__).with_name("_worker.py"))
         options.module = False
     try:
-        end_soon(options)
         # `record` hands the error on where a launcher has started us; without one it would log that there is none.
         start = record(torchrun.run) if "TORCHELASTIC_ERROR_FILE" in os.environ else torchrun.run
-        with _meeting(options, torchrun.get_rdzv_endpoint(options)):
+        with end_soon(options), _meeting(options, torchrun.get_rdzv_endpoint(options)):
             start(options)
     except ChildFailedError as error:
         sys.stdout.flush()
         # where this is not the only launcher, others know how the rest of the ranks ended
         alone = options.nnodes in ("1", "1:1")
         ranks = range(torchrun.determine_local_world_size(options.nproc_per_node) if alone else 0)
-        print(describe_failures(error.failures, ranks), file=sys.stderr, flush=True)
+        print(describe_failures(error.failures, ranks, command), file=sys.stderr, flush=True)
         return 1
     except SignalException as error:
-        left = "".join(f"\nshardformer run: of process {pid}: {what}" for pid, what in STUCK.items())
-        left += "".join(f"\nshardformer run: {place}" for place in places()[:FEW])
-        print(f"shardformer run: ended by {error.sigval.name}{left}", file=sys.stderr, flush=True)
+        left = "".join(f"\nshardformer {command}: of process {pid}: {what}" for pid, what in STUCK.items())
+        left += "".join(f"\nshardformer {command}: {place}" for place in places()[:FEW])
+        print(f"shardformer {command}: ended by {error.sigval.name}{left}", file=sys.stderr, flush=True)
         return 128 + error.sigval
     except (RendezvousError, DistNetworkError) as error:
         raise LaunchError(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from shardformer.engine.parallel import Parallel
+    from shardformer.runs.config import RunConfig
     from shardformer.runs.plan import RunPlan
 
 MODULE = "shardformer.runs"
@@ -31,8 +33,13 @@ def train(
         typer.Option(min=1, help="How many are started here; by default as the axes in [parallel] multiply to."),
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="How often all start again, from the last checkpoint, when one of them has died.")
-    ] = 0,
+        int | None,
+        typer.Option(min=0, help="How often all start again, from the last checkpoint, when one has died; else never."),
+    ] = None,
+    shutdown_timeout: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="SECONDS", help="For the step and the save after Ctrl-C or SIGTERM; else 600."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Train nothing: print how the model is cut, and what each rank holds.")
     ] = False,
@@ -43,13 +50,16 @@ def train(
     processes; else it starts them.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # every process would say what one has said
-    from shardformer.engine.parts import LAUNCHED
-    from shardformer.runs.hooks import hooks_of
     from shardformer.runs.read import read_config
-    from shardformer.runs.updates import optimizer_of
 
     asked = list(changes or [])
     found = read_config(config, asked)
+    where = _where(dry_run)
+    if where is None and _count(found.layout, processes) > 1:
+        _start(found, _count(found.layout, processes), max_restarts or 0, shutdown_timeout, [str(config), *asked])
+    # without a launcher, one process is what --processes 1 asks for
+    unused = {"--processes": processes if where else None, "--max-restarts": max_restarts or None}
+    _check_unused(where or "with one process", {**unused, "--shutdown-timeout": shutdown_timeout})
     if dry_run:
         from rich.console import Console
 
@@ -57,16 +67,42 @@ def train(
 
         print_plan(Console(highlight=False), plan_of(found))
         return
-    if any(name in os.environ for name in LAUNCHED) or _count(found.layout, processes) == 1:
-        from shardformer.runs.run import train as train_here
+    from shardformer.runs.run import train as train_here
 
-        train_here(found)
-        return
+    train_here(found)
+
+
+def _start(found: RunConfig, count: int, max_restarts: int, shutdown_timeout: int | None, run: list[str]) -> NoReturn:
+    """Starts the processes, waits for their end, and exits with their status."""
+    from shardformer.cli._ending import VARIABLE
+    from shardformer.cli.run import launch
+    from shardformer.runs.hooks import hooks_of
+    from shardformer.runs.updates import optimizer_of
+
     hooks_of(found), optimizer_of(found.optimizer)  # refused here, once and not in every process
-    from shardformer.cli.run import run
+    if shutdown_timeout is not None:
+        os.environ[VARIABLE] = str(shutdown_timeout)
+    options = ["--nproc_per_node", str(count), "--max-restarts", str(max_restarts)]
+    sys.exit(launch([*options, "-m", MODULE, *run], "train"))
 
-    count = _count(found.layout, processes)
-    run(["--nproc_per_node", str(count), "--max-restarts", str(max_restarts), "-m", MODULE, str(config), *asked])
+
+def _where(dry_run: bool) -> str | None:
+    """In words, where this command starts no processes; None where it may."""
+    from shardformer.engine.parts import LAUNCHED
+
+    launched = next((name for name in LAUNCHED if name in os.environ), None)
+    return "in a dry run" if dry_run else f"under a launcher ({launched} is set)" if launched else None
+
+
+def _check_unused(where: str, options: dict[str, int | None]) -> None:
+    """Raises ConfigError for options of the processes that this command would start: it starts none."""
+    for name, value in options.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} {value} {where}",
+                rule=f"{name} is for the processes that this command starts",
+                remedy="Leave it out",
+            )
 
 
 def _count(layout: Parallel, processes: int | None) -> int:

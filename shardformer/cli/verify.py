@@ -265,13 +265,32 @@ def _check(options: VerifyOptions) -> None:
             rule="--all-heads runs every head, --head one",
             remedy="Leave one of the two out",
         )
+    _check_used(options)
     check_count("The product of the axes", options.num_processes)
     ShardConfig(**options.config())  # refuses a combination that cannot be before anything is loaded
     options.pipelined()
     options.training()
 
 
+def _check_used(options: VerifyOptions) -> None:
+    """Raises ConfigError for options that can have no effect beside the others."""
+    splits, sequence = options.tensor_size > 1, options.sequence_ranks > 1
+    for given, is_used, needed in (
+        (f"--mode {options.mode}" if options.mode != "1d" else "", splits, "--tensor 2x2"),
+        ("--sequence-parallel" if options.sequence_parallel else "", splits, "--tensor 2"),
+        (f"--context {options.context}" if options.context != "auto" else "", sequence, "--sequence 2"),
+        ("--reference whole" if options.reference is Reference.WHOLE else "", options.data > 1, "--data 2"),
+    ):
+        if given and not is_used:
+            raise ConfigError(
+                f"{given} without {needed}",
+                rule=f"{given.split()[0]} has an effect with {needed.split()[0]} alone",
+                remedy=f"Add {needed}, or leave it out",
+            )
+
+
 def _sources(options: VerifyOptions) -> list[ModelSource]:
+    from shardformer.testing.zoo.heads import sees_alone
     from shardformer.verify.model_source import find_model
 
     check_folder(options.model)
@@ -282,6 +301,12 @@ def _sources(options: VerifyOptions) -> list[ModelSource]:
             f"--batch or --tokens for {options.model}, which brings its own batch_fn",
             rule="The two are sizes of random batches",
             remedy="Leave them out, or the batch_fn",
+        )
+    if options.tokens and source.config is not None and sees_alone(source.head):
+        raise ConfigError(
+            f"--tokens {options.tokens} for {source.head or options.model}, which reads images",
+            rule="It is the length of a text",
+            remedy="Leave it out",
         )
     heads = source.heads if options.all_heads else [options.head] if options.head else []
     sources = [source.with_head(head) for head in heads] or [source]

@@ -383,9 +383,9 @@ class Engine:
         if self.data is not None:
             self.data.share_among(context)
 
-    def export(self, folder: str | os.PathLike[str], tokenizer: Any = None, *, overwrite: bool = False) -> None:
+    def export(self, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
         """Writes a folder that ``from_pretrained`` of transformers reads: see ``export_pretrained``."""
-        export_pretrained(folder, self.model, tokenizer=tokenizer, overwrite=overwrite)
+        export_pretrained(folder, self.model, tokenizer=tokenizer)
 
 
 def needs_metric(scheduler: Any) -> bool:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from shardformer.engine.parallel import Parallel
 from shardformer.errors import ConfigError
+from shardformer.mesh.sizes import total_of
 
 Task = Literal["causal", "masked", "sequence_to_sequence", "classification", "image_classification"]
 Format = Literal["text", "jsonl", "datasets", "images"]
@@ -108,6 +109,11 @@ class OptimizerTable(Table):
 
     name: str = Field(default="AdamW", description="A class of `torch.optim`, or `LAMB`, `LARS`, `HybridAdam`.")
     lr: float = Field(default=1e-4, gt=0, description="The learning rate.")
+    decay_biases_and_norms: bool = Field(
+        default=False,
+        description="Whether `weight_decay` also applies to biases and to the weights of norms, which the Trainer of "
+        "transformers leaves out.",
+    )
 
 
 class ScheduleTable(Table):
@@ -120,6 +126,12 @@ class ScheduleTable(Table):
         default=0, ge=0, description="Over how many steps it rises from 0; below 1 it is a share of all steps."
     )
     final: float = Field(default=0, ge=0, le=1, description="What it falls to, as a share of `optimizer.lr`.")
+    steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Over how many steps it rises and falls; after them it stays. By default those of the run. A run "
+        "that is resumed with another length needs it, if the rates of its steps would change.",
+    )
 
 
 class TrainingTable(Table):
@@ -170,6 +182,38 @@ class RunConfig(Table):
                 rule="It is how often the model is tried on the validation data",
                 remedy="Say data.validation, or leave it out",
             )
+        self._check_used()
+
+    def _check_used(self) -> None:
+        """Raises ConfigError for a key that is set and can have no effect beside the others."""
+        task, layout = self.model.task, self.layout
+        images, tensor = task == "image_classification", total_of(layout.tensor, "tensor")
+        of_data_sets = (self.data.format == "datasets", "data.format = 'datasets'")
+        used = {
+            "data.pair": (task == "classification", "model.task = 'classification'"),
+            "data.target": (task == "sequence_to_sequence", "model.task = 'sequence_to_sequence'"),
+            "data.label": (task.endswith("classification"), "a classification"),
+            "data.image": (images, "model.task = 'image_classification'"),
+            "data.text": (not images, "a task of texts"),
+            "data.tokenizer": (not images, "a task of texts"),
+            "data.split": of_data_sets,
+            "data.validation_split": of_data_sets,
+            "schedule.final": (self.schedule.name != "constant", "schedule.name = 'linear' or 'cosine'"),
+            "parallel.tensor_mode": (tensor > 1, "parallel.tensor = 2 or more"),
+            "parallel.sequence_parallel": (tensor > 1, "parallel.tensor = 2 or more"),
+            "parallel.context_parallel": (layout.sequence > 1, "parallel.sequence = 2 or more"),
+            "parallel.schedule": (layout.pipe > 1, "parallel.pipe = 2 or more"),
+        }
+        for key, (is_used, needed) in used.items():
+            table, _, name = key.partition(".")
+            tables: BaseModel = getattr(self, table)
+            value = getattr(tables, name)
+            if not is_used and value != type(tables).model_fields[name].default:
+                raise ConfigError(
+                    f"{key} = {value!r} without {needed}",
+                    rule=f"It has an effect with {needed} alone",
+                    remedy="Leave it out",
+                )
 
     @property
     def layout(self) -> Parallel:

@@ -11,7 +11,7 @@ from shardformer.errors import ConfigError
 from shardformer.runs.config import RunConfig
 from shardformer.runs.images import Images, Look, images_in
 from shardformer.runs.samples import Classified, Padded, Stretches, Written, as_numbers, check_mask, classes_of
-from shardformer.runs.sources import column, format_of, names_of, read_rows, read_texts
+from shardformer.runs.sources import column, format_of, labels_in, names_of, read_rows, read_texts
 from shardformer.runs.tokens import Tokens, joined, tokens_of
 
 IMAGE_SIZE = 224
@@ -37,18 +37,22 @@ class RunData:
     classes: Sequence[Any] | None = None
 
 
-def data_of(config: RunConfig, image_size: int | None = None) -> RunData:
-    """Reads the data that a config names. ``image_size`` is what the model's config says, if it does.
+def data_of(config: RunConfig, image_size: int | None = None, names: Sequence[str] = ()) -> RunData:
+    """Reads the data that a config names.
+
+    Args:
+        image_size: the side of an image, if the model's config has it.
+        names: of the model's classes, in its order. If the data has no others, they keep their numbers.
 
     Raises ConfigError and InputError for data that there are not, or that do not fit the task.
     """
     if config.model.task == "image_classification":
-        return _image_data(config, image_size or IMAGE_SIZE)
+        return _image_data(config, image_size or IMAGE_SIZE, names)
     model = config.model
     tokens = tokens_of(config.data.tokenizer, model.name, random=model.random, trust=model.trust_remote_code)
     check_mask(config.model.task, tokens)
     if config.model.task == "classification":
-        return _classified(config, tokens)
+        return _classified(config, tokens, names)
     made = [_language(config, tokens, validation=which) for which in _parts(config)]
     collate = Padded(tokens.pad) if isinstance(made[0], Written) else None
     return RunData(_title(config), made[0], made[1] if len(made) > 1 else None, collate, tokens)
@@ -91,14 +95,14 @@ def _language(config: RunConfig, tokens: Tokens, *, validation: bool) -> Any:
     return Stretches(joined(texts, tokens), data.sequence, task, tokens)
 
 
-def _classified(config: RunConfig, tokens: Tokens) -> RunData:
+def _classified(config: RunConfig, tokens: Tokens, names: Sequence[str]) -> RunData:
     data = config.data
     made: list[Classified] = []
     classes: list[Any] = []
     for validation in _parts(config):
         rows = _rows(config, validation)
-        labels = column(rows, data.label, "data.label")
-        classes = classes or classes_of(labels)
+        labels, own = labels_in(rows, data.label)
+        classes = classes or classes_of(labels, _order(own, names))
         pairs = column(rows, data.pair, "data.pair") if data.pair is not None else None
         numbers = as_numbers(labels, classes, "validation" if validation else "training")
         made.append(Classified(column(rows, data.text, "data.text"), pairs, numbers, tokens, data.sequence))
@@ -106,7 +110,12 @@ def _classified(config: RunConfig, tokens: Tokens) -> RunData:
     return RunData(_title(config), made[0], validation_data, Padded(tokens.pad), tokens, classes)
 
 
-def _image_data(config: RunConfig, size: int) -> RunData:
+def _order(own: Sequence[str], names: Sequence[str]) -> Sequence[str]:
+    """That of the data set's own classes, unless all of them are classes of the model, whose outputs have an order."""
+    return names if not own or set(own) <= set(names) else own
+
+
+def _image_data(config: RunConfig, size: int, known: Sequence[str]) -> RunData:
     data, look = config.data, Look.of(config.model.name, size)
     made: list[Images] = []
     classes: list[Any] = []
@@ -115,9 +124,10 @@ def _image_data(config: RunConfig, size: int) -> RunData:
         if data.format == "datasets" or not Path(names[0]).is_dir():
             rows = _rows(config, validation)
             images: Sequence[Any] = column(rows, data.image, "data.image")
-            labels = column(rows, data.label, "data.label")
+            labels, own = labels_in(rows, data.label)
         else:
             images, labels = images_in(names)
-        classes = classes or classes_of(labels)
+            own = []
+        classes = classes or classes_of(labels, _order(own, known))
         made.append(Images(images, as_numbers(labels, classes, "validation" if validation else "training"), look))
     return RunData(_title(config), made[0], made[1] if len(made) > 1 else None, None, None, classes)

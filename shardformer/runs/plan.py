@@ -20,10 +20,11 @@ from shardformer.mesh.context import with_tensor
 from shardformer.optim.memory import Memory, memory
 from shardformer.optim.settings import Precision
 from shardformer.runs.config import RunConfig
-from shardformer.runs.data import RunData, data_of
+from shardformer.runs.data import RunData
 from shardformer.runs.hooks import hooks_of
-from shardformer.runs.models import head_of, image_size_of, model_of, own_config
-from shardformer.runs.run import num_steps_of
+from shardformer.runs.model_config import own_config
+from shardformer.runs.models import head_of, model_of
+from shardformer.runs.run import data_and_model_of, num_steps_of
 from shardformer.runs.updates import optimizer_of
 from shardformer.sharder import shard_model
 from shardformer.sharding.describe import describe
@@ -68,8 +69,8 @@ def plan_of(config: RunConfig) -> RunPlan:
     """
     hooks_of(config)
     make_optimizer = optimizer_of(config.optimizer)
+    data, _ = data_and_model_of(config)
     saved = own_config(config)
-    data = data_of(config, image_size_of(saved))
     layout = config.layout
     sizes = {name: size or 1 for name, size in layout.sizes.items()}
     narrow = Precision.of(layout.precision).dtype
@@ -86,9 +87,10 @@ def plan_of(config: RunConfig) -> RunPlan:
         with _without_values():
             plain = model_of(config, data, saved, lazy=False)
             num_parameters = num_parameters or sum(p.numel() for p in plain.parameters())
+            of_params = make_optimizer(plain)
             model = shard_model(plain, config=layout.shard_config(context)).train()
             said = said or str(describe(model))
-            kept = _kept(model, make_optimizer, layout, sizes["data"])
+            kept = _kept(model, of_params, layout, sizes["data"])
         with _without_values() as copied:  # in the dtype in which a step computes
             plain = model_of(config, data, saved, lazy=False, dtype=narrow or torch.float32)
             model = shard_model(plain, config=layout.shard_config(context)).train()

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from shardformer.checkpoint.export import check_target
+from shardformer.checkpoint.export import check_export, check_target
 from shardformer.checkpoint.together import first_does
 from shardformer.engine.build import initialize
 from shardformer.engine.engine import Engine
@@ -20,14 +21,16 @@ from shardformer.mesh.context import ParallelContext
 from shardformer.runs.config import RunConfig
 from shardformer.runs.data import RunData, data_of
 from shardformer.runs.hooks import hooks_of
-from shardformer.runs.models import image_size_of, model_of, own_config
+from shardformer.runs.model_config import class_names_of, image_size_of, own_config
+from shardformer.runs.models import model_of
+from shardformer.runs.resume import Resume
+from shardformer.runs.task_check import check_task
 from shardformer.runs.updates import optimizer_of, scheduler_of
+from shardformer.trainer.hooks.checkpoint import Checkpoint
 from shardformer.trainer.trainer import Trainer
 
 EXPORT = "model"
 """In the run's folder: where the trained model is written."""
-INTERRUPTED = 128 + signal.SIGTERM
-"""The exit status of a run that was asked to end: whoever waits for it hears that it is not through."""
 
 
 def train(config: RunConfig) -> dict[str, float]:
@@ -48,10 +51,12 @@ def train(config: RunConfig) -> dict[str, float]:
         validate_every=config.training.validate_every,
     )
     if trainer.was_interrupted:
-        raise SystemExit(INTERRUPTED)
+        _tell_interrupted(trainer)
+        # who waits for it hears that it is not through
+        raise SystemExit(128 + (trainer.signal or signal.SIGTERM))
     if config.training.export:
         tokenizer = data.tokens.tokenizer if data.tokens is not None else None
-        trainer.engine.export(config.path / EXPORT, tokenizer, overwrite=True)
+        trainer.engine.export(config.path / EXPORT, tokenizer)
     return values
 
 
@@ -66,7 +71,20 @@ def _check_export(config: RunConfig, folder: Path) -> None:
             rule="The model that a run starts from is not overwritten",
             remedy="Give the run another folder, such as folder = 'run'",
         )
-    check_target(folder, overwrite=True)
+    check_target(folder)
+
+
+def _tell_interrupted(trainer: Trainer) -> None:
+    saved = next((hook for hook in trainer.hooks if isinstance(hook, Checkpoint) and hook.saved_step > 0), None)
+    if not trainer.is_first:
+        return
+    if saved is None:
+        print(f"stopped behind step {trainer.step}; nothing is saved: see hooks.checkpoint in the config", flush=True)
+    else:
+        more = f" as of step {saved.saved_step}" if saved.saved_step != trainer.step else ""
+        print(
+            f"stopped behind step {trainer.step}; saved in {saved.folder}{more}: the same command resumes", flush=True
+        )
 
 
 def layout_of(config: RunConfig) -> Parallel:
@@ -79,10 +97,23 @@ def trainer_of(config: RunConfig, layout: Parallel, context: ParallelContext) ->
     """Everything that the config says, put together."""
     hooks = hooks_of(config)
     make_optimizer = optimizer_of(config.optimizer)
-    saved = own_config(config)
-    data = data_of(config, image_size_of(saved))
-    model = model_of(config, data, saved)
+    data, model = data_and_model_of(config)
+    hooks.append(Resume(config, num_steps_of(config, data)))
     return Trainer(_engine(config, layout, context, model, data, make_optimizer), hooks), data
+
+
+def data_and_model_of(config: RunConfig) -> tuple[RunData, nn.Module]:
+    """Both, with the model's weights not there yet.
+
+    Raises what cannot be before the first step, and what an export behind the last one would fail with.
+    """
+    saved = own_config(config)
+    data = data_of(config, image_size_of(saved), class_names_of(saved))
+    model = model_of(config, data, saved)
+    check_task(config, model)
+    if config.training.export:
+        check_export(model, data.tokens.tokenizer if data.tokens is not None else None)
+    return data, model
 
 
 def _engine(
@@ -91,7 +122,7 @@ def _engine(
     torch.manual_seed(config.seed)
     return initialize(
         model,
-        make_optimizer,
+        make_optimizer(model),
         train_data=data.train,
         scheduler=scheduler_of(config.schedule, num_steps_of(config, data)),
         parallel=layout,

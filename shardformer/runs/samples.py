@@ -120,8 +120,12 @@ def _column(values: Sequence[Any], fill: int) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
 
 
-def classes_of(labels: Sequence[Any]) -> list[Any]:
+def classes_of(labels: Sequence[Any], names: Sequence[str] = ()) -> list[Any]:
     """The classes, in order: those of numbers by their size, those of words by the alphabet.
+
+    Args:
+        names: of classes that are there, in their order: those of the model, or of the data set. If they include all
+            labels, or a name for each number, they are the classes.
 
     Raises InputError for labels that are no classes.
     """
@@ -132,7 +136,12 @@ def classes_of(labels: Sequence[Any]) -> list[Any]:
             rule="A label is a whole number or a word, and all are of one kind",
             remedy="Correct the data, or data.label",
         )
-    return sorted(set(labels))
+    found = set(labels)
+    if kinds == {str} and found <= set(names):
+        return list(names)
+    if kinds == {int} and found <= set(range(len(names))):
+        return list(range(len(names)))
+    return sorted(found)
 
 
 def as_numbers(labels: Sequence[Any], classes: Sequence[Any], which: str) -> list[int]:

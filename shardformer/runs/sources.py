@@ -65,6 +65,15 @@ def column(rows: Rows, name: str, key: str) -> list[Any]:
     return [row[name] for row in rows]
 
 
+def labels_in(rows: Rows, name: str) -> tuple[list[Any], list[str]]:
+    """The labels of rows, and the names of all classes where the data set has them (``ClassLabel``): labels by name."""
+    labels = column(rows, name, "data.label")
+    names = getattr((getattr(rows, "features", None) or {}).get(name), "names", None)
+    if names is None:
+        return labels, []
+    return [names[label] if isinstance(label, int) and 0 <= label < len(names) else label for label in labels], [*names]
+
+
 def _read_lines(names: Sequence[str]) -> list[Mapping[str, Any]]:
     rows: list[Mapping[str, Any]] = []
     for name in names:

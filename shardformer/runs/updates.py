@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -18,11 +19,18 @@ from shardformer.optim.hybrid import HybridAdam
 from shardformer.optim.layerwise import LAMB, LARS
 from shardformer.runs.config import OptimizerTable, ScheduleTable
 
+NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""Of names in lower case, as in transformers."""
 OURS = {kind.__name__: kind for kind in (LAMB, LARS, HybridAdam)}
 
 
-def optimizer_of(table: OptimizerTable) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """A function of parameters. Raises ConfigError for a name, or an argument, that there is not."""
+MakeOptimizer = Callable[[nn.Module], Callable[[Iterable[nn.Parameter]], Optimizer]]
+"""The model before it is sharded -> the parameters of it that are trained here -> what updates them."""
+DECAY = "weight_decay"
+
+
+def optimizer_of(table: OptimizerTable) -> MakeOptimizer:
+    """How the optimizer is made. Raises ConfigError for a name, or an argument, that there is not."""
     theirs = {n: k for n, k in vars(torch.optim).items() if isinstance(k, type) and issubclass(k, Optimizer)}
     known = {name: kind for name, kind in {**theirs, **OURS}.items() if name != "Optimizer"}
     if table.name not in known:
@@ -34,14 +42,28 @@ def optimizer_of(table: OptimizerTable) -> Callable[[list[nn.Parameter]], Optimi
     kind = known[table.name]
     said = {key: tuple(v) if isinstance(v, list) else v for key, v in (table.model_extra or {}).items()}
     check_arguments(kind, {"lr": table.lr, **said}, "optimizer", taken=("params",))
+    default = inspect.signature(kind).parameters.get(DECAY)
+    decays = bool(said.get(DECAY, default.default if default is not None else 0))
+    if table.decay_biases_and_norms and not decays:
+        raise ConfigError(
+            f"optimizer.decay_biases_and_norms = true with {kind.__name__} and no {DECAY}",
+            rule=f"It says to which parameters optimizer.{DECAY} applies",
+            remedy=f"Write optimizer.{DECAY} = 0.01, or leave it out",
+        )
     made = partial(_made, kind, {"lr": table.lr, **said})
-    made([nn.Parameter(torch.zeros(1))])  # refuses values that cannot be, before anything is loaded
-    return made
+    made(list)([nn.Parameter(torch.zeros(1))])  # refuses values that cannot be, before anything is loaded
+    return lambda model: made(_grouping(model) if decays and not table.decay_biases_and_norms else list)
 
 
-def _made(kind: Any, arguments: Mapping[str, Any], params: Iterable[nn.Parameter]) -> Optimizer:
+def _made(
+    kind: Any, arguments: Mapping[str, Any], group: Callable[[Iterable[nn.Parameter]], list[Any]]
+) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    return lambda params: _built(kind, arguments, group(params))
+
+
+def _built(kind: Any, arguments: Mapping[str, Any], groups: list[Any]) -> Optimizer:
     try:
-        found: Optimizer = kind(params, **arguments)
+        found: Optimizer = kind(groups, **arguments)
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"{kind.__name__} does not take {', '.join(f'{n} = {v!r}' for n, v in arguments.items())}: {error}",
@@ -49,6 +71,36 @@ def _made(kind: Any, arguments: Mapping[str, Any], params: Iterable[nn.Parameter
             remedy="Correct the value",
         ) from error
     return found
+
+
+def _grouping(model: nn.Module) -> Callable[[Iterable[nn.Parameter]], list[dict[str, Any]]]:
+    """Parameters -> those that decay, and the others.
+
+    Which these are is found by name before the model is sharded, so that it is the same under every layout. On every
+    rank there are both groups, though a stage may have none of one: a checkpoint has the groups of all.
+    """
+    every = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    others = {name for name in every if not decays(model, name)}
+
+    def grouped(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+        names = {id(param): name for name, param in model.named_parameters()}
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for param in params:
+            groups[names[id(param)] not in others].append(param)
+        return [{"params": groups[True]}, {"params": groups[False], DECAY: 0.0}]
+
+    return grouped
+
+
+def decays(model: nn.Module, name: str) -> bool:
+    """Whether weight decay applies to a parameter: not to biases, nor to what a norm holds.
+
+    As ``Trainer.get_decay_parameter_names`` of transformers, which goes by names and ``LayerNorm``; and every other
+    module whose class is named as a norm, such as ``BatchNorm2d``.
+    """
+    holder = type(model.get_submodule(name.rpartition(".")[0]))
+    is_norm = any("norm" in kind.__name__.lower() for kind in holder.__mro__)
+    return not is_norm and NOT_DECAYED.search(name.lower()) is None
 
 
 def check_arguments(kind: Any, given: Mapping[str, Any], where: str, taken: Iterable[str] = ()) -> None:
@@ -70,9 +122,15 @@ def check_arguments(kind: Any, given: Mapping[str, Any], where: str, taken: Iter
 
 def scheduler_of(table: ScheduleTable, num_steps: int) -> Callable[[Optimizer], LambdaLR]:
     """A function of the optimizer, for a run of so many steps."""
-    warmup = math.ceil(table.warmup * num_steps) if table.warmup < 1 else round(table.warmup)
-    share = partial(share_of_rate, table.name, warmup, num_steps, table.final)
+    share = shares_of(table, num_steps)
     return lambda optimizer: LambdaLR(optimizer, share)
+
+
+def shares_of(table: ScheduleTable, num_steps: int) -> Callable[[int], float]:
+    """step from 0 -> share of the learning rate, in a run of so many steps."""
+    length = num_steps if table.steps is None else table.steps
+    warmup = math.ceil(table.warmup * length) if table.warmup < 1 else round(table.warmup)
+    return partial(share_of_rate, table.name, warmup, length, table.final)
 
 
 def share_of_rate(name: str, warmup: int, num_steps: int, final: float, step: int) -> float:

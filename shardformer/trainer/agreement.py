@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from typing import Any
@@ -14,9 +15,12 @@ import torch
 from shardformer.comm.collectives import all_reduce, gather_objects
 from shardformer.engine.engine import Engine
 from shardformer.errors import InputError, ShardFormerError
+from shardformer.mesh.finishing import finishes_on_signals, has_launcher
 from shardformer.trainer.hook import Hook
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+REPEATS_S = 5.0
+"""A signal that comes again so soon is the same one, under a launcher: to it and to this process, by a scheduler."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,13 @@ class Agreement:
     Attributes:
         failure: the first one since the last agreement.
         is_broken: whether an agreement found a failure: the run is ending.
+        signal: the one that came to this rank; None without.
     """
 
     def __init__(self) -> None:
         self.failure: Failure | None = None
         self.is_broken = False
+        self.signal: signal.Signals | None = None
         self._mine = self._heard = Asked()
 
     def ask(self, **what: bool) -> None:
@@ -94,24 +100,38 @@ class Agreement:
         return heard
 
     @contextmanager
-    def signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT are noted while it lasts; the second one does what it did before."""
+    def signals(self, tell: Callable[[signal.Signals], None]) -> Iterator[None]:
+        """SIGTERM and SIGINT are noted while it lasts; the second one does what it did before.
+
+        Args:
+            tell: is called when the first one comes.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.getsignal(number) for number in SIGNALS}
+        came_at = 0.0
 
         def restore() -> None:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
         def note(number: int, frame: Any) -> None:
-            self.ask(signal=True)
-            restore()
+            nonlocal came_at
+            if self.signal is None:
+                self.signal, came_at = signal.Signals(number), time.monotonic()
+                self.ask(signal=True)
+                if not has_launcher():
+                    restore()
+                tell(self.signal)
+            elif time.monotonic() - came_at > REPEATS_S:
+                restore()
+                signal.raise_signal(number)
 
-        for number in SIGNALS:
-            signal.signal(number, note)
-        try:
-            yield
-        finally:
-            restore()
+        with finishes_on_signals():
+            for number in SIGNALS:
+                signal.signal(number, note)
+            try:
+                yield
+            finally:
+                restore()

@@ -45,6 +45,7 @@ class Run(Protocol):
     last_epoch: int | None
     problem: BaseException | None
     stopped_by: str | None
+    was_interrupted: bool
 
     @property
     def step(self) -> int: ...

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from signal import SIGINT, Signals
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +17,7 @@ from shardformer.engine.batch import is_several
 from shardformer.engine.data import Batches
 from shardformer.engine.engine import Engine, needs_metric
 from shardformer.errors import ConfigError
+from shardformer.mesh.finishing import is_ended
 from shardformer.trainer.agreement import Agreement
 from shardformer.trainer.hook import Hook
 from shardformer.trainer.hooks.progress import Progress
@@ -47,6 +50,7 @@ class Trainer:
         problem: the error that ends the run; None without.
         stopped_by: why it ended before its last step, in words; None where it did not.
         was_interrupted: whether that was a signal.
+        signal: the one that came to this rank; None without.
         extra: plain values of your own, which a checkpoint keeps.
     """
 
@@ -71,7 +75,7 @@ class Trainer:
         self.was_interrupted = False
         self.extra: Any = None
         self._agreement = Agreement()
-        self._why = ""
+        self._why, self._doing = "", ""
         self._validation: Batches | None = None
         self._saves: list[Callable[..., Any]] = []
         self._position: Any = None
@@ -99,6 +103,10 @@ class Trainer:
             return self.last_epoch * len(self._data)
         except TypeError:
             return None
+
+    @property
+    def signal(self) -> Signals | None:
+        return self._agreement.signal
 
     @property
     def seconds(self) -> float:
@@ -165,7 +173,7 @@ class Trainer:
         self._agreement, self._began = Agreement(), time.perf_counter()
         self.engine.listener = self._call
         try:
-            with self._agreement.signals():
+            with self._agreement.signals(self._tell_signal):
                 self._moment("setup")
                 self._moment("before_train")
                 self._position = self._data.state()
@@ -211,6 +219,16 @@ class Trainer:
             if self.stopped_by is not None:
                 return
 
+    def _tell_signal(self, number: Signals) -> None:
+        """Says at once what happens now: a step may take minutes."""
+        if not self.is_first or is_ended():
+            return
+        name = "Ctrl-C" if number is SIGINT else number.name
+        doing = [f"finishing {self._doing}"] * bool(self._doing) + ["saving"] * bool(self._saves)
+        more = " (press again to stop at once)" if number is SIGINT else ""
+        # not print: the signal may come while something is printed
+        os.write(2, f"\n{name}: {' and '.join(doing) or 'stopping'}{more}\n".encode())
+
     def _next(self, batches: Iterator[Any]) -> Any:
         """The next batch; None behind the last. Where it cannot be had all ranks hear of it before the next step."""
         try:
@@ -225,6 +243,7 @@ class Trainer:
             return {}
 
     def _train(self, batch: Any) -> None:
+        self._doing = f"step {self.step + 1}"
         self.engine.train()
         self.samples = self._data.batch_samples
         self.tokens = round(self.samples * _tokens_of_sample(batch))
@@ -256,6 +275,7 @@ class Trainer:
         if self._validation is None:
             return
         self._validated_step = self.step
+        self._doing = "the validation"
         self._moment("before_validation")
         self._validation.rewind()
         self.values["validation/loss"] = float(self.engine.evaluate(self._each_of(self._validation)))

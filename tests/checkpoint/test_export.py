@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardformer.checkpoint import export, folder
 from shardformer.checkpoint.export import export_pretrained
 from shardformer.errors import ConfigError, InputError
+from shardformer.lazy.materialize import materialize
 from shardformer.lazy.pretrained import from_pretrained
 from shardformer.mesh.context import ParallelContext
 from shardformer.testing.threads import run_as_threads
@@ -99,7 +100,7 @@ def test_a_model_without_a_config_gets_its_weights_alone(tmp_path: Path) -> None
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
-    with pytest.raises(ConfigError, match="is not empty"):
+    with pytest.raises(ConfigError, match="is not an export of ShardFormer"):
         export_pretrained(tmp_path, nn.Linear(2, 3))
     with pytest.raises(ConfigError, match="is a file"):
         export_pretrained(tmp_path / "mine", nn.Linear(2, 3))
@@ -107,16 +108,14 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
         export_pretrained(tmp_path / "out", nn.Linear(2, 3), max_file_bytes=0)
 
 
-def test_an_earlier_export_is_replaced_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_an_earlier_export_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "out"
     first, second = nn.Linear(2, 3), nn.Linear(2, 3)
-    export_pretrained(path, first, max_file_bytes=1, overwrite=True)
+    export_pretrained(path, first, max_file_bytes=1)
     (path / "NOTES.md").write_text("my notes")
     (path / "plots").mkdir()
     (path / "plots" / "loss.png").write_text("")
-    with pytest.raises(ConfigError, match="is not empty"):
-        export_pretrained(path, second)
-    export_pretrained(path, second, overwrite=True)
+    export_pretrained(path, second)
     assert sorted(f.name for f in path.iterdir()) == ["NOTES.md", "model.safetensors", "plots"]
     assert (path / "plots" / "loss.png").exists()
     assert torch.equal(load_file(path / "model.safetensors")["weight"], second.weight)
@@ -135,17 +134,16 @@ def test_what_no_export_wrote_is_not_overwritten(file: str, tmp_path: Path) -> N
         (path / file).write_text("mine")
     before = (path / file).read_bytes()
     with pytest.raises(ConfigError, match="is not an export of ShardFormer"):
-        export_pretrained(path, nn.Linear(2, 3), overwrite=True)
+        export_pretrained(path, nn.Linear(2, 3))
     assert [(f.name, f.read_bytes()) for f in path.iterdir()] == [(file, before)]
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_link_to_a_folder_is_left_alone(overwrite: bool, tmp_path: Path) -> None:
+def test_a_link_to_a_folder_is_left_alone(tmp_path: Path) -> None:
     export_pretrained(tmp_path / "real", nn.Linear(2, 3))
     before = (tmp_path / "real" / "model.safetensors").read_bytes()
     (tmp_path / "out").symlink_to(tmp_path / "real")
     with pytest.raises(ConfigError, match="is a symbolic link"):
-        export_pretrained(tmp_path / "out", nn.Linear(2, 3), overwrite=overwrite)
+        export_pretrained(tmp_path / "out", nn.Linear(2, 3))
     assert (tmp_path / "real" / "model.safetensors").read_bytes() == before
 
 
@@ -160,7 +158,7 @@ def test_an_export_leaves_a_save_into_the_folder_above_alone(tmp_path: Path) -> 
 
 
 def test_two_exports_to_one_folder_at_the_same_time_leave_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, second, said = export._finish, nn.Linear(2, 3), []
+    real, first, second, said = export._finish, nn.Linear(2, 3), nn.Linear(2, 3), []
 
     def finish(*args: Any, **kwargs: Any) -> None:
         monkeypatch.setattr(export, "_finish", real)
@@ -168,10 +166,21 @@ def test_two_exports_to_one_folder_at_the_same_time_leave_one(tmp_path: Path, mo
         real(*args, **kwargs)
 
     monkeypatch.setattr(export, "_finish", finish)
-    with pytest.raises(ConfigError, match="is not empty"):
-        export_pretrained(tmp_path / "out", nn.Linear(2, 3))
-    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], second.weight)
+    export_pretrained(tmp_path / "out", first)
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], first.weight)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_export_does_not_take_the_place_of_another_model(tmp_path: Path) -> None:
+    plain = Sample("gpt2")()
+    plain.save_pretrained(tmp_path / "base")
+    with pytest.raises(ConfigError, match="is not an export of ShardFormer"):
+        export_pretrained(tmp_path / "base", plain)
+    export_pretrained(tmp_path / "out", plain)
+    again = materialize(from_pretrained(type(plain), tmp_path / "out"))
+    with pytest.raises(ConfigError, match="is the folder that the model was loaded from"):
+        export_pretrained(tmp_path / "out", again)
+    same(tmp_path / "out", plain)
 
 
 def test_a_disk_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,10 @@ def test_what_the_ranks_of_a_grid_hold(
         (["--grid", "ax2"], "--grid 4, or --grid 2x2"),
         (["--grid", "200x200"], "1024 at the most"),
         (["--grid", "99999999999999999999x2"], "ranks at the most"),
+        (["--grid", "2x2", "--out", "grid.png"], "--out with --grid"),
+        (["--grid", "2x2", "--stages", "4"], "--stages with --grid"),
+        (["--grid", "2x2", "--micro-batches", "2"], "--micro-batches with --grid"),
+        (["--mode", "2d"], "--mode without --grid"),
     ],
 )
 def test_a_grid_that_cannot_be(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -403,6 +403,8 @@ def test_without_hosts_the_options_are_torchruns_own() -> None:
         (["--nproc_per_node", "1000000", "a.py"], "1000000 processes"),
         (["--nnodes", "99999999999999999999", "a.py"], "--nnodes is"),
         (["--standalone", "--nnodes", "2", "a.py"], "--standalone stands beside"),
+        (["--standalone", "--master_port", "1234", "a.py"], "--master-port 1234 with --standalone"),
+        (["--rdzv_backend", "c10d", "--master_addr", "x", "a.py"], "--master-addr x with --rdzv-backend c10d"),
         (["--monitor-interval", "inf", "a.py"], "--monitor-interval is inf"),
         (["--shutdown-timeout", "99999999999999", "a.py"], "--shutdown-timeout"),
         (["--signals-to-handle", "SIGKILL", "a.py"], "'SIGKILL'"),

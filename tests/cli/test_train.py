@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -72,9 +74,51 @@ def test_a_dry_run_trains_nothing(folder: Path, capsys: pytest.CaptureFixture[st
     assert not (folder / "run").exists()
 
 
+@pytest.mark.parametrize("option", [("--processes", "1"), ("--max-restarts", "1"), ("--shutdown-timeout", "9")])
+@pytest.mark.parametrize("how", ["dry", "launched", "alone"])
+def test_an_option_of_processes_is_refused_where_none_are_started(
+    option: tuple[str, str], how: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if how == "launched":
+        monkeypatch.setenv("RANK", "0")
+    if how == "alone" and option[0] == "--processes":
+        return  # one process is what it starts
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "-c", "run.toml", *option, *(["--dry-run"] if how == "dry" else [])])
+    assert ended.value.code == 2
+    assert option[0] in capsys.readouterr().err
+    assert not (folder / "run").exists()
+
+
 def test_the_number_of_processes_is_the_layout_s() -> None:
     assert _count(Parallel(tensor=2, pipe=2), None) == 4
     assert _count(Parallel(tensor=2), 4) == 4
     for layout, processes in ((Parallel(tensor=2), 3), (Parallel(tensor=2, data=1), 4)):
         with pytest.raises(ConfigError, match=r"--processes"):
             _count(layout, processes)
+
+
+@pytest.mark.slow
+def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(folder: Path) -> None:
+    (folder / "asks.py").write_text(
+        "import pathlib, time, shardformer\n"
+        "class Asks(shardformer.Hook):\n"
+        "    def before_forward(self, trainer):\n"
+        "        if trainer.step == 1:\n"
+        "            pathlib.Path('begun').touch()\n"
+        "            time.sleep(2)\n",
+        encoding="utf-8",
+    )
+    (folder / "run.toml").write_text(f'{RUN}[hooks]\n"asks.py:Asks" = true\n', encoding="utf-8")
+    command = [*SHARDFORMER, "train", "--config", "run.toml", "--set", "parallel.tensor=2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (folder / "begun").exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGINT, err
+    assert "Ctrl-C: finishing step 2 and saving (press again to stop at once)" in err
+    assert "stopped behind step 2; saved in run/checkpoints: the same command resumes" in out
+    assert err.strip().endswith("shardformer train: ended by SIGINT")
+    assert [path.name for path in (folder / "run/checkpoints").glob("step-*")] == ["step-00000002"]

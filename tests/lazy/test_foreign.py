@@ -17,7 +17,8 @@ import shardformer
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.runs.config import RunConfig
 from shardformer.runs.data import RunData
-from shardformer.runs.models import model_of, own_config
+from shardformer.runs.model_config import own_config
+from shardformer.runs.models import model_of
 from shardformer.runs.read import config_of
 from shardformer.runs.tokens import tokens_of
 from shardformer.testing.zoo.shrink import model_class

@@ -1,4 +1,4 @@
-"""The learning rate of each step of a run, and how many steps there are."""
+"""The learning rate of each step of a run, how many steps there are, and which parameters decay."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
-from shardformer.runs.config import ScheduleTable
+from shardformer.errors import ConfigError
+from shardformer.runs.config import OptimizerTable, ScheduleTable
 from shardformer.runs.data import data_of
 from shardformer.runs.run import num_steps_of
-from shardformer.runs.updates import scheduler_of
+from shardformer.runs.updates import optimizer_of, scheduler_of
 from tests.runs.files import config, labelled, write_rows
 
 
@@ -47,3 +49,45 @@ def test_the_steps_of_a_run_are_those_of_the_batches_that_it_trains_on(
     data = {"train": write_rows(tmp_path, labelled(12)), "batch_size": 5, "drop_last": drop_last}
     made = config(tmp_path, "bert", data, model={"task": "classification"}, training={"epochs": 2})
     assert num_steps_of(made, data_of(made)) == steps
+
+
+def grouped(model: Any, **table: Any) -> dict[float, set[str]]:
+    """Weight decay -> the parameters that have it."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    optimizer = optimizer_of(OptimizerTable(**table))(model)(list(model.parameters()))
+    return {group["weight_decay"]: {names[id(param)] for param in group["params"]} for group in optimizer.param_groups}
+
+
+@pytest.mark.parametrize(
+    "name", ["GPT2LMHeadModel", "BertForMaskedLM", "LlamaForCausalLM", "T5ForConditionalGeneration", "ViTModel"]
+)
+def test_biases_and_norms_do_not_decay_as_in_transformers(name: str) -> None:
+    kind = getattr(transformers, name)
+    with torch.device("meta"):
+        model = kind(kind.config_class())
+    found = grouped(model, weight_decay=0.1)
+    excluded = {name for name, _ in model.named_parameters()} - decayed_by_transformers(model)
+    assert found == {0.1: decayed_by_transformers(model), 0.0: excluded}
+    assert excluded
+
+
+def decayed_by_transformers(model: nn.Module) -> set[str]:
+    trainer: Any = transformers.Trainer
+    here = {name for name, _ in model.named_parameters()}
+    return here & set(trainer.get_decay_parameter_names(None, model))
+
+
+def test_norms_of_other_names_and_classes_do_not_decay() -> None:
+    class RmsNorm(nn.RMSNorm):
+        pass
+
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.GroupNorm(1, 2), RmsNorm(2))
+    assert grouped(model, weight_decay=0.1)[0.1] == {"0.weight"}
+
+
+def test_all_parameters_decay_where_the_config_says_so() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    assert grouped(model, weight_decay=0.1, decay_biases_and_norms=True) == {0.1: set(dict(model.named_parameters()))}
+    assert list(grouped(model, name="SGD")) == [0]
+    with pytest.raises(ConfigError, match=r"decay_biases_and_norms = true with SGD and no weight_decay"):
+        optimizer_of(OptimizerTable(name="SGD", decay_biases_and_norms=True))

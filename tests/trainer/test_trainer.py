@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from shardformer.engine.build import initialize
 from shardformer.engine.engine import Engine
 from shardformer.errors import ConfigError, InputError
 from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.finishing import FOLDER, finishes
 from shardformer.testing.threads import run_as_threads
 from shardformer.trainer.hook import MOMENTS, Hook, Run
 from shardformer.trainer.trainer import Trainer
@@ -136,6 +138,50 @@ def test_a_signal_ends_the_run_behind_its_step() -> None:
     assert trainer.stopped_by == "a signal"
     assert "on_signal" in diary.moments
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_a_signal_leads_to_is_told_at_once(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    class Asks(Hook):
+        def before_forward(self, trainer: Trainer) -> None:
+            if trainer.step == 1:
+                signal.raise_signal(number)
+
+    trainer = Trainer(made(), [Asks()])
+    trainer.fit(steps=9)
+    told = {
+        signal.SIGTERM: "SIGTERM: finishing step 2",
+        signal.SIGINT: "Ctrl-C: finishing step 2 (press again to stop at once)",
+    }
+    assert capfd.readouterr().err.strip() == told[number]
+    assert trainer.signal is number
+
+
+def test_the_second_signal_does_what_it_did_before() -> None:
+    class Asks(Hook):
+        def before_forward(self, trainer: Trainer) -> None:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    trainer = Trainer(made(), [Asks()])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(steps=9)
+
+
+def test_under_a_launcher_a_signal_that_comes_twice_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler sends it to each process, and the launcher sends it on."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    noted = []
+
+    class Asks(Hook):
+        def before_forward(self, trainer: Trainer) -> None:
+            noted.append(finishes(os.getpid()))
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    trainer = Trainer(made(), [Asks()])
+    trainer.fit(steps=9)
+    assert (trainer.step, noted, list(tmp_path.iterdir())) == (1, [True], [])
 
 
 # -------------------------------------------------------------------------------------------------------- several ranks

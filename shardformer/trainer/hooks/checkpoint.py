@@ -15,7 +15,7 @@ from shardformer.trainer.hooks.json_lines import check_every
 
 
 class Checkpoint(Hook):
-    """Saves checkpoints: every so many steps or minutes, behind each epoch, on SIGTERM and at the end.
+    """Saves checkpoints: every so many steps or minutes, behind each epoch, on Ctrl-C or SIGTERM and at the end.
 
     >>> hooks = [Checkpoint("run/checkpoints", every_minutes=10, keep=3)]                         # doctest: +SKIP
 
@@ -28,10 +28,11 @@ class Checkpoint(Hook):
 
     Args:
         folder: where checkpoints lie, as ``folder/step-00000123``.
-        every_steps, every_minutes: from one to the next; None: not by steps, or not by time.
+        every_steps: from one to the next; None: not by steps.
+        every_minutes: from one to the next; None, or inf: not by time.
         every_epoch: whether one is saved behind each epoch.
-        at_end: whether one is saved behind the last step, and where the run is stopped.
-        on_signal: whether one is saved when SIGTERM or SIGINT comes.
+        at_end: whether one is saved behind the last step, and where a hook stops the run.
+        on_signal: whether one is saved behind the step in which SIGTERM or SIGINT (Ctrl-C) comes.
         keep: how many are kept, or a ``Keep``; None: all.
         in_background: whether a thread writes while training goes on.
         resume: whether a run goes on from what the folder holds. If not, the folder holds no checkpoint yet.
@@ -43,7 +44,7 @@ class Checkpoint(Hook):
         self,
         folder: str | Path,
         every_steps: int | None = None,
-        every_minutes: float | None = None,
+        every_minutes: float | None = 10.0,
         every_epoch: bool = False,
         at_end: bool = True,
         on_signal: bool = True,
@@ -54,7 +55,7 @@ class Checkpoint(Hook):
         if every_steps is not None:
             check_every("Checkpoint", every_steps)
         is_number = isinstance(every_minutes, (int, float)) and not isinstance(every_minutes, bool)
-        if every_minutes is not None and (not is_number or not 0 < every_minutes < math.inf):
+        if every_minutes is not None and (not is_number or not 0 < every_minutes <= math.inf):
             raise ConfigError(
                 f"Checkpoint(every_minutes={every_minutes!r})",
                 rule="It is a number of minutes above 0",
@@ -85,6 +86,11 @@ class Checkpoint(Hook):
                 remedy="Give another folder, or resume=True to go on from them",
             )
 
+    @property
+    def saved_step(self) -> int:
+        """Of the newest checkpoint of this run; -1 without."""
+        return self._saved_step
+
     def before_train(self, trainer: Run) -> None:
         self._saved_at = time.monotonic()
 
@@ -103,7 +109,7 @@ class Checkpoint(Hook):
             trainer.save()
 
     def after_train(self, trainer: Run) -> None:
-        if self.at_end:
+        if self.at_end and not trainer.was_interrupted:
             trainer.save()
 
     def _save(self, *, extra: Any, position: Any) -> None:

@@ -144,8 +144,8 @@ MUTANTS = [
     mutant(
         "validation-numbers-its-own-classes",
         "shardformer/runs/data.py",
-        'labels = column(rows, data.label, "data.label")\n        classes = classes or classes_of(labels)',
-        'labels = column(rows, data.label, "data.label")\n        classes = classes_of(labels)',
+        "classes = classes or classes_of(labels, _order(own, names))",
+        "classes = classes_of(labels, _order(own, names))",
         "Validation data that lacks a class is compared with wrong labels.",
         first=(
             "tests/runs/test_data.py::test_validation_data_that_lack_a_class_have_the_numbers_of_the_training",

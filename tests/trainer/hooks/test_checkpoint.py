@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -95,6 +96,28 @@ def test_a_signal_leads_to_a_checkpoint_and_an_end(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "cut") == ["step-00000002"]
     found, *_ = trained(tmp_path / "cut", 6)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_run_that_is_not_to_save_on_a_signal_does_not(tmp_path: Path) -> None:
+    trainer = Trainer(engine_of(), [Kills(), Checkpoint(tmp_path, on_signal=False)])
+    trainer.fit(steps=6)
+    assert (trainer.step, steps_in(tmp_path)) == (2, [])
+
+
+def test_ten_minutes_are_lost_at_the_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(0, 10_000, 400))
+    monkeypatch.setattr("shardformer.trainer.hooks.checkpoint.time.monotonic", lambda: next(now))
+    hook = Checkpoint(tmp_path)
+    saved: list[int] = []
+    trainer = Trainer(engine_of(), [])
+    monkeypatch.setattr(trainer, "save", lambda: saved.append(1))
+    hook.before_train(trainer)
+    hook.after_step(trainer)
+    assert saved == []
+    hook.after_step(trainer)
+    assert saved == [1]
+    Checkpoint(tmp_path, every_minutes=math.inf).after_step(trainer)
+    assert saved == [1]
 
 
 def test_hooks_go_on_by_their_names(tmp_path: Path) -> None:

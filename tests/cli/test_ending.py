@@ -1,0 +1,67 @@
+"""How long the launcher waits for its processes: those that save on a signal are not killed meanwhile."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
+
+from shardformer.cli._ending import AT_ONCE_S, ENDS_S, FINISHES_S, STUCK, VARIABLE, _look, end_soon
+from shardformer.mesh.finishing import FOLDER, finishes_on_signals, is_ended
+
+PROCESS: Any = SimpleNamespace(pids=lambda: {0: os.getpid()}, error_files={})
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """(seconds that torch's launcher waits, whether processes hear that one of them failed), of each close."""
+    found: list[tuple[int, bool]] = []
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(PContext, "close", lambda self, death_sig, timeout: found.append((timeout, is_ended())))
+    return found
+
+
+def close(by_signal: bool) -> None:
+    if not by_signal:
+        PContext.close(PROCESS)
+        return
+    try:
+        raise SignalException("", 2)  # type: ignore[arg-type]
+    except SignalException:
+        PContext.close(PROCESS)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_what_saves_has_time_after_a_signal_and_not_after_a_failure(saves: bool, waits: list[Any]) -> None:
+    with end_soon(Namespace(shutdown_timeout=None)):
+        if saves:
+            with finishes_on_signals():
+                close(by_signal=False)
+                close(by_signal=True)
+                close(by_signal=True)
+        else:
+            close(by_signal=False)
+            close(by_signal=True)
+    expected = [(ENDS_S, True), (FINISHES_S, False), (AT_ONCE_S, False)]
+    assert waits == (expected if saves else [(ENDS_S, True), (ENDS_S, False)])
+    assert FOLDER not in os.environ
+
+
+def test_the_time_that_is_asked_for_counts(waits: list[Any]) -> None:
+    with end_soon(Namespace(shutdown_timeout=77)), finishes_on_signals():
+        close(by_signal=True)
+    assert waits == [(77, False)]
+
+
+def test_a_process_that_is_killed_while_it_saves_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import signal
+
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    with finishes_on_signals():
+        _look([os.getpid()], signal.SIGINT, 77)
+    assert "did not finish its step and save within 77 s of SIGINT" in STUCK.pop(os.getpid())

@@ -1,0 +1,212 @@
+"""The fields of `[model] config` build what they build in transformers, and what cannot be exported is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from shardformer.errors import ConfigError
+from shardformer.runs.data import RunData, data_of
+from shardformer.runs.model_config import class_names_of, from_data, own_config
+from shardformer.runs.plan import plan_of
+from shardformer.runs.read import config_of
+from shardformer.runs.run import data_and_model_of
+from tests.runs.files import SMALL, config, labelled, write_rows, write_text
+
+FEW = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+QWEN = {**FEW, "intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def run_of(name: str, fields: dict[str, Any], *, random: bool = True, task: str = "causal") -> Any:
+    model = {"name": name, "random": random, "config": fields, "task": task}
+    return config_of({"model": model, "data": {"train": "text.txt"}}, "run.toml")
+
+
+def plain(found: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = found.to_dict()
+    return {name: value for name, value in fields.items() if name not in ("_name_or_path", "architectures")}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("falcon", FEW),
+        ("llama", FEW),
+        ("llama", {"num_attention_heads": 2}),
+        ("opt", FEW),
+        ("qwen3", QWEN),
+        ("modernbert", FEW),
+        ("gemma2", FEW),
+        ("gpt2", FEW),  # other names for its fields
+        ("bert", {"id2label": {"0": "no", "1": "yes", "2": "perhaps"}}),
+        ("clip", {"text_config": {"hidden_size": 64}}),
+    ],
+    ids=str,
+)
+def test_fields_of_a_model_type_build_what_transformers_builds(name: str, fields: dict[str, Any]) -> None:
+    found = own_config(run_of(name, fields))
+    assert plain(found) == plain(transformers.AutoConfig.for_model(name, **fields))
+
+
+@pytest.mark.parametrize("form", ["folder", "file"])
+def test_fields_of_a_file_stay_unless_the_class_then_refuses_the_whole(form: str, tmp_path: Path) -> None:
+    transformers.AutoConfig.for_model("qwen3", **{**QWEN, "num_hidden_layers": 4}).save_pretrained(tmp_path)
+    where = str(tmp_path if form == "folder" else tmp_path / "config.json")
+    found = own_config(run_of(where, {"num_hidden_layers": 2, "hidden_size": 32}))
+    assert found.layer_types == ["full_attention"] * 2  # derived, and refused with four
+    assert (found.hidden_size, found.head_dim, found.num_key_value_heads) == (32, 16, 2)
+
+
+def test_a_list_that_the_file_does_not_derive_is_not_thrown_away(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    fields = {**QWEN, "num_hidden_layers": 3, "layer_types": kinds, "use_sliding_window": True, "sliding_window": 8}
+    transformers.AutoConfig.for_model("qwen3", **fields).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"num_hidden_layers = 2.*`num_hidden_layers` \(2\) must be equal"):
+        own_config(run_of(str(tmp_path), {"num_hidden_layers": 2}))
+    assert own_config(run_of(str(tmp_path), {"hidden_size": 32})).layer_types == kinds
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"hidden_size": "wide"}, r"hidden_size = 'wide'.*expected int"),
+        ({"num_hidden_layer": 2}, r"model.config has 'num_hidden_layer'.*Did you mean 'num_hidden_layers'"),
+        ({"layer_types": ["full_attention"]}, r"layer_types"),
+    ],
+    ids=str,
+)
+def test_values_that_do_not_fit_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        own_config(run_of("qwen3", fields))
+
+
+def test_a_field_inside_of_another_config_is_checked_too() -> None:
+    with pytest.raises(ConfigError, match=r"model.config.text_config has 'hiden_size'.*Did you mean 'hidden_size'"):
+        own_config(run_of("clip", {"text_config": {"hiden_size": 64}}))
+
+
+def test_the_vocabulary_of_a_model_of_texts_and_images_is_that_of_its_text(tmp_path: Path) -> None:
+    made = config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, model={"name": "llava", "config": {}})
+    data = data_of(made)
+    found = own_config(made, from_data(made, data, own_config(made)))
+    assert found.text_config.vocab_size == 258
+    assert plain(found.vision_config) == plain(transformers.AutoConfig.for_model("llava").vision_config)
+
+
+# ------------------------------------------------------------------------------------------------------------- classes
+
+
+def classified(tmp_path: Path, names: list[Any], model: dict[str, Any]) -> tuple[RunData, Any]:
+    """(the data, the complete config) of a run whose labels are these, in turn."""
+    rows = [{"text": f"row {i}", "label": names[i % len(names)]} for i in range(12)]
+    made = config(
+        tmp_path,
+        "bert",
+        {"train": write_rows(tmp_path, rows), "tokenizer": "bytes"},
+        model={"task": "classification", **model},
+    )
+    saved = own_config(made)
+    data = data_of(made, names=class_names_of(saved))
+    return data, own_config(made, from_data(made, data, saved))
+
+
+def saved_with(tmp_path: Path, names: list[str]) -> dict[str, Any]:
+    fields = {**SMALL["bert"], "id2label": dict(enumerate(names)), "label2id": {n: i for i, n in enumerate(names)}}
+    transformers.AutoConfig.for_model("bert", **fields).save_pretrained(tmp_path / "saved")
+    return {"name": str(tmp_path / "saved"), "config": {}}
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        (["sad", "glad", "mad"], ["glad", "mad", "sad"]),
+        ([0, 1, 2], ["LABEL_0", "LABEL_1", "LABEL_2"]),
+        ([3, 7], ["3", "7"]),
+        ([True, False], ["False", "True"]),
+    ],
+    ids=str,
+)
+def test_the_config_has_the_names_of_the_classes(labels: list[Any], names: list[str], tmp_path: Path) -> None:
+    data, found = classified(tmp_path, labels, {})
+    assert found.id2label == dict(enumerate(names))
+    assert found.label2id == {name: number for number, name in enumerate(names)}
+    assert [data.train[i]["labels"] for i in range(2)] == [sorted(labels).index(label) for label in labels[:2]]
+
+
+def test_classes_that_the_model_has_keep_its_numbers(tmp_path: Path) -> None:
+    """A head that was trained has an output for each of them."""
+    model = saved_with(tmp_path, ["positive", "neutral", "negative"])
+    data, found = classified(tmp_path, ["negative", "positive"], model)
+    assert found.id2label == {0: "positive", 1: "neutral", 2: "negative"}
+    assert [data.train[i]["labels"] for i in range(2)] == [2, 0]
+    data, found = classified(tmp_path, [0, 2], model)
+    assert found.id2label[2] == "negative"
+    assert [data.train[i]["labels"] for i in range(2)] == [0, 2]
+
+
+def test_other_classes_than_those_of_the_model_take_their_place(tmp_path: Path) -> None:
+    _, found = classified(tmp_path, ["cat", "dog"], saved_with(tmp_path, ["positive", "neutral", "negative"]))
+    assert found.id2label == {0: "cat", 1: "dog"}
+
+
+def test_names_and_a_number_that_the_run_sets_are_kept(tmp_path: Path) -> None:
+    said = {"config": {**SMALL["bert"], "id2label": {"0": "good", "1": "bad"}}}
+    data, found = classified(tmp_path, ["bad", "good"], said)
+    assert [data.train[i]["labels"] for i in range(2)] == [1, 0]
+    assert found.label2id == {"good": 0, "bad": 1}
+    _, found = classified(tmp_path, ["bad", "good"], {"config": {**SMALL["bert"], "num_labels": 3}})
+    assert found.id2label == {0: "bad", 1: "good", 2: "LABEL_2"}
+    with pytest.raises(ConfigError, match=r"2 classes, and the data 3"):
+        classified(tmp_path, ["a", "b", "c"], {"config": {**SMALL["bert"], "num_labels": 2}})
+
+
+def test_names_of_a_data_set_are_those_of_its_classes(tmp_path: Path) -> None:
+    import datasets
+
+    names = ["zebra", "ant", "bee"]
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
+    rows = [{"text": "a", "label": i % 2} for i in range(6)]
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows, features=features)}).save_to_disk(
+        str(tmp_path / "d")
+    )
+    data = {"train": str(tmp_path / "d"), "format": "datasets"}
+    made = config(tmp_path, "bert", data, model={"task": "classification"})
+    found = data_of(made, names=["LABEL_0", "LABEL_1"])
+    assert found.classes == names
+    assert [found.train[i]["labels"] for i in range(2)] == [0, 1]
+    assert own_config(made, from_data(made, found, own_config(made))).id2label == dict(enumerate(names))
+
+
+# -------------------------------------------------------------------------------------------------------------- export
+
+
+def test_what_an_export_would_fail_with_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    small = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL["gpt2"], vocab_size=258))
+    small.save_pretrained(tmp_path / "saved")
+    generation = tmp_path / "saved" / "generation_config.json"
+    wrong = {**json.loads(generation.read_text()), "do_sample": False, "temperature": 0.5}
+    generation.write_text(json.dumps(wrong))
+    model = {"name": str(tmp_path / "saved"), "random": False, "config": {}}
+    data = {"train": write_text(tmp_path), "tokenizer": "bytes"}
+    for export in (True, False):
+        made = config(tmp_path, "gpt2", data, model=model, training={"steps": 1, "export": export})
+        if not export:
+            data_and_model_of(made)
+            continue
+        with pytest.raises(ConfigError, match=r"cannot be exported.*temperature"):
+            data_and_model_of(made)
+        with pytest.raises(ConfigError, match=r"cannot be exported"):
+            plan_of(made)
+
+
+def test_classes_of_a_run_are_in_the_exported_config(tmp_path: Path) -> None:
+    from shardformer.runs.run import train
+
+    data = {"train": write_rows(tmp_path, labelled())}
+    training = {"steps": 1, "export": True}
+    train(config(tmp_path, "bert", data, model={"task": "classification"}, training=training))
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "run" / "model").id2label == {0: "bad", 1: "good"}

@@ -1,0 +1,110 @@
+"""A resumed run keeps its schedule and its optimizer: what changes is said, and what has no effect is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardformer.errors import ConfigError
+from shardformer.runs.config import RunConfig
+from shardformer.runs.run import train
+from shardformer.trainer.records import read_records
+from tests.runs.files import config, labelled, write_rows, write_text
+
+LR = 1e-2
+
+
+def run(tmp_path: Path, steps: int, **tables: Any) -> RunConfig:
+    hooks = {"throughput": False, "progress": False, "checkpoint": {"in_background": False}}
+    data = {"train": write_text(tmp_path), **tables.pop("data", {})}
+    return config(tmp_path, "gpt2", data, training={"steps": steps}, hooks=hooks, **tables)
+
+
+def rates(made: RunConfig) -> list[float]:
+    return [round(record.values["learning_rate"] / LR, 6) for record in read_records(made.path)]
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+@pytest.mark.parametrize("steps", [3, 8])
+def test_another_length_does_not_silently_change_the_schedule(name: str, steps: int, tmp_path: Path) -> None:
+    cut = run(tmp_path, 6, schedule={"name": name})
+    stop_behind(cut, 2)
+    records = (cut.path / "records.jsonl").read_bytes()
+    with pytest.raises(
+        ConfigError, match=rf"{steps} steps, and had 6.*schedule.steps = 6 to keep.*schedule.steps = {steps}"
+    ):
+        train(run(tmp_path, steps, schedule={"name": name}))
+    assert (cut.path / "records.jsonl").read_bytes() == records
+    assert json.loads((cut.path / "run.json").read_text())["training"]["steps"] == 6
+
+
+def stop_behind(made: RunConfig, steps: int) -> None:
+    """Trains so many steps of a longer run."""
+    from shardformer.mesh.context import ParallelContext
+    from shardformer.runs.run import trainer_of
+
+    trainer, _ = trainer_of(made, made.layout, ParallelContext.of({}))
+    trainer.fit(steps=steps)
+
+
+def test_a_schedule_is_kept_or_changed_where_the_run_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop_behind(run(tmp_path, 6, schedule={"name": "linear"}), 3)
+    kept = run(tmp_path, 7, schedule={"name": "linear", "steps": 6})
+    stop_behind(kept, 4)
+    assert "training.steps = 7 (was 6)" in capsys.readouterr().out
+    changed = run(tmp_path, 10, schedule={"name": "linear", "steps": 10})
+    train(changed)
+    assert "the learning rate changes: 0.006 in step 5 (was 0.00333)" in capsys.readouterr().out
+    assert rates(changed) == [1.0, 0.833333, 0.666667, 0.5, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
+
+
+def test_a_schedule_of_the_same_rates_goes_on(tmp_path: Path) -> None:
+    """A warm-up that is a share of all steps would be longer, and is over."""
+    train(run(tmp_path, 4, schedule={"warmup": 0.25}))
+    longer = run(tmp_path, 5, schedule={"warmup": 0.25})
+    train(longer)
+    assert rates(longer) == [1.0] * 5
+
+
+def test_more_epochs_are_another_length(tmp_path: Path) -> None:
+    def of(epochs: int) -> RunConfig:
+        data = {"train": write_rows(tmp_path, labelled())}
+        model = {"task": "classification"}
+        training = {"epochs": epochs}
+        return config(tmp_path, "bert", data, model=model, training=training, schedule={"name": "linear"})
+
+    stop_behind(of(2), 2)
+    with pytest.raises(ConfigError, match=r"9 steps, and had 6"):
+        train(of(3))
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"optimizer": {"lr": 0.5}}, r"optimizer.lr = 0.5, and the run in .* has 0.01"),
+        ({"optimizer": {"weight_decay": 0.3}}, r"optimizer.weight_decay = 0.3, and the run in .* has nothing"),
+        (
+            {"model": {"config": {"n_embd": 16, "n_layer": 2, "n_head": 2, "attn_pdrop": 0.5}}},
+            r"model.config.attn_pdrop",
+        ),
+    ],
+    ids=str,
+)
+def test_what_would_have_no_effect_is_refused(tables: dict[str, Any], words: str, tmp_path: Path) -> None:
+    train(run(tmp_path, 2))
+    with pytest.raises(ConfigError, match=words):
+        train(run(tmp_path, 3, **tables))
+
+
+def test_what_changes_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(run(tmp_path, 2))
+    train(run(tmp_path, 3))
+    assert "resumed with other settings: training.steps = 3 (was 2)\n" in capsys.readouterr().out
+    train(run(tmp_path, 3, data={"drop_last": True}))
+    assert "data.drop_last = true (was false)" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["data"]["drop_last"] is True

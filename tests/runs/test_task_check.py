@@ -1,0 +1,87 @@
+"""A model is refused that reads the token which it is to predict: it is tried, and not known by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from shardformer.errors import ConfigError
+from shardformer.lazy.recorder import LazyInit
+from shardformer.runs.plan import plan_of
+from shardformer.runs.run import data_and_model_of
+from shardformer.runs.task_check import check_task, seen_by_loss
+from tests.runs.files import SMALL, config, write_text
+
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+XLNET = {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}
+
+
+def model_of(kind: str, fields: dict[str, Any], head: str = "AutoModelForCausalLM") -> Any:
+    made = transformers.AutoConfig.for_model(kind, vocab_size=64, pad_token_id=0, **fields)
+    with LazyInit():
+        return getattr(transformers, head).from_config(made)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "sees"),
+    [
+        ("gpt2", SMALL["gpt2"], False),
+        ("llama", TINY, False),
+        ("mixtral", {**TINY, "num_key_value_heads": 2, "num_local_experts": 2, "output_router_logits": True}, False),
+        ("mamba", {"hidden_size": 16, "num_hidden_layers": 2}, False),
+        ("bert", SMALL["bert"], True),
+        ("bert", {**SMALL["bert"], "is_decoder": True}, False),
+        ("roberta", {**TINY, "is_decoder": False}, True),
+        ("electra", TINY, True),
+        ("xlnet", XLNET, True),
+    ],
+    ids=str,
+)
+def test_whether_a_model_reads_what_it_is_to_predict(kind: str, fields: dict[str, Any], sees: bool) -> None:
+    found = seen_by_loss(model_of(kind, fields))
+    assert found is not None and found.itself is sees
+
+
+def test_an_encoder_is_not_trained_to_copy_its_input(tmp_path: Path) -> None:
+    made = config(tmp_path, "bert", {"train": write_text(tmp_path)})
+    for call in (data_and_model_of, plan_of):
+        with pytest.raises(ConfigError, match=r"BertLMHeadModel reads.*task = 'masked'; or .*is_decoder = true"):
+            call(made)
+    fixed = config(
+        tmp_path, "bert", {"train": write_text(tmp_path)}, model={"config": {**SMALL["bert"], "is_decoder": True}}
+    )
+    data_and_model_of(fixed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "words"),
+    [
+        ("gpt2", "GPT2LMHeadModel", r"GPT2LMHeadModel reads no later tokens"),
+        ("bert", "BertLMHeadModel", r"BertLMHeadModel compares a label with the output before it"),
+    ],
+)
+def test_a_model_that_does_not_fill_masks_in_is_not_trained_to(
+    kind: str, head: str, words: str, tmp_path: Path
+) -> None:
+    model = {"task": "masked", "head": head}
+    with pytest.raises(ConfigError, match=words):
+        data_and_model_of(config(tmp_path, kind, {"train": write_text(tmp_path)}, model=model))
+
+
+def test_a_large_model_is_tried_on_a_small_one(tmp_path: Path) -> None:
+    fields = {"hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12, "intermediate_size": 3072}
+    made = config(tmp_path, "bert", {"train": write_text(tmp_path)}, model={"config": fields})
+    with pytest.raises(ConfigError, match=r"BertLMHeadModel reads"):
+        check_task(made, model_of("bert", fields))
+
+
+def test_the_random_state_is_kept(tmp_path: Path) -> None:
+    made = config(tmp_path, "gpt2", {"train": write_text(tmp_path)})
+    model = model_of("gpt2", SMALL["gpt2"])
+    before = torch.get_rng_state()
+    check_task(made, model)
+    assert torch.equal(torch.get_rng_state(), before)
