@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -90,3 +90,35 @@ def without_caches(output: Any, arguments: Collection[str]) -> Any:
     }
     make: Any = type(output)
     return None if len(kept) == len(output) else make(**kept)
+
+
+def decode_together(model: nn.Module, begin: Callable[[], None], any_rank: Callable[[bool], bool]) -> None:
+    """Makes ``generate`` of a model, and of models inside it, decode until the texts of all ranks are finished.
+
+    transformers has a mode for it (``synced_gpus``): a rank whose text is finished goes on with forwards whose tokens
+    it drops. There it asks all processes that torch knows; here it asks ``any_rank``.
+
+    Args:
+        begin: called before each ``generate``.
+        any_rank: (whether this rank's text is unfinished) -> whether that of any rank is.
+    """
+    for module in model.modules():
+        if hasattr(module, "_has_unfinished_sequences"):
+            module.__dict__[_TOGETHER] = begin, any_rank
+            for name, method in (("generate", _generate), ("_has_unfinished_sequences", _has_unfinished)):
+                module.__dict__[name] = method.__get__(module)
+
+
+_TOGETHER = "_shardformer_decode_together"
+
+
+def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    begin, _ = self.__dict__[_TOGETHER]
+    begin()
+    return type(self).generate(self, *args, **{**kwargs, "synced_gpus": True})
+
+
+def _has_unfinished(self: Any, this_peer_finished: bool, *args: Any, **kwargs: Any) -> bool:
+    _, any_rank = self.__dict__[_TOGETHER]
+    is_unfinished: bool = any_rank(not this_peer_finished)
+    return is_unfinished

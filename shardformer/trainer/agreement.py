@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from shardformer.errors import InputError, ShardFormerError
 from shardformer.trainer.hook import Hook
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_REPLACED: dict[int, Any] = {}
+"""Signal -> the handler that ``Agreement.signals`` replaced in this process, while it is replaced."""
 
 
 @dataclass(frozen=True)
@@ -95,23 +99,53 @@ class Agreement:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT are noted while it lasts; the second one does what it did before."""
+        """SIGTERM and SIGINT are noted while it lasts; the second one does what it did before.
+
+        Processes that are forked meanwhile keep the handlers from before: a pool of a hook ends its workers by SIGTERM.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.getsignal(number) for number in SIGNALS}
+        before = dict(_REPLACED)  # of a ``fit`` around this one
+        for number in SIGNALS:
+            _REPLACED[number] = signal.getsignal(number)
 
-        def restore() -> None:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-        def note(number: int, frame: Any) -> None:
+        def note(number: int, frame: FrameType | None) -> None:
             self.ask(signal=True)
-            restore()
+            _put_back()
 
         for number in SIGNALS:
             signal.signal(number, note)
         try:
             yield
         finally:
-            restore()
+            _put_back()
+            _REPLACED.update(before)
+
+
+def _put_back() -> None:
+    """Signals do what they did before ``Agreement.signals``."""
+    for number, handler in _REPLACED.items():
+        if handler is not None:  # None: not one of Python's
+            signal.signal(number, handler)
+    _REPLACED.clear()
+
+
+_MASK = threading.local()
+
+
+def _hold_signals() -> None:
+    _MASK.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _MASK.before)
+
+
+def _put_back_in_child() -> None:
+    _put_back()
+    _release_signals()
+
+
+# a pool of a hook ends its processes by SIGTERM; what comes before they have put their handlers back would be lost
+os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_put_back_in_child)
