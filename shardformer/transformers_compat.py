@@ -11,8 +11,9 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, Unpack, get_args, get_origin, get_type_hints
 
+import torch
 from torch import Tensor, nn
 
 
@@ -71,6 +72,53 @@ def holds_tokens(cache: Any) -> bool:
 def arguments_of(model: nn.Module) -> frozenset[str]:
     """The names of the arguments of a model's forward."""
     return frozenset(inspect.signature(model.forward).parameters)
+
+
+def keywords_of(model: nn.Module) -> frozenset[str] | None:
+    """The names of what a model's forward takes; None if it takes anything.
+
+    Models of transformers declare what ``**kwargs`` may hold by a ``TypedDict``. What wraps a model, as adapters do,
+    hands on what that one takes.
+    """
+    named: set[str] = set()
+    takes_more = False
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            named.add(parameter.name)
+        elif get_origin(parameter.annotation) is Unpack:
+            named |= get_type_hints(get_args(parameter.annotation)[0]).keys()
+        else:
+            takes_more = True
+    inner = model.get_base_model() if takes_more and hasattr(model, "get_base_model") else None
+    known = keywords_of(inner) if isinstance(inner, nn.Module) and inner is not model else None
+    if takes_more and known is None:
+        return None
+    return frozenset(named | (known or frozenset()))
+
+
+def with_mask_as_cached(batch: Mapping[str, Any], model: nn.Module, *, is_checkpointed: bool) -> dict[str, Any]:
+    """A batch for a forward without a cache, which attends to the same tokens as the forward with the model's own.
+
+    transformers looks for several documents in a row (``position_ids`` that start again) only where there is neither an
+    ``attention_mask`` nor a cache. A mask of ones, which hides nothing, stands for the cache.
+
+    Args:
+        is_checkpointed: whether transformers' gradient checkpointing is on, which leaves the cache out in training.
+    """
+    named = inspect.signature(model.forward).parameters
+    if "use_cache" not in named:
+        return dict(batch)
+    config = getattr(model, "config", None)
+    asked = batch.get("use_cache")
+    if asked is None:
+        text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        asked = getattr(text, "use_cache", False) and not (is_checkpointed and model.training)
+    made = {"use_cache": False, **batch}
+    tokens = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
+    has_positions = batch.get("position_ids") is not None and batch.get("attention_mask") is None
+    if asked and has_positions and "attention_mask" in named and isinstance(tokens, Tensor):
+        made["attention_mask"] = tokens.new_ones(tokens.shape[:2], dtype=torch.int64)
+    return made
 
 
 def without_caches(output: Any, arguments: Collection[str]) -> Any:

@@ -21,6 +21,7 @@ from shardformer.checkpoint.model import WEIGHTS, ModelTensors
 from shardformer.checkpoint.reader import BoxReader
 from shardformer.checkpoint.save import begun
 from shardformer.checkpoint.together import all_do
+from shardformer.comm.calls import come
 from shardformer.errors import ConfigError
 
 MAX_BYTES = 5 * 10**9
@@ -46,6 +47,7 @@ def export_pretrained(
     """
     target, tensors = Path(folder), ModelTensors(model)
     world, hidden = tensors.world, folders.hidden_folder(target.parent, target.name)
+    come("export_pretrained", world)
 
     def begin() -> None:
         _check(target, max_file_bytes)

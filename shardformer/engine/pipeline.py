@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -31,6 +30,7 @@ from shardformer.reduce.watch import FACTS
 from shardformer.sharding.guards import agree_on_step
 from shardformer.sharding.regions import uses_dropout
 from shardformer.sharding.stages import Stages, make_stages
+from shardformer.transformers_compat import keywords_of, with_mask_as_cached
 
 OF_OPTIMIZERS = ("steps", "options")
 OPTIONS = 6
@@ -89,6 +89,7 @@ class Pipeline:
         self._takes_short = takes_short_batches
         self._stages: Stages = state.stages or _single_stage(model, state)
         self._found: dict[int, Any] = {}
+        self._is_checkpointed = False  # by transformers, as far as it was seen: a pipeline takes that over
         self._compares = bool(state.request.extra.get("check_inputs", True))
         manager, stage_forward = self._stages.manager, self._stages.stage_forward
         assert stage_forward is not None
@@ -285,13 +286,10 @@ class Pipeline:
 
     def _inputs(self, parts: Sequence[Batch]) -> Sequence[Batch]:
         """What the model is given: no cache, and nothing that only the loss function reads."""
-        takes = inspect.signature(self._model.forward).parameters
-        parts = [{name: value for name, value in part.items() if name != TARGET} for part in parts]
-        if "use_cache" in takes:
-            parts = [{"use_cache": False, **part} for part in parts]
-        if self._loss_fn is None or any(p.kind is p.VAR_KEYWORD for p in takes.values()):
-            return parts
-        return [{name: value for name, value in part.items() if name in takes} for part in parts]
+        names = keywords_of(self._model) if self._loss_fn is not None else None
+        parts = [{n: x for n, x in p.items() if n != TARGET and (names is None or n in names)} for p in parts]
+        self._is_checkpointed = self._is_checkpointed or bool(getattr(self._model, "is_gradient_checkpointing", False))
+        return [with_mask_as_cached(p, self._model, is_checkpointed=self._is_checkpointed) for p in parts]
 
     def _fitting(self, size: int, each: list[int]) -> list[int]:
         """At most so many samples each: more parts where the schedule takes no such number of them."""

@@ -11,9 +11,8 @@ from dataclasses import astuple, dataclass, replace
 from types import FrameType
 from typing import Any
 
-import torch
-
-from shardformer.comm.collectives import all_reduce, gather_objects
+from shardformer.comm.calls import tell_at_step
+from shardformer.comm.collectives import gather_objects
 from shardformer.engine.engine import Engine
 from shardformer.errors import InputError, ShardFormerError
 from shardformer.trainer.hook import Hook
@@ -82,9 +81,8 @@ class Agreement:
 
     def check(self, engine: Engine) -> None:
         """All ranks hear of what any asks for. Raises, on all, what failed on one. Communicates five numbers."""
-        mine = torch.tensor([self.failure is not None, *astuple(self._mine)], dtype=torch.int32)
-        world = engine.world
-        failed, *asked = (bool(x) for x in all_reduce(mine.to(engine.context.device), world, purpose="agreement"))
+        world, mine = engine.world, [int(self.failure is not None), *map(int, astuple(self._mine))]
+        failed, *asked = (any(column) for column in zip(*tell_at_step("the Trainer's hooks", world, mine), strict=True))
         self._mine, self._heard = Asked(), self._heard | Asked(*asked)
         if failed:
             self.is_broken = True

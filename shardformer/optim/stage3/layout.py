@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardformer.comm.calls import come
 from shardformer.comm.collectives import gather_numbers, gather_objects
 from shardformer.layout.state import ShardedState
 from shardformer.optim.offload.host import Host
@@ -55,7 +56,9 @@ def lay_out_units(
     table.reducers = [walk.reducer, *rest]
     table.parameters = walk
     axis = walk.axis
-    decode_together(model, lambda: None, lambda mine: any(row[0] for row in gather_numbers([int(mine)], axis)))
+    decode_together(
+        model, lambda: come("generate", axis), lambda mine: any(row[0] for row in gather_numbers([int(mine)], axis))
+    )
     return walk, [shard for unit in units for shard in unit.shards if shard.gradients[0].param.requires_grad]
 
 
