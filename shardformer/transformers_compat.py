@@ -11,7 +11,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Unpack, get_args, get_origin, get_type_hints
+from typing import Any, Unpack, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +86,8 @@ def keywords_of(model: nn.Module) -> frozenset[str] | None:
         if parameter.kind is not parameter.VAR_KEYWORD:
             named.add(parameter.name)
         elif get_origin(parameter.annotation) is Unpack:
-            named |= get_type_hints(get_args(parameter.annotation)[0]).keys()
+            declared = get_args(parameter.annotation)[0]
+            named |= declared.__required_keys__ | declared.__optional_keys__
         else:
             takes_more = True
     inner = model.get_base_model() if takes_more and hasattr(model, "get_base_model") else None

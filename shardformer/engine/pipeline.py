@@ -89,6 +89,7 @@ class Pipeline:
         self._takes_short = takes_short_batches
         self._stages: Stages = state.stages or _single_stage(model, state)
         self._found: dict[int, Any] = {}
+        self._looks_at_loss = True  # in the first step
         self._is_checkpointed = False  # by transformers, as far as it was seen: a pipeline takes that over
         self._compares = bool(state.request.extra.get("check_inputs", True))
         manager, stage_forward = self._stages.manager, self._stages.stage_forward
@@ -254,7 +255,12 @@ class Pipeline:
         if not wants_output:
             over = (self._context.data, self._context.device) if self._averages else None
             weights = LossWeights(parts, sizes, self._loss_weight, self._found, over, counts=counts)
-        return Head(parts, sizes, stage_forward, weights, self._loss_fn)
+        data = self._context.data.size
+        into = [f"into {len(parts)} micro-batches"] * (len(parts) > 1) + [f"over {data} data ranks"] * (data > 1)
+        looks = self._looks_at_loss and not wants_output
+        self._looks_at_loss = self._looks_at_loss and wants_output
+        divided = " and ".join(into) if looks else ""
+        return Head(parts, sizes, stage_forward, weights, self._loss_fn, divided, gathers=len(parts) == 1)
 
     def _draws(self) -> bool:
         """Whether this rank may draw random numbers: by the config, or since it was seen to or not tried yet.
