@@ -90,7 +90,8 @@ def keywords_of(model: nn.Module) -> frozenset[str] | None:
             named |= declared.__required_keys__ | declared.__optional_keys__
         else:
             takes_more = True
-    inner = model.get_base_model() if takes_more and hasattr(model, "get_base_model") else None
+    unwrap: Any = getattr(model, "get_base_model", None)
+    inner = unwrap() if takes_more and unwrap is not None else None
     known = keywords_of(inner) if isinstance(inner, nn.Module) and inner is not model else None
     if takes_more and known is None:
         return None
@@ -112,7 +113,8 @@ def with_mask_as_cached(batch: Mapping[str, Any], model: nn.Module, *, is_checkp
     config = getattr(model, "config", None)
     asked = batch.get("use_cache")
     if asked is None:
-        text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        get_text: Any = getattr(config, "get_text_config", None)
+        text = config if get_text is None else get_text(decoder=True)
         asked = getattr(text, "use_cache", False) and not (is_checkpointed and model.training)
     made = {"use_cache": False, **batch}
     tokens = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)

@@ -130,9 +130,10 @@ class Batches:
             "merge_last": self._merge_last,
             "accumulate": self._accumulate,
         }
-        is_stream = isinstance(self._source, Stream)
-        read = None if is_stream else self._source.read
-        compare_data(settings, None if is_stream else self._source.size, read, self._context)
+        if isinstance(self._source, Stream):
+            compare_data(settings, None, None, self._context)
+        else:
+            compare_data(settings, self._source.size, self._source.read, self._context)
 
     def facts(self) -> dict[str, int]:
         """Where a training step is in the data, in numbers that are equal on all ranks; 0 for what is not known.

@@ -294,7 +294,10 @@ class Pipeline:
         """What the model is given: no cache, and nothing that only the loss function reads."""
         names = keywords_of(self._model) if self._loss_fn is not None else None
         parts = [{n: x for n, x in p.items() if n != TARGET and (names is None or n in names)} for p in parts]
-        self._is_checkpointed = self._is_checkpointed or bool(getattr(self._model, "is_gradient_checkpointing", False))
+        if any("position_ids" in part for part in parts) and not self._is_checkpointed:
+            self._is_checkpointed = any(
+                getattr(m, "gradient_checkpointing", None) is True for m in self._model.modules()
+            )
         return [with_mask_as_cached(p, self._model, is_checkpointed=self._is_checkpointed) for p in parts]
 
     def _fitting(self, size: int, each: list[int]) -> list[int]:
@@ -340,7 +343,7 @@ class Pipeline:
         for path in dict.fromkeys(self._stages.chain.units):
             layer: Any = self._model.get_submodule(path)
             if getattr(layer, "gradient_checkpointing", False) is True:
-                layer.gradient_checkpointing = False
+                layer.gradient_checkpointing, self._is_checkpointed = False, True
                 self._stages.stage_forward.checkpoint_layer(path)
 
 

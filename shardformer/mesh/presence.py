@@ -20,6 +20,7 @@ QUESTION = "shardformer/presence/question"
 """Where the number of questions is, in the launcher's store."""
 ASK_EVERY_S = 2.0
 LOOK_EVERY_S = 0.5
+END_S = 2.0
 SURE_AFTER = 8
 """So many answers in a row that a process waits at one place: longer than one collective takes."""
 WAITS_IN = (os.path.join("torch", "distributed", ""), os.path.join("shardformer", "mesh", ""))
@@ -35,18 +36,28 @@ class Presence:
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank = store, rank
         self._ends = threading.Event()
-        self._asked_at = 0.0
+        self._asked_at, self._has_left = 0.0, False
         self._thread = threading.Thread(target=self._answer, name="shardformer-presence", daemon=True)
         self._thread.start()
         atexit.register(self.end)
 
     def end(self) -> None:
         """This process answers no more: it has come to the end of its script."""
-        if not self._ends.is_set():
-            self._ends.set()
-            self._thread.join(5.0)
-            with suppress(RuntimeError):  # the process that has the store is gone
-                self._store.set(_key(self._rank), "ended")
+        self._ends.set()
+        self._thread.join(END_S)
+
+    def leave(self) -> None:
+        """This process answers in another store from now on; the one here may be gone."""
+        atexit.unregister(self.end)
+        self._has_left = True
+        self._ends.set()
+
+    @property
+    def is_here(self) -> bool:
+        return not self._ends.is_set()
+
+    def is_in(self, store: Any) -> bool:
+        return self._store is store
 
     def waiting(self, ranks: Collection[int]) -> dict[int, str]:
         """Those of ``ranks`` that wait for others, or have ended, and where, as far as it is known."""
@@ -80,8 +91,11 @@ class Presence:
                 count = 0 if here is None else count + 1 if here == before else 1
                 before, number = here, asked
                 self._store.set(_key(self._rank), f"{count} {'' if here is None else here[-1]}")
-            except RuntimeError:
+            except RuntimeError:  # the process that has the store is gone
                 return
+        if not self._has_left:
+            with suppress(RuntimeError):
+                self._store.set(_key(self._rank), "ended")
 
 
 def _place_of_main() -> tuple[int, str] | None:
@@ -113,8 +127,8 @@ _OF_PROCESS: dict[int, Presence] = {}
 def presence(store: Any, rank: int) -> Presence:
     """That of this process."""
     known = _OF_PROCESS.get(os.getpid())
-    if known is None or known._ends.is_set() or known._store is not store:
+    if known is None or not known.is_here or not known.is_in(store):
         if known is not None:
-            known.end()
+            known.leave()
         known = _OF_PROCESS[os.getpid()] = Presence(store, rank)
     return known
