@@ -110,7 +110,7 @@ def test_a_rank_may_come_late() -> None:
 
 
 def of_processes(folder: str, others: str) -> str:
-    presence.SURE_AFTER, presence.ASK_EVERY_S, presence.LOOK_EVERY_S, processes.ASK_AFTER_S = 2, 0.2, 0.1, 0.3
+    presence.SURE_AFTER, presence.ASK_EVERY_S, presence.LOOK_EVERY_S, processes.ASK_AFTER_S = 2, 0.1, 0.05, 0.1
     context = launch_from_torch(data=2)
     engine = made(context)
     said = ""
@@ -120,7 +120,7 @@ def of_processes(folder: str, others: str) -> str:
         elif others == "train":
             engine.train_step(BATCH)
         elif others == "are slow":
-            time.sleep(2.0)
+            time.sleep(0.8)
             engine.save(folder)
     except InputError as error:
         said = str(error)

@@ -45,9 +45,9 @@ def check(plain: Any, batch: dict[str, Any], loss: Tensor, grid: dict[str, int],
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = initialize(model, optimizer, loss_fn, context=context, parallel=Parallel(**grid))
         found = engine.train_step({name: value[rows] for name, value in batch.items()})
-        assert found.item() == pytest.approx(loss.item(), abs=1e-8)
+        assert found.item() == pytest.approx(loss.item(), abs=1e-6)  # transformers computes it in fp32
         for name, value in full_state_dict(engine.model).items():
-            assert torch.allclose(value, expected[name], atol=1e-8, rtol=0), name
+            assert torch.allclose(value, expected[name], atol=1e-7, rtol=0), name
 
     run_as_threads(run, **grid)
 

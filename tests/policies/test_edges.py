@@ -19,7 +19,7 @@ from shardformer.comm.collectives import checksum, gather_objects
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, InputError, PolicyError, ShardFormerError
 from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
-from shardformer.mesh import presence
+from shardformer.mesh import presence, processes
 from shardformer.mesh.context import ParallelContext
 from shardformer.mesh.launch import launch_from_torch
 from shardformer.policies import registry
@@ -375,7 +375,7 @@ def test_what_the_first_rank_cannot_write_all_say(tmp_path: Path) -> None:
 
 
 def saved_by_one(folder: str) -> str:
-    presence.SURE_AFTER, presence.ASK_EVERY_S = 2, 0.5
+    presence.SURE_AFTER, presence.ASK_EVERY_S, processes.ASK_AFTER_S = 2, 0.1, 0.1
     context = launch_from_torch()
     model: Any = shard_model(Sample("llama")(), context=context)
     if context.tensor.rank == 0:
