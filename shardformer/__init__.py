@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from shardformer.optim.settings import Offload as Offload
     from shardformer.optim.settings import Precision as Precision
     from shardformer.optim.zero import zero as zero
+    from shardformer.pipeline.pairs import gather_over_data as gather_over_data
     from shardformer.pipeline.stage_manager import PipelineStageManager as PipelineStageManager
     from shardformer.policies.describe import Argument as Argument
     from shardformer.policies.describe import BlockArguments as BlockArguments
@@ -109,6 +110,7 @@ _HOME = {
     "optim.zero": ["zero"],
     "config": ["ShardConfig"],
     "sharding.save": ["full_state_dict"],
+    "pipeline.pairs": ["gather_over_data"],
     "pipeline.stage_manager": ["PipelineStageManager"],
     "policies.infer.infer": ["infer"],
     "policies.policy": ["Policy"],

@@ -10,9 +10,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Unpack, get_args, get_origin
 
+import torch
 from torch import Tensor, nn
 
 
@@ -73,6 +74,56 @@ def arguments_of(model: nn.Module) -> frozenset[str]:
     return frozenset(inspect.signature(model.forward).parameters)
 
 
+def keywords_of(model: nn.Module) -> frozenset[str] | None:
+    """The names of what a model's forward takes; None if it takes anything.
+
+    Models of transformers declare what ``**kwargs`` may hold by a ``TypedDict``. What wraps a model, as adapters do,
+    hands on what that one takes.
+    """
+    named: set[str] = set()
+    takes_more = False
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            named.add(parameter.name)
+        elif get_origin(parameter.annotation) is Unpack:
+            declared = get_args(parameter.annotation)[0]
+            named |= declared.__required_keys__ | declared.__optional_keys__
+        else:
+            takes_more = True
+    unwrap: Any = getattr(model, "get_base_model", None)
+    inner = unwrap() if takes_more and unwrap is not None else None
+    known = keywords_of(inner) if isinstance(inner, nn.Module) and inner is not model else None
+    if takes_more and known is None:
+        return None
+    return frozenset(named | (known or frozenset()))
+
+
+def with_mask_as_cached(batch: Mapping[str, Any], model: nn.Module, *, is_checkpointed: bool) -> dict[str, Any]:
+    """A batch for a forward without a cache, which attends to the same tokens as the forward with the model's own.
+
+    transformers looks for several documents in a row (``position_ids`` that start again) only where there is neither an
+    ``attention_mask`` nor a cache. A mask of ones, which hides nothing, stands for the cache.
+
+    Args:
+        is_checkpointed: whether transformers' gradient checkpointing is on, which leaves the cache out in training.
+    """
+    named = inspect.signature(model.forward).parameters
+    if "use_cache" not in named:
+        return dict(batch)
+    config = getattr(model, "config", None)
+    asked = batch.get("use_cache")
+    if asked is None:
+        get_text: Any = getattr(config, "get_text_config", None)
+        text = config if get_text is None else get_text(decoder=True)
+        asked = getattr(text, "use_cache", False) and not (is_checkpointed and model.training)
+    made = {"use_cache": False, **batch}
+    tokens = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
+    has_positions = batch.get("position_ids") is not None and batch.get("attention_mask") is None
+    if asked and has_positions and "attention_mask" in named and isinstance(tokens, Tensor):
+        made["attention_mask"] = tokens.new_ones(tokens.shape[:2], dtype=torch.int64)
+    return made
+
+
 def without_caches(output: Any, arguments: Collection[str]) -> Any:
     """A model's output without what a later forward would continue with; None if the output has no such field.
 
@@ -90,3 +141,35 @@ def without_caches(output: Any, arguments: Collection[str]) -> Any:
     }
     make: Any = type(output)
     return None if len(kept) == len(output) else make(**kept)
+
+
+def decode_together(model: nn.Module, begin: Callable[[], None], any_rank: Callable[[bool], bool]) -> None:
+    """Makes ``generate`` of a model, and of models inside it, decode until the texts of all ranks are finished.
+
+    transformers has a mode for it (``synced_gpus``): a rank whose text is finished goes on with forwards whose tokens
+    it drops. There it asks all processes that torch knows; here it asks ``any_rank``.
+
+    Args:
+        begin: called before each ``generate``.
+        any_rank: (whether this rank's text is unfinished) -> whether that of any rank is.
+    """
+    for module in model.modules():
+        if hasattr(module, "_has_unfinished_sequences"):
+            module.__dict__[_TOGETHER] = begin, any_rank
+            for name, method in (("generate", _generate), ("_has_unfinished_sequences", _has_unfinished)):
+                module.__dict__[name] = method.__get__(module)
+
+
+_TOGETHER = "_shardformer_decode_together"
+
+
+def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    begin, _ = self.__dict__[_TOGETHER]
+    begin()
+    return type(self).generate(self, *args, **{**kwargs, "synced_gpus": True})
+
+
+def _has_unfinished(self: Any, this_peer_finished: bool, *args: Any, **kwargs: Any) -> bool:
+    _, any_rank = self.__dict__[_TOGETHER]
+    is_unfinished: bool = any_rank(not this_peer_finished)
+    return is_unfinished

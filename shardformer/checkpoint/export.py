@@ -22,6 +22,7 @@ from shardformer.checkpoint.model import WEIGHTS, ModelTensors
 from shardformer.checkpoint.reader import BoxReader
 from shardformer.checkpoint.save import begun
 from shardformer.checkpoint.together import all_do, first_does
+from shardformer.comm.calls import come
 from shardformer.disk.lock import release
 from shardformer.disk.writing import private_path, remove, remove_left, write_new
 from shardformer.errors import ConfigError
@@ -59,6 +60,7 @@ def export_pretrained(
     target, tensors = Path(folder), ModelTensors(model)
     place = Path(os.path.abspath(target))
     world, what = tensors.world, f"Exporting to {target}"
+    come("export_pretrained", world)
 
     def begin() -> str:
         """Makes a hidden folder of a name that is used once: ranks that see it see the same folder."""

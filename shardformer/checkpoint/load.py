@@ -19,6 +19,7 @@ from shardformer.checkpoint.plain import from_json
 from shardformer.checkpoint.read import read_items
 from shardformer.checkpoint.together import all_do, first_does
 from shardformer.checkpoint.wanted import Wanted
+from shardformer.comm.calls import come
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def load_checkpoint(
     one that is not what was saved.
     """
     tensors = ModelTensors(model)
+    come("load_checkpoint", tensors.world)
     path, states = Path(folder), all_do(lambda: optimizers_of(optimizer, tensors), tensors.world, "Loading")
     tried: list[str] = []
     found = first_does(lambda: [str(each) for each in folders.candidates(path)], tensors.world, f"Loading {path}")

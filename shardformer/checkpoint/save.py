@@ -23,6 +23,7 @@ from shardformer.checkpoint.model import ModelTensors
 from shardformer.checkpoint.plan import shares
 from shardformer.checkpoint.snapshot import Snapshot, settle, write
 from shardformer.checkpoint.together import all_do
+from shardformer.comm.calls import come
 from shardformer.disk.lock import release
 from shardformer.disk.writing import remove
 from shardformer.errors import ConfigError, InputError
@@ -103,6 +104,7 @@ class Saving:
 
     def wait(self) -> Path:
         """Returns the path of the checkpoint when it is there. All ranks call it; raises as ``save_checkpoint``."""
+        come("Saving.wait", self._job.world)
         self.was_waited_for = True
         return self._job.agree(self.result)
 
@@ -150,6 +152,7 @@ def save_checkpoint(
     Returns the path of the checkpoint. Raises, on all ranks, ConfigError for what cannot be saved, InputError where the
     disk fails; then what was there before is as it was.
     """
+    come("save_checkpoint", ModelTensors(model).world)
     with begun(folder, model, optimizer, step, scheduler, extra, keep) as job:
         path = job.agree(partial(job.write, to_disk=job.hosts > 1))
     if job.hosts == 1 and job.world.rank == 0:
@@ -172,6 +175,7 @@ def start_checkpoint(
     A thread writes it; what it returns is waited for with ``wait()``, at the latest before the next save and before the
     program ends: then the disk has it. The memory, as much as this rank writes, is used again by the next save.
     """
+    come("start_checkpoint", ModelTensors(model).world)
     with begun(folder, model, optimizer, step, scheduler, extra, keep) as job:
         saving = Saving(job, job.write)
         before: Saving | None = job.model.__dict__.get(SAVE)

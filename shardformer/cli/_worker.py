@@ -86,10 +86,13 @@ def put_off_sigterm() -> None:
 
     A rank that waits for another is inside of a call of torch, where no handler of Python's runs: a thread counts.
     """
-    reader, writer = os.pipe()
+    process, (reader, writer) = os.getpid(), os.pipe()
     os.set_blocking(writer, False)
 
     def note(signum: int, frame: types.FrameType | None) -> None:
+        if os.getpid() != process:  # another handler stood before this one when the child was forked
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
         os.write(writer, bytes([signum]))  # the interpreter has as well, unless the script has a descriptor of its own
 
     def count() -> None:
@@ -109,7 +112,8 @@ def put_off_sigterm() -> None:
     def undo() -> None:
         if signal.getsignal(signal.SIGTERM) is note:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.set_wakeup_fd(-1)
+        if (descriptor := signal.set_wakeup_fd(-1)) != writer:
+            signal.set_wakeup_fd(descriptor)
         release()
 
     held = threading.local()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardformer.engine.data import Batches
+from shardformer.engine.data import batches_of
 from shardformer.engine.engine import Engine
 from shardformer.engine.optimizers import as_optimizers
 from shardformer.engine.parallel import Parallel
@@ -71,7 +71,7 @@ def initialize(
     given = as_optimizers(optimizer)
     grid = grid_of(context, asked)
     options = {"batch_size": batch_size, **(data_options or {})}
-    data = None if train_data is None else Batches(train_data, grid, **options)
+    data = None if train_data is None else batches_of(train_data, grid, **options)
     twin = without_values(model) if ROOT not in model.__dict__ else None
     model = sharded(model, given, policy, asked, grid)
     optimizers, schedulers = trained_by(given, scheduler, model, asked)

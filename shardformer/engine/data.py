@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from shardformer.comm.agree import agree
+from shardformer.comm.calls import number_of
+from shardformer.engine.data_compare import compare_data
 from shardformer.engine.data_sources import shuffled, source_of
 from shardformer.engine.data_streams import Collate, Share, Stream
 from shardformer.errors import ConfigError, InputError
@@ -77,7 +81,8 @@ class Batches:
         if is_loader:
             _check_beside(source, num_workers, drop_last)
         self._source = source_of(source, collate_fn, num_workers, shuffle)
-        self._share = Share(context.data.rank, context.data.size)
+        self._share, self._context = Share(context.data.rank, context.data.size), context
+        self._is_compared, self._thread = False, 0
         self._drop_last = bool(source.drop_last) if is_loader else drop_last
         self._merge_last, self._accumulate = merge_last, accumulate
         self.batch_size = self._size(batch_size, source if is_loader else None)
@@ -88,10 +93,12 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         """What is left of this epoch."""
+        self.compare()
         found = self._found()
         while group := self._group(found):
             self.batch_samples = sum(count for count, _ in group)
             self.seen += self.batch_samples
+            self._thread = threading.get_ident()
             yield group[0][1] if self._accumulate == 1 else [batch for _, batch in group]
         if not self.seen:
             raise InputError(
@@ -103,6 +110,40 @@ class Batches:
         self.epoch, self.seen = self.epoch + 1, 0
         if self.on_epoch_end is not None:
             self.on_epoch_end()
+
+    def compare(self) -> None:
+        """Compares the data of all ranks; the first loop does it if ``initialize`` has not.
+
+        Raises ConfigError, on all ranks, where they differ: see ``compare_data``. Each rank reads some samples.
+        """
+        if self._is_compared:
+            return
+        self._is_compared = True
+        settings = {
+            "type": self._source.name,
+            "length": self._source.count,
+            "batches": self._source.num_batches,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "shuffle": self._source.shuffle,
+            "drop_last": self._drop_last,
+            "merge_last": self._merge_last,
+            "accumulate": self._accumulate,
+        }
+        if isinstance(self._source, Stream):
+            compare_data(settings, None, None, self._context)
+        else:
+            compare_data(settings, self._source.size, self._source.read, self._context)
+
+    def facts(self) -> dict[str, int]:
+        """Where a training step is in the data, in numbers that are equal on all ranks; 0 for what is not known.
+
+        Nothing is known where another thread than that of the step fetches the batches, ahead of it.
+        """
+        is_known = self._thread in (0, threading.get_ident())
+        position = number_of((self.epoch, self.seen)) if is_known else 0
+        seen = self._source.number if is_known and self._thread else 0
+        return {"position": position, "samples" if isinstance(self._source, Stream) else "order": seen}
 
     def _group(self, found: Iterator[tuple[int, Any]]) -> list[tuple[int, Any]]:
         return [pair for _, pair in zip(range(self._accumulate), found)]
@@ -150,7 +191,7 @@ class Batches:
     def share_among(self, context: ParallelContext) -> None:
         """From the next loop on the data ranks are those of another grid. Raises ConfigError as the first time."""
         self.check_ranks(context.data.size)
-        self._share = Share(context.data.rank, context.data.size)
+        self._share, self._context = Share(context.data.rank, context.data.size), context
 
     def rewind(self) -> None:
         """The next loop begins with the first batch of the first epoch."""
@@ -215,6 +256,13 @@ class Batches:
                 rule="Every data rank has a sample of each batch",
                 remedy="Give drop_last=True, or another batch size",
             )
+
+
+def batches_of(source: Any, context: ParallelContext, **options: Any) -> Batches:
+    """``Batches`` that all ranks make together. Raises, on all, what one of them raises, or where their data differ."""
+    made = agree(context, lambda: Batches(source, context, **options), doing="divide the training data")
+    made.compare()
+    return made
 
 
 def _behind(batches: Sequence[Sequence[Any]], seen: int) -> Iterator[Sequence[Any]]:

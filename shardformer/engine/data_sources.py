@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
+from shardformer.comm.calls import number_of
 from shardformer.engine.data_collate import collated
 from shardformer.engine.data_random import Alike, drawing_from, put_back, seed_from, seed_of
 from shardformer.engine.data_streams import Collate, Share, Stream, check_enough, length_of
@@ -33,9 +34,9 @@ class _Seeded(Dataset[Any]):
 
     def __getitems__(self, keys: list[Key]) -> list[tuple[Key, Any]]:
         with put_back():  # once for all of them: that takes longer than to seed
-            return [(key, self._sample(key)) for key in keys]
+            return [(key, self.sample(key)) for key in keys]
 
-    def _sample(self, key: Key) -> Any:
+    def sample(self, key: Key) -> Any:
         index, *place = key
         seed_from(*place)
         return self._data[index]
@@ -86,7 +87,8 @@ class Samples:
         makes_batches: bool = False,
     ) -> None:
         self._data, self._shuffle, self._sampler, self.makes_batches = data, shuffle, sampler, makes_batches
-        self.name = type(data).__name__
+        self.name, self.shuffle, self.size = type(data).__name__, shuffle if sampler is None else None, len(data)
+        self.number = 0  # of the order of the epoch, where a sampler chose it
         self.count: int | None = None if makes_batches else len(data) if sampler is None else len(sampler)
         self._parts, self._generator = _Parts(), torch.Generator()
         made: DataLoader[Any] = DataLoader(
@@ -112,7 +114,9 @@ class Samples:
             whole: the order -> whole batches.
             start: samples that were handed out.
         """
-        batches = list(whole(self._order(epoch, seed)))
+        order = self._order(epoch, seed)
+        self.number = 0 if self._sampler is None else number_of(order)
+        batches = list(whole(order))
         sizes = [len(batch) for batch in batches]
         for size in sizes:
             check_enough(size, share)
@@ -128,6 +132,11 @@ class Samples:
             if isinstance(part, ShardFormerError):
                 raise part
             yield size, part
+
+    def read(self, index: int) -> Any:
+        """A sample, by its number. Random numbers that it draws move no others."""
+        with put_back():
+            return _Seeded(self._data).sample((index, 0, 0, 0))
 
     def _order(self, epoch: int, seed: int) -> Sequence[Any]:
         if self._sampler is not None:

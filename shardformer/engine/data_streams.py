@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from typing import Any
 
+from shardformer.engine.data_compare import content_of, ends_of
 from shardformer.engine.data_random import Alike, drawing_from
 from shardformer.errors import InputError
 from shardformer.layout.split import even_bounds
@@ -37,6 +38,8 @@ class Stream:
     def __init__(self, source: Any, collate: Collate | None) -> None:
         self._source, self._collate = source, collate
         self.name, self.makes_batches = type(source).__name__, collate is None
+        self.shuffle = None
+        self.number = 0  # of samples of the batch that was handed out last
         self.count = None if self.makes_batches else length_of(source)
         self._going: _Reading | None = None
 
@@ -51,7 +54,9 @@ class Stream:
         """As those of ``Samples``. What was handed out before is read once more, and left out."""
         reading = self._begun(epoch, seed, start)
         if self._collate is None:
-            yield from reading.cut(share, start)
+            for whole, count, part in reading.cut(share, start):
+                self.number = content_of(*ends_of(whole))
+                yield count, part
         else:
             assert batch_size is not None
             reading.skip(start)
@@ -62,6 +67,7 @@ class Stream:
                     samples += reading.last(share.size)
                 check_enough(len(samples), share)
                 mine = share.of(len(samples))
+                self.number = content_of(samples[0], samples[-1])
                 with drawing_from(seed, epoch, reading.count - len(samples) + mine.start, "batch"):
                     part = self._collate(samples[mine])
                 yield len(samples), part
@@ -111,8 +117,8 @@ class _Reading:
         while self.count < count and self.take(min(count - self.count, 256)):
             pass
 
-    def cut(self, share: Share, start: int) -> Iterator[tuple[int, Any]]:
-        """A rank's parts of what is a stream of whole batches, behind ``start`` samples."""
+    def cut(self, share: Share, start: int) -> Iterator[tuple[Any, int, Any]]:
+        """A rank's parts of what is a stream of whole batches, behind ``start`` samples: (batch, samples, part)."""
         while found := self.take_one():
             (batch,) = found
             named = batch if isinstance(batch, Mapping) else {"batch": batch}
@@ -124,7 +130,7 @@ class _Reading:
             check_enough(left, share)
             sizes = [count - left, *(b - a for a, b in pairwise(even_bounds(left, share.size)))]
             part = split_batch(named, sizes)[1 + share.rank]
-            yield left, like(batch, part) if named is batch else part["batch"]
+            yield batch, left, like(batch, part) if named is batch else part["batch"]
 
     def take_one(self) -> list[Any]:
         """The next batch of a stream of batches, in a list; nothing at the end."""

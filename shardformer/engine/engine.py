@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from shardformer.checkpoint.folder import Keep
 from shardformer.checkpoint.load import Loaded, load_checkpoint
 from shardformer.checkpoint.move import Moved
 from shardformer.checkpoint.save import Saving, save_checkpoint, start_checkpoint
+from shardformer.comm.calls import come, come_to_step
 from shardformer.comm.collectives import all_reduce, gather_objects
 from shardformer.comm.values import is_true
 from shardformer.engine.batch import is_several, named_batch, on_device
@@ -26,6 +27,7 @@ from shardformer.engine.parallel import Parallel
 from shardformer.engine.pipeline import Pipeline
 from shardformer.engine.saving import holds_checkpoint, packed, unpacked
 from shardformer.errors import ConfigError, InputError
+from shardformer.layout.state import state_of
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext
 from shardformer.mesh.grid import AXES
@@ -83,6 +85,7 @@ class Engine:
         self._pending: Tensor | None = None
         self._is_backward_done = False
         self._saving: Saving | None = None
+        _ = self.world  # all ranks connect it here, and none has to later, where only some may come
         self.rebuild: Callable[[Any], Moved] | None = None
         if data is not None:
             self.take_data(data)
@@ -105,8 +108,12 @@ class Engine:
         ``backward`` is called all the same, so that the loop reads as any. In ``engine.eval()``, or under
         ``torch.no_grad()``, the loss is all that is computed.
         """
+        return self._compute(batch, "engine(batch)")
+
+    def _compute(self, batch: Any, call: str) -> Tensor:
         batch = self._taken(batch)
         if not (self.model.training and torch.is_grad_enabled()):
+            come_to_step(f"{call} in eval mode", self.world)
             return self._of_all_data(self.pipeline.evaluate(batch))
         if self._pending is not None or self._is_backward_done:
             raise InputError(
@@ -116,6 +123,7 @@ class Engine:
                 remedy="Give all batches of a step at once: engine([first, second]); each token then weighs the same",
             )
         self._check_trains()
+        come_to_step(call, self.world, self.data.facts() if self.data is not None else None)
         self._tell("before_forward")
         self._pending = self._of_all_data(self.pipeline.step(batch))
         self._tell("after_backward")
@@ -144,6 +152,10 @@ class Engine:
                 rule="A step is loss = engine(batch), engine.backward(loss), engine.step()",
                 remedy="Call engine.backward(loss) first, or use engine.train_step(batch)",
             )
+        come_to_step("engine.step", self.world)
+        return self._step()
+
+    def _step(self) -> bool:
         self._is_backward_done = False
         self._tell("before_optimizer_step")
         is_made = self._update()
@@ -156,9 +168,9 @@ class Engine:
 
     def train_step(self, batch: Any) -> Tensor:
         """Forward, backward and update for a batch. Returns its loss, as ``engine(batch)``."""
-        loss = self(batch)
+        loss = self._compute(batch, "engine.train_step")
         self.backward(loss)
-        self.step()
+        self._step()
         return loss
 
     def evaluate(self, batches: Any) -> Tensor:
@@ -167,7 +179,8 @@ class Engine:
         Args:
             batches: a batch as for a step, or an iterable of such, of which all data ranks have as many.
         """
-        several = batches if _is_stream(batches) else [batches]
+        come("engine.evaluate", self.world)
+        several = self._counted(batches) if _is_stream(batches) else [batches]
         was_training = self.model.training
         self.model.eval()
         try:
@@ -175,8 +188,20 @@ class Engine:
         finally:
             self.model.train(was_training)
 
+    def _counted(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches, of which all ranks are known to have one more before each is run."""
+        for batch in batches:
+            come_to_step("engine.evaluate with another batch", self.world)
+            yield batch
+        come_to_step("engine.evaluate without another batch", self.world)
+
     def predict(self, batch: Any, *, gather: bool = True) -> Any:
-        """The model's output for a batch, in eval mode, without gradients; on all stages, unless not gathered."""
+        """The model's output for a batch, in eval mode, without gradients; on all stages, unless not gathered.
+
+        The ranks of one data rank call it together; under stage 3 of ZeRO all ranks do.
+        """
+        has_shards = state_of(self.model).parameters is not None
+        come("engine.predict", *(axis for axis in self.context.own_axes if axis.name != "data" or has_shards))
         was_training = self.model.training
         self.model.eval()
         try:
@@ -317,8 +342,9 @@ class Engine:
 
         Returns the path of the checkpoint; None in the background.
         """
-        self.wait()
         self._check_between_steps("A checkpoint was to be saved")
+        come("engine.save", self.world)
+        self.wait()
         if position is None and self.data is not None:
             position = self.data.state()
         said = packed(self.steps, self.skipped, position, extra)
@@ -339,6 +365,7 @@ class Engine:
 
         Weights, optimizer, scheduler, random numbers, the number of steps and the position in the data.
         """
+        come("engine.load", self.world)
         self.wait()
         self.zero_grad()
         found = load_checkpoint(folder, self.model, self.optimizer, scheduler=self.scheduler)
@@ -349,6 +376,7 @@ class Engine:
 
     def resume(self, folder: str | os.PathLike[str]) -> Loaded | None:
         """``load`` where the folder holds a checkpoint; None where training is to begin: for runs that start again."""
+        come("engine.resume", self.world)
         return self.load(folder) if holds_checkpoint(folder, self.world) else None
 
     # --- under another layout
@@ -364,6 +392,7 @@ class Engine:
         Returns the bytes that this rank sent, received and copied. All ranks call it, between two steps. Raises
         ConfigError, on all ranks and with the engine as it was, for a layout that cannot be.
         """
+        come("engine.reshape", self.world)
         self.wait()
         self._check_between_steps("The layout was to be changed")
         assert self.rebuild is not None
@@ -380,11 +409,13 @@ class Engine:
         """Trains this model from here on."""
         self.model, self.optimizers, self.pipeline = model, optimizers, pipeline
         self.parallel, self.context = parallel, context
+        _ = self.world
         if self.data is not None:
             self.data.share_among(context)
 
     def export(self, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
         """Writes a folder that ``from_pretrained`` of transformers reads: see ``export_pretrained``."""
+        come("engine.export", self.world)
         export_pretrained(folder, self.model, tokenizer=tokenizer)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -31,6 +30,7 @@ from shardformer.reduce.watch import FACTS
 from shardformer.sharding.guards import agree_on_step
 from shardformer.sharding.regions import uses_dropout
 from shardformer.sharding.stages import Stages, make_stages
+from shardformer.transformers_compat import keywords_of, with_mask_as_cached
 
 OF_OPTIMIZERS = ("steps", "options")
 OPTIONS = 6
@@ -89,6 +89,8 @@ class Pipeline:
         self._takes_short = takes_short_batches
         self._stages: Stages = state.stages or _single_stage(model, state)
         self._found: dict[int, Any] = {}
+        self._looks_at_loss = True  # in the first step
+        self._is_checkpointed = False  # by transformers, as far as it was seen: a pipeline takes that over
         self._compares = bool(state.request.extra.get("check_inputs", True))
         manager, stage_forward = self._stages.manager, self._stages.stage_forward
         assert stage_forward is not None
@@ -253,7 +255,12 @@ class Pipeline:
         if not wants_output:
             over = (self._context.data, self._context.device) if self._averages else None
             weights = LossWeights(parts, sizes, self._loss_weight, self._found, over, counts=counts)
-        return Head(parts, sizes, stage_forward, weights, self._loss_fn)
+        data = self._context.data.size
+        into = [f"into {len(parts)} micro-batches"] * (len(parts) > 1) + [f"over {data} data ranks"] * (data > 1)
+        looks = self._looks_at_loss and not wants_output
+        self._looks_at_loss = self._looks_at_loss and wants_output
+        divided = " and ".join(into) if looks else ""
+        return Head(parts, sizes, stage_forward, weights, self._loss_fn, divided, gathers=len(parts) == 1)
 
     def _draws(self) -> bool:
         """Whether this rank may draw random numbers: by the config, or since it was seen to or not tried yet.
@@ -285,13 +292,13 @@ class Pipeline:
 
     def _inputs(self, parts: Sequence[Batch]) -> Sequence[Batch]:
         """What the model is given: no cache, and nothing that only the loss function reads."""
-        takes = inspect.signature(self._model.forward).parameters
-        parts = [{name: value for name, value in part.items() if name != TARGET} for part in parts]
-        if "use_cache" in takes:
-            parts = [{"use_cache": False, **part} for part in parts]
-        if self._loss_fn is None or any(p.kind is p.VAR_KEYWORD for p in takes.values()):
-            return parts
-        return [{name: value for name, value in part.items() if name in takes} for part in parts]
+        names = keywords_of(self._model) if self._loss_fn is not None else None
+        parts = [{n: x for n, x in p.items() if n != TARGET and (names is None or n in names)} for p in parts]
+        if any("position_ids" in part for part in parts) and not self._is_checkpointed:
+            self._is_checkpointed = any(
+                getattr(m, "gradient_checkpointing", None) is True for m in self._model.modules()
+            )
+        return [with_mask_as_cached(p, self._model, is_checkpointed=self._is_checkpointed) for p in parts]
 
     def _fitting(self, size: int, each: list[int]) -> list[int]:
         """At most so many samples each: more parts where the schedule takes no such number of them."""
@@ -336,7 +343,7 @@ class Pipeline:
         for path in dict.fromkeys(self._stages.chain.units):
             layer: Any = self._model.get_submodule(path)
             if getattr(layer, "gradient_checkpointing", False) is True:
-                layer.gradient_checkpointing = False
+                layer.gradient_checkpointing, self._is_checkpointed = False, True
                 self._stages.stage_forward.checkpoint_layer(path)
 
 

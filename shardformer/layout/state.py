@@ -142,9 +142,7 @@ class ShardedState:
         edges: of the regions in which ranks hold different activations.
         check_call: raises ConfigError for arguments of a forward that the sharded model cannot do.
         layer_axes: axes of parallel layers in a model that was not sharded but written with them.
-        token: tells the model from others of this process; the same on all ranks.
         number: in which order models were sharded, or copied, in this process.
-        gathers: how often the full weights were asked for.
         gradients: what keeps the gradients in the place of the parameters' ``.grad``; None where nothing does.
         parameters: what keeps the values of parameters; None where they keep them themselves.
         context_run: how its sequence is cut over ranks (``shardformer.layers.context.run``); None where it is not.
@@ -162,9 +160,7 @@ class ShardedState:
     edges: list[Edge] = field(default_factory=list)
     check_call: Callable[[nn.Module, Mapping[str, Any]], None] | None = None
     layer_axes: Mapping[str, Axis] = field(default_factory=dict)
-    token: str = ""
     number: int = 0
-    gathers: int = 0
     gradients: KeepsGradients | None = None
     parameters: KeepsParameters | None = None
     context_run: Any = None

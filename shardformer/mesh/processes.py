@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +15,14 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from shardformer.mesh.lost import Peers, ReachedWork
-from shardformer.mesh.transport import NOBODY, Lines, Transport, Work
+from shardformer.mesh.presence import Presence, presence
+from shardformer.mesh.transport import NOBODY, Lines, Meeting, Transport, Word, Work
+
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.25
+ASK_AFTER_S = 5.0
+"""When ranks that have not come to a call are asked whether they wait for others."""
+REST_S = 5.0
+"""How long the rest is waited for when two ranks came to different calls: all are to hear of it."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,7 @@ class ProcessGroupTransport:
         # get_backend gives "cpu:gloo,cuda:nccl" for a group of two backends; the configuration names each device's
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._backends = {device: backend for device, backend in pairs}
+        presence(_get_default_store(), dist.get_rank())  # answers, from now on, those that wait for this process
 
     @property
     def world(self) -> Processes:
@@ -174,16 +184,51 @@ class ProcessGroupTransport:
         gathered: list[list[int]] = torch.cat(parts).tolist()
         return gathered
 
-    def absent(self, meeting: str, timeout_s: float) -> list[int]:
-        """Each writes into the launcher's store that it is there."""
-        store, name = _get_default_store(), f"shardformer/{meeting}/{self._ranks}"
+    def meet(self, call: str, *, waits: bool) -> Meeting:
+        """Each rank keeps in the launcher's store the number of its last call, and its name."""
+        store, me = _get_default_store(), dist.get_rank()
+        asked = presence(store, me)
+        name = f"shardformer/calls/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
+        number = store.add(f"{name}/{me}/count", 1)
+        store.set(f"{name}/{me}", json.dumps([number, call, not waits]))
+        return self._met(store, name, number, asked) if waits else Meeting()
+
+    def _met(self, store: Any, name: str, number: int, asked: Presence) -> Meeting:
+        """Waits for those that have not come while they may. What this call came to is left for those that are late."""
+        begin, pause_s = time.monotonic(), FIRST_PAUSE_S
+        differs_since: float | None = None
+        while True:
+            words = self._words(store, name, number)
+            if None not in words:
+                return Meeting(words)
+            if store.check([f"{name}/failed/{number}"]):
+                return Meeting(words, {self._ranks[r]: "gave up" for r, word in enumerate(words) if word is None})
+            now = time.monotonic()
+            absent = [rank for rank, word in zip(self._ranks, words, strict=True) if word is None]
+            if differs_since is None and len({word.call for word in words if word is not None}) > 1:
+                differs_since = now
+            missing = asked.waiting(absent) if now - begin > ASK_AFTER_S else {}
+            late = now - begin > store.timeout.total_seconds()
+            if late or len(missing) == len(absent) or (differs_since is not None and now - differs_since > REST_S):
+                store.set(f"{name}/failed/{number}", "")
+                return Meeting(words, missing)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+
+    def _words(self, store: Any, name: str, number: int) -> list[Word | None]:
+        """What ranks came to as their call of this number. One that is further has made this one, unless it failed."""
         keys = [f"{name}/{rank}" for rank in self._ranks]
-        store.set(keys[self._rank], "here")
-        try:
-            store.wait(keys, timedelta(seconds=timeout_s))
-        except RuntimeError:  # DistStoreError is one; a FileStore raises it bare
-            return [rank for rank, key in enumerate(keys) if not store.check([key])]
-        return []
+        if store.has_extended_api() and store.check(keys):
+            found = store.multi_get(keys)
+        else:
+            found = [store.get(key) if store.check([key]) else b"[0, null, null]" for key in keys]
+        mine = Word(*json.loads(found[self._rank])[1:])
+        words: list[Word | None] = []
+        for value in found:
+            count, call, is_step = json.loads(value)
+            is_past = count > number and not store.check([f"{name}/failed/{number}"])
+            words.append(mine if is_past else Word(call, is_step) if count == number else None)
+        return words
 
     def _started(self, work: Any, what: str, peer: int | None = None) -> Work:
         return ReachedWork(work, self.peers, what, peer)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardformer.errors import WorkerError
-from shardformer.mesh.transport import Lines, Transport, Work
+from shardformer.mesh.transport import Lines, Meeting, Transport, Word, Work
 
 EXCHANGE = 0
 """The tag of what an exchange sends; point-to-point messages have others."""
@@ -57,6 +57,16 @@ class Table:
         with self._changed:
             self._laid[key] = value, readers
             self._changed.notify_all()
+
+    def withdraw(self, key: Key) -> None:
+        """Takes back what was laid down, if it is still there."""
+        with self._changed:
+            self._laid.pop(key, None)
+
+    def seen(self, key: Key) -> Any:
+        """What was laid down there, which stays; None where nothing was."""
+        with self._changed:
+            return self._laid.get(key, (None, 0))[0]
 
     def end(self, rank: int, *, failed: bool) -> None:
         """The rank has returned, or raised."""
@@ -217,11 +227,19 @@ class ThreadTransport:
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         return self._meet("gather_numbers", list(numbers))()
 
-    def absent(self, meeting: str, timeout_s: float) -> list[int]:
-        keys = self._keys(meeting, "absent")
-        self.world.table.lay(keys[self._line.index(self._me)], None, len(keys))
-        missing = self.world.table.missing(self._me, keys, timeout_s)
-        return [rank for rank, key in enumerate(keys) if key in missing]
+    def meet(self, call: str, *, waits: bool) -> Meeting:
+        self._counts["calls"] += 1
+        keys = self._keys("calls", ("calls", self._counts["calls"]))
+        before = self._keys("calls", ("calls", self._counts["calls"] - 2))  # all have read it
+        mine = self._line.index(self._me)
+        table = self.world.table
+        table.withdraw(before[mine])
+        table.lay(keys[mine], Word(call, not waits), len(keys))
+        if not waits:
+            return Meeting()
+        table.missing(self._me, keys, table.timeout_s)
+        words = [table.seen(key) for key in keys]
+        return Meeting(words, {rank: "does not come" for rank, word in zip(self._line, words) if word is None})
 
     def _meet(self, what: str, value: Any) -> Callable[[], list[Any]]:
         """Lays ``value`` down; what is returned waits for every rank's value."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,25 @@ class Work(Protocol):
         """Returns when it is done."""
 
     def is_completed(self) -> bool: ...
+
+
+class Word(NamedTuple):
+    """To which call a rank has come, and whether that compares numbers next."""
+
+    call: str
+    is_step: bool
+
+
+class Meeting(NamedTuple):
+    """What a rank learned where it waited for others.
+
+    Args:
+        words: of each rank in order; None of one that has not come.
+        missing: global rank -> what is known of it, of those that have not come.
+    """
+
+    words: Sequence[Word | None] = ()
+    missing: Mapping[int, str] = MappingProxyType({})
 
 
 class World(Protocol):
@@ -92,8 +112,13 @@ class Transport(Protocol):
         """Every rank's numbers, as many from each, in rank order. Much faster than objects; waits for no device where
         the host's memory can be sent from."""
 
-    def absent(self, meeting: str, timeout_s: float) -> list[int]:
-        """The ranks that within the time have not come to ``meeting``, a name that is used once. No collective."""
+    def meet(self, call: str, *, waits: bool) -> Meeting:
+        """Announces that this rank comes to ``call``, as its next one. No collective.
+
+        Args:
+            waits: whether to wait until all ranks have come, or those that have not never will; else the result is
+                empty.
+        """
 
 
 class _Nobody:

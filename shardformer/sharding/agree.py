@@ -10,14 +10,13 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 from types import FunctionType
 from typing import Any, TypeVar
-from uuid import uuid4
 
 import torch.distributed as dist
 from torch import nn
 
 from shardformer.comm.collectives import broadcast, broadcast_object, checksum, gather_objects
 from shardformer.config import ShardConfig
-from shardformer.errors import ConfigError, InputError, LaunchError, ShardFormerError
+from shardformer.errors import ConfigError, LaunchError, ShardFormerError
 from shardformer.lazy.materialize import named_tensors
 from shardformer.lazy.recipe import place_of, random_steps, text_of
 from shardformer.mesh.axis import Axis
@@ -28,7 +27,6 @@ from shardformer.mesh.processes import launcher_store
 from shardformer.policies.paths import configs_in
 
 ANNOUNCEMENTS = "shardformer/word"
-COME_S = 30.0
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.002, 0.25
 BYSTANDER_S = 10.0
 """How long to wait for the word of processes outside of the group given: they may not shard anything at all."""
@@ -143,33 +141,6 @@ def _comes(store: Any, key: str, deadline: float | None, other: int) -> tuple[bo
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
         return True, ""
     return False, ""
-
-
-def wait_for_all(axis: Axis, call: str, key: str) -> None:
-    """Returns when all ranks of the axis have come to ``call``: asked before its first collective.
-
-    ``key`` tells this call from every other of these ranks.
-
-    A rank that does not come is in another collective or none, and theirs would meet this one's.
-
-    Raises InputError when one has not come within ``COME_S`` seconds.
-    """
-    absent = axis.transport.absent(key, COME_S) if axis.size > 1 else []
-    if absent:
-        others = ", ".join(str(axis.ranks[rank]) for rank in absent)
-        raise InputError(
-            f"Process {axis.ranks[axis.rank]} called {call}, and within {COME_S:g} s process {others} did not",
-            rule=f"All ranks of the {axis.name} axis give their parts, so all of them call {call}",
-            remedy="Call it outside of `if rank == 0:`; the first rank writes alone by itself",
-        )
-
-
-def agree_on_token(axes: list[Axis]) -> str:
-    """A word that the first rank chose, on all ranks. Communicates it once over each axis."""
-    token = uuid4().hex
-    for axis in axes:
-        token = broadcast_object(token, axis)
-    return token
 
 
 def model_lines(model: nn.Module) -> list[str]:

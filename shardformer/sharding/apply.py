@@ -30,7 +30,7 @@ from shardformer.policies.describe import SubModuleReplacementDescription
 from shardformer.policies.paths import owner_of, value_at
 from shardformer.policies.policy import Policy
 from shardformer.reduce.watch import Watch
-from shardformer.sharding.agree import agree_on_group, agree_on_token, agree_on_weights, model_lines
+from shardformer.sharding.agree import agree_on_group, agree_on_weights, model_lines
 from shardformer.sharding.agree_on_files import tell_of_files
 from shardformer.sharding.checks import (
     check_layouts,
@@ -110,7 +110,6 @@ class Sharding:
             plan = agree(context, self._plan, self._lines, explain=lambda: tell_of_files(self.model, context))
             state, axes = self._state, context.own_axes[::-1]
             state.notes += agree_on_weights(self.model, axes)
-            state.token = agree_on_token(axes)
             stages = state.stages
             if stages is not None:
                 stages.take_out(self.model)

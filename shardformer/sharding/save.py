@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.agree import agree, gather_all
+from shardformer.comm.calls import come
 from shardformer.comm.collectives import broadcast, gather_objects
 from shardformer.comm.gather import gather_full
 from shardformer.errors import ConfigError, InputError
 from shardformer.layers.tensor.embedding import Embedding1D, VocabParallelEmbedding1D
 from shardformer.layout.state import ShardedState, state_of
-from shardformer.sharding.agree import wait_for_all
 from shardformer.sharding.replace import check_folder, replace_folder
 from shardformer.sharding.stages import Stages
 
@@ -30,7 +30,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     state = state_of(model)
     axes = [state.context.tensor, state.context.pipe, *([state.context.data] if state.parameters else [])]
-    _wait(state, "full_state_dict or save_pretrained", *axes)
+    come("full_state_dict", *axes)
     entries = state.by_param()
     known: dict[int, Tensor] = {}
     out = {}
@@ -52,12 +52,6 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 _EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding1D, Embedding1D)
-
-
-def _wait(state: ShardedState, call: str, *axes: Any) -> None:
-    state.gathers += 1
-    for axis in axes:
-        wait_for_all(axis, call, f"{state.token}/{state.gathers}")
 
 
 def _of_all_stages(own: dict[str, Tensor], stages: Stages, state: ShardedState) -> dict[str, Tensor]:
@@ -113,7 +107,7 @@ def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
     """
     state = state_of(self)
     context = state.context
-    _wait(state, "save_pretrained", *context.own_axes)
+    come("save_pretrained", *context.own_axes)
     agree(context, lambda: _check_saving(state, save_directory, kwargs), doing="save this model")
     kwargs.pop("is_main_process", None)
     weights = kwargs.pop("state_dict", None) or full_state_dict(self)

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from shardformer.comm.values import has_values
 from shardformer.mesh.context import ParallelContext
 from shardformer.mesh.grid import Grid
-from shardformer.mesh.transport import Lines, Transport, Work
+from shardformer.mesh.transport import Lines, Meeting, Transport, Word, Work
 
 
 def fake_context(
@@ -111,8 +111,8 @@ class FakeTransport:
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         return [[1] * len(numbers)] * self._size  # as of tensors without values: every rank's trace has the same
 
-    def absent(self, meeting: str, timeout_s: float) -> list[int]:
-        return []
+    def meet(self, call: str, *, waits: bool) -> Meeting:
+        return Meeting([Word(call, not waits)] * self._size)
 
 
 class _Done:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
+from types import FrameType
 from typing import Any
 
-import torch
-
-from shardformer.comm.collectives import all_reduce, gather_objects
+from shardformer.comm.calls import tell_at_step
+from shardformer.comm.collectives import gather_objects
 from shardformer.engine.engine import Engine
 from shardformer.errors import InputError, ShardFormerError
 from shardformer.mesh.finishing import finishes_on_signals, has_launcher
@@ -21,6 +22,8 @@ from shardformer.trainer.hook import Hook
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 REPEATS_S = 5.0
 """A signal that comes again so soon is the same one, under a launcher: to it and to this process, by a scheduler."""
+_REPLACED: dict[int, Any] = {}
+"""Signal -> the handler that ``Agreement.signals`` replaced in this process, while it is replaced."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,8 @@ class Agreement:
 
     def check(self, engine: Engine) -> None:
         """All ranks hear of what any asks for. Raises, on all, what failed on one. Communicates five numbers."""
-        mine = torch.tensor([self.failure is not None, *astuple(self._mine)], dtype=torch.int32)
-        world = engine.world
-        failed, *asked = (bool(x) for x in all_reduce(mine.to(engine.context.device), world, purpose="agreement"))
+        world, mine = engine.world, [int(self.failure is not None), *map(int, astuple(self._mine))]
+        failed, *asked = (any(column) for column in zip(*tell_at_step("the Trainer's hooks", world, mine), strict=True))
         self._mine, self._heard = Asked(), self._heard | Asked(*asked)
         if failed:
             self.is_broken = True
@@ -103,35 +105,64 @@ class Agreement:
     def signals(self, tell: Callable[[signal.Signals], None]) -> Iterator[None]:
         """SIGTERM and SIGINT are noted while it lasts; the second one does what it did before.
 
+        Processes that are forked meanwhile keep the handlers from before: a pool of a hook ends its workers by SIGTERM.
+
         Args:
             tell: is called when the first one comes.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.getsignal(number) for number in SIGNALS}
+        before = dict(_REPLACED)  # of a ``fit`` around this one
         came_at = 0.0
 
-        def restore() -> None:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-        def note(number: int, frame: Any) -> None:
+        def note(number: int, frame: FrameType | None) -> None:
             nonlocal came_at
             if self.signal is None:
                 self.signal, came_at = signal.Signals(number), time.monotonic()
                 self.ask(signal=True)
                 if not has_launcher():
-                    restore()
+                    _put_back()
                 tell(self.signal)
             elif time.monotonic() - came_at > REPEATS_S:
-                restore()
+                _put_back()
                 signal.raise_signal(number)
 
         with finishes_on_signals():
+            for number in SIGNALS:
+                _REPLACED[number] = signal.getsignal(number)
             for number in SIGNALS:
                 signal.signal(number, note)
             try:
                 yield
             finally:
-                restore()
+                _put_back()
+                _REPLACED.update(before)
+
+
+def _put_back() -> None:
+    """Signals do what they did before ``Agreement.signals``."""
+    for number, handler in _REPLACED.items():
+        if handler is not None:  # None: not one of Python's
+            signal.signal(number, handler)
+    _REPLACED.clear()
+
+
+_MASK = threading.local()
+
+
+def _hold_signals() -> None:
+    _MASK.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _MASK.before)
+
+
+def _put_back_in_child() -> None:
+    _put_back()
+    _release_signals()
+
+
+# a pool of a hook ends its processes by SIGTERM; what comes before they have put their handlers back would be lost
+os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_put_back_in_child)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from shardformer.checkpoint.load import Loaded
 from shardformer.engine.batch import is_several
-from shardformer.engine.data import Batches
+from shardformer.engine.data import Batches, batches_of
 from shardformer.engine.engine import Engine, needs_metric
 from shardformer.errors import ConfigError
 from shardformer.mesh.finishing import is_ended
@@ -393,7 +393,7 @@ class Trainer:
         elif before is not None:
             batch_size = before.batch_size if batch_size is None else batch_size
             options["collate_fn"] = before.collate_fn
-        return Batches(data, self.engine.context, batch_size=batch_size, **options)
+        return batches_of(data, self.engine.context, batch_size=batch_size, **options)
 
     def _is_over(self) -> bool:
         return self._is_over_at(self.step) or (self.last_epoch is not None and self.epoch >= self.last_epoch)

@@ -19,6 +19,7 @@ from shardformer.comm.collectives import (
 from shardformer.comm.point_to_point import PointToPoint
 from shardformer.mesh.context import ParallelContext
 from shardformer.mesh.threads import ThreadTransport
+from shardformer.mesh.transport import Word
 from shardformer.testing.threads import run_as_threads
 
 
@@ -80,12 +81,13 @@ def test_each_way_has_a_transport_of_its_own_where_messages_run_in_turn(
     assert run_as_threads(talk, pipe=2) == [(1.0, 1 + in_turn), (0.0, 1 + in_turn)]
 
 
-def test_who_is_absent_is_told_by_a_meeting() -> None:
-    def come(context: ParallelContext) -> list[int]:
-        return context.data.transport.absent("supper", 0.2) if context.data.rank != 1 else []
+def test_who_does_not_come_to_a_call_is_known() -> None:
+    def meet(context: ParallelContext) -> list[int]:
+        return [*context.data.transport.meet("supper", waits=True).missing] if context.data.rank != 1 else []
 
-    assert run_as_threads(come, data=3) == [[1], [], [1]]
-    assert run_as_threads(lambda c: c.data.transport.absent("supper", 30.0), data=3) == [[]] * 3
+    assert run_as_threads(meet, data=3) == [[1], [], [1]]
+    calls = run_as_threads(lambda c: c.data.transport.meet(f"{c.data.rank % 2}", waits=True).words, data=3)
+    assert calls == [[Word("0", False), Word("1", False), Word("0", False)]] * 3
 
 
 def test_an_axis_and_its_merged_axes_do_not_hear_each_other() -> None:

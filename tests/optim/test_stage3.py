@@ -335,6 +335,44 @@ def test_evaluation_and_generation() -> None:
     run_as_threads(run, data=2)
 
 
+class _Wrapped(nn.Module):
+    """A model inside another module, as adapters wrap one."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.model(**inputs)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 2}], ids=["greedy", "beams"])
+def test_data_ranks_generate_texts_of_different_lengths(options: dict[str, Any], is_wrapped: bool) -> None:
+    """A rank whose text is finished goes on until all are; then all train."""
+    model: Any = Sample("llama")().eval()
+    prompts = [torch.randint(3, 60, (1, 5), generator=torch.Generator().manual_seed(seed)) for seed in (10, 11)]
+
+    def generate(model: Any, rank: int) -> Tensor:
+        mask = torch.ones_like(prompts[rank])
+        text: Tensor = model.generate(prompts[rank], attention_mask=mask, max_new_tokens=(2, 6)[rank], **options)
+        return text
+
+    want = [generate(model, rank) for rank in (0, 1)]
+    assert want[0].shape != want[1].shape
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def run(context: ParallelContext) -> None:
+        ours = models[context.rank]
+        whole = _Wrapped(ours) if is_wrapped else ours
+        optimizer = zero(torch.optim.SGD(whole.parameters(), lr=0.1), whole, stage=3, context=context)
+        assert torch.equal(generate(ours, context.rank), want[context.rank])
+        whole.train()(input_ids=prompts[context.rank], labels=prompts[context.rank]).loss.backward()
+        optimizer.step()
+
+    run_as_threads(run, data=2)
+
+
 def test_inference_mode_and_saved_tensors_of_ones_own() -> None:
     """What is gathered in inference mode is not left for training; hooks on what autograd saves are nested."""
 

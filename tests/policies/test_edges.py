@@ -19,6 +19,7 @@ from shardformer.comm.collectives import checksum, gather_objects
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, InputError, PolicyError, ShardFormerError
 from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
+from shardformer.mesh import presence, processes
 from shardformer.mesh.context import ParallelContext
 from shardformer.mesh.launch import launch_from_torch
 from shardformer.policies import registry
@@ -374,9 +375,7 @@ def test_what_the_first_rank_cannot_write_all_say(tmp_path: Path) -> None:
 
 
 def saved_by_one(folder: str) -> str:
-    from shardformer.sharding import agree
-
-    agree.COME_S = 1.0
+    presence.SURE_AFTER, presence.ASK_EVERY_S, processes.ASK_AFTER_S = 2, 0.1, 0.1
     context = launch_from_torch()
     model: Any = shard_model(Sample("llama")(), context=context)
     if context.tensor.rank == 0:
@@ -384,12 +383,16 @@ def saved_by_one(folder: str) -> str:
             model.save_pretrained(folder)
         except InputError as error:
             return str(error)
+        finally:
+            torch.distributed.barrier()
+    else:
+        torch.distributed.barrier()
     return ""
 
 
 def test_a_model_that_only_one_rank_saves(pool2: WorkerPool, tmp_path: Path) -> None:
     said = pool2.run(saved_by_one, str(tmp_path))[0]
-    assert "within 1 s process 1 did not" in said and "outside of `if rank == 0:`" in said
+    assert "rank 1 waits for other ranks" in said and "not under `if rank == 0:`" in said
 
 
 def test_outputs_of_a_model_that_is_not_cut() -> None:

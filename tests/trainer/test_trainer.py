@@ -124,6 +124,33 @@ def test_the_validation_is_that_of_all_that_counts() -> None:
     assert values["validation/loss"] == pytest.approx(expected, abs=1e-7)
 
 
+class Forks(Hook):
+    """Forks a process in a step, and ends it with a signal."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.status = number, -1
+
+    def after_step(self, trainer: Trainer) -> None:
+        if (child := os.fork()) == 0:
+            signal.pause()
+            os._exit(0)
+        os.kill(child, self.number)
+        self.status = os.waitpid(child, 0)[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_a_hook_forks_ends_on_a_signal(number: signal.Signals) -> None:
+    forks = Forks(number)
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        trainer = Trainer(made(), [forks])
+        trainer.fit(steps=1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert os.WTERMSIG(forks.status) == number
+    assert trainer.stopped_by is None, "the signal was the child's"
+
+
 class Signals(Hook):
     def after_step(self, trainer: Trainer) -> None:
         if trainer.step == 2:

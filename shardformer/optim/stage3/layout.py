@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardformer.comm.collectives import gather_objects
+from shardformer.comm.calls import come
+from shardformer.comm.collectives import gather_numbers, gather_objects
 from shardformer.layout.state import ShardedState
 from shardformer.optim.offload.host import Host
 from shardformer.optim.settings import Settings
@@ -19,6 +20,7 @@ from shardformer.optim.stage3.units import Unit, group_params
 from shardformer.optim.stage3.walk import Walk
 from shardformer.reduce.bucket import Bucket, Gradient, HandOver
 from shardformer.reduce.buckets import GradientReducer
+from shardformer.transformers_compat import decode_together
 
 
 def lay_out_units(
@@ -53,6 +55,10 @@ def lay_out_units(
     walk.reducer = UnitReducer(units, buckets, end, walk.arrived, table.entries, overlaps=overlaps, memory=chunks)
     table.reducers = [walk.reducer, *rest]
     table.parameters = walk
+    axis = walk.axis
+    decode_together(
+        model, lambda: come("generate", axis), lambda mine: any(row[0] for row in gather_numbers([int(mine)], axis))
+    )
     return walk, [shard for unit in units for shard in unit.shards if shard.gradients[0].param.requires_grad]
 
 

@@ -57,7 +57,7 @@ class Walk:
         gathers_ahead: bool = True,
         part: Callable[[], Any] = lambda: None,
     ) -> None:
-        self.units, self._axis, self._frees, self._part = units, axis, frees, part
+        self.units, self.axis, self._frees, self._part = units, axis, frees, part
         self._gathers_ahead, self.residents = gathers_ahead, Residents()
         self.reducer: UnitReducer
         self._plans: dict[Kind, Plan] = {}
@@ -204,7 +204,7 @@ class Walk:
             self._refuse_order(index)
         while self._at < (len(plan.units) - 1 if leaves else end):
             self._step(plan.units[self._at + 1], plan.units[self._at + 2 : self._at + 4])
-        if plan.is_open and (leaves or index == END) and any(gather_objects(leaves, self._axis)):
+        if plan.is_open and (leaves or index == END) and any(gather_objects(leaves, self.axis)):
             self._plan = None
 
     def _step(self, index: int, coming: Sequence[int]) -> None:
@@ -268,7 +268,7 @@ class Walk:
         """
         while True:
             done = [unit.index for unit in self.units if self._is_backward and self.reducer.is_complete(unit)]
-            said = gather_objects((want, [] if self.reducer.is_paused else done), self._axis)
+            said = gather_objects((want, [] if self.reducer.is_paused else done), self.axis)
             wanted = [index for index, _ in said if index != END]
             for index in sorted(set.intersection(*(set(done) for _, done in said)), reverse=True):
                 self.reducer.send(self.units[index])
@@ -291,7 +291,7 @@ class Walk:
         rest = {unit.index for unit in self.units if unit.index not in self.reducer.sent}
         if not self.reducer.is_sealed:
             again = [unit.index for unit in self.units if self.reducer.has_new(unit)]
-            rest |= {index for indices in gather_objects(again, self._axis) for index in indices}
+            rest |= {index for indices in gather_objects(again, self.axis) for index in indices}
         for index in sorted(rest, reverse=True):
             self.reducer.send(self.units[index])
         self.reducer.end_pass()
@@ -299,7 +299,7 @@ class Walk:
     def _planned(self, before: Plan | None) -> Plan:
         """The plan that was found out; of one that a rank has left, one in which all that was read finds its place."""
         assert self._kind is not None
-        said = gather_objects((self._own, self._last_arrivals), self._axis)
+        said = gather_objects((self._own, self._last_arrivals), self.axis)
         plan = found_plan(self._record.units, before, said)
         if before is None and self._is_backward:
             plan.take_up(self._plans[self._kind[:-1]])

@@ -1,0 +1,189 @@
+"""Data that differs between ranks: an error on all of them, before a step is made."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, random_split
+
+from shardformer.engine.build import initialize
+from shardformer.engine.data_compare import content_of
+from shardformer.errors import ShardFormerError
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+
+Pair = tuple[Tensor, Tensor]
+SAMPLES: list[Pair] = [(torch.tensor([float(number)]), torch.zeros(1)) for number in range(24)]
+
+
+def samples_used(rank: int, context: ParallelContext, data: Any, **options: Any) -> list[float] | None:
+    """The samples that a rank trains on in an epoch; None where the data are refused."""
+    model, seen = nn.Linear(1, 1), []
+    try:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        engine = initialize(model, optimizer, nn.MSELoss(), data, context=context, **options)
+        assert engine.data is not None
+        for inputs, targets in engine.data:
+            engine.train_step((inputs, targets))
+            seen += inputs.flatten().tolist()
+    except ShardFormerError:
+        assert not seen, "refused before a step is made"
+        return None
+    return seen
+
+
+class Stream(IterableDataset[Pair]):
+    def __init__(self, samples: list[Pair]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Pair]:
+        return iter(self.samples)
+
+
+class OwnOrder(Sampler[int]):
+    def __init__(self, seed: int) -> None:
+        self.generator_of_its_own = numpy.random.default_rng(seed)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.generator_of_its_own.permutation(24).tolist())
+
+
+class Part(Sampler[list[int]]):
+    """Batches of this rank alone, as loaders of accelerate have them."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([list(range(start + self.rank, start + 6, 2)) for start in range(0, 24, 6)])
+
+
+def _split(rank: int) -> Any:
+    return random_split(SAMPLES, [12, 12], torch.Generator().manual_seed(rank))[0]  # type: ignore[arg-type]
+
+
+DIFFERENT: dict[str, Callable[[int], dict[str, Any]]] = {
+    "every second sample": lambda rank: {"data": SAMPLES[rank::2], "batch_size": 6},
+    "a half": lambda rank: {"data": SAMPLES[12 * rank :][:12], "batch_size": 6},
+    "another order": lambda rank: {"data": SAMPLES[::-1] if rank else SAMPLES, "batch_size": 6},
+    "two swapped": lambda rank: {"data": [*SAMPLES[:22], *SAMPLES[22:][:: 1 - 2 * rank]], "batch_size": 6},
+    "another length": lambda rank: {"data": SAMPLES[: 24 - 6 * rank], "batch_size": 6},
+    "a stream of a half": lambda rank: {"data": Stream(SAMPLES[rank::2]), "batch_size": 6},
+    "a generator": lambda rank: {"data": (sample for sample in SAMPLES[rank::2]), "batch_size": 6},
+    "a loader over a stream": lambda rank: {"data": DataLoader(Stream(SAMPLES[rank::2]), batch_size=6)},
+    "a loader over a half": lambda rank: {"data": DataLoader(SAMPLES[rank::2], batch_size=6)},  # type: ignore[arg-type]
+    "a sampler of its own": lambda rank: {
+        "data": DataLoader(SAMPLES, batch_size=6, sampler=OwnOrder(rank))  # type: ignore[arg-type]
+    },
+    "batches of a part": lambda rank: {"data": DataLoader(SAMPLES, batch_sampler=Part(rank))},  # type: ignore[arg-type]
+    "a split by rank": lambda rank: {"data": _split(rank), "batch_size": 6},
+    "a seed by rank": lambda rank: {"data": SAMPLES, "batch_size": 6, "data_options": {"seed": rank}},
+    "shuffled on one": lambda rank: {"data": SAMPLES, "batch_size": 6, "data_options": {"shuffle": rank == 0}},
+    "another batch size": lambda rank: {"data": SAMPLES, "batch_size": 6 - 2 * rank},
+    "refused on one": lambda rank: {"data": SAMPLES, "batch_size": 6 if rank else 0},
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_data_that_differs_is_refused_on_all_ranks(kind: str) -> None:
+    made = [DIFFERENT[kind](rank) for rank in range(2)]
+    assert run_as_threads(lambda c: samples_used(c.rank, c, **made[c.rank]), data=2) == [None, None]
+
+
+SAME: dict[str, Callable[[], dict[str, Any]]] = {
+    "a list": lambda: {"data": SAMPLES, "batch_size": 6},
+    "a stream": lambda: {"data": Stream(SAMPLES), "batch_size": 6},
+    "a loader over a stream": lambda: {"data": DataLoader(Stream(SAMPLES), batch_size=6)},
+    "a sampler with one seed": lambda: {
+        "data": DataLoader(SAMPLES, batch_size=6, sampler=OwnOrder(3))  # type: ignore[arg-type]
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_the_same_data_is_trained_on_once(kind: str) -> None:
+    made = [SAME[kind]() for _ in range(2)]
+    used = run_as_threads(lambda c: samples_used(c.rank, c, **made[c.rank]), data=2)
+    assert sorted(x for each in used for x in each or ()) == list(range(24))
+
+
+class Noisy(Dataset[dict[str, Any]]):
+    """Samples that differ each time they are read, as augmentation with a generator of its own makes them."""
+
+    def __init__(self, rank: int) -> None:
+        self.generator = numpy.random.default_rng(rank)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Pair:
+        return torch.tensor([float(index)]) + self.generator.random() / 4, torch.zeros(1)
+
+
+def test_samples_that_are_augmented_at_random_are_not_compared() -> None:
+    data = [Noisy(rank) for rank in range(2)]
+    used = run_as_threads(lambda c: samples_used(c.rank, c, data[c.rank], batch_size=4), data=2)
+    assert sorted(int(x) for each in used for x in each) == list(range(8))
+
+
+def test_what_is_compared_of_a_sample() -> None:
+    noise = torch.rand(3)
+    assert content_of({"label": 1, "image": noise}) == content_of({"image": noise + 1, "label": 1})
+    assert content_of({"label": 1, "image": noise}) != content_of({"image": noise, "label": 2})
+    assert content_of([0.5, noise]) != content_of([0.5, noise + 1])
+    assert content_of(object()) == content_of(object()), "an address is not content"
+
+
+def skipped(context: ParallelContext, where: int) -> str:
+    """Rank 1 leaves a batch out; what all ranks raise."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    engine = initialize(model, optimizer, nn.MSELoss(), SAMPLES, context=context, batch_size=6)
+    assert engine.data is not None
+    try:
+        for number, batch in enumerate(engine.data):
+            if number == where and context.rank == 1:
+                continue
+            engine.train_step(batch)
+        engine.evaluate(SAMPLES[0])
+    except ShardFormerError as error:
+        assert engine.steps == where, "no step is made with batches that do not belong together"
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("where", "what"), [(1, "different places"), (3, "engine.train_step")])
+def test_a_batch_that_one_rank_leaves_out_ends_the_run_on_all(where: int, what: str) -> None:
+    assert all(what in error for error in run_as_threads(lambda c: skipped(c, where), data=2))
+
+
+def test_batches_that_a_thread_fetches_ahead_are_trained_on() -> None:
+    def train(context: ParallelContext) -> int:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        engine = initialize(model, optimizer, nn.MSELoss(), SAMPLES, context=context, batch_size=6)
+        batches: list[Any] = []
+
+        def fetch(count: int) -> None:
+            batches.extend(batch for _, batch in zip(range(count), engine.data or ()))
+
+        thread = threading.Thread(target=fetch, args=(2 + context.rank,))
+        thread.start()
+        thread.join()
+        for batch in batches[:2]:
+            engine.train_step(batch)
+        return engine.steps
+
+    assert run_as_threads(train, data=2) == [2, 2]
