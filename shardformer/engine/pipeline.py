@@ -33,8 +33,8 @@ from shardformer.sharding.regions import uses_dropout
 from shardformer.sharding.stages import Stages, make_stages
 
 OF_OPTIMIZERS = ("steps", "options")
-OPTIONS = 6
-"""Where the number of an optimizer's options stands among those that stages compare."""
+STEPS, OPTIONS = 5, 6
+"""The places of an optimizer's steps and options among the numbers that stages compare."""
 
 
 class Pipeline:
@@ -89,6 +89,7 @@ class Pipeline:
         self._takes_short = takes_short_batches
         self._stages: Stages = state.stages or _single_stage(model, state)
         self._found: dict[int, Any] = {}
+        self._has_one_optimizer: bool | None = None  # the same on all stages, once their options were compared
         self._compares = bool(state.request.extra.get("check_inputs", True))
         manager, stage_forward = self._stages.manager, self._stages.stage_forward
         assert stage_forward is not None
@@ -319,16 +320,28 @@ class Pipeline:
         given = [t for part in parts for _, t in tensors_of(part)] if self._compares else []
         seen = watch.batch(given) if watch is not None else _number([checksum(t) for t in given])
         self._compares = self._compares and watch is not None
-        steps, options = (watch.steps, watch.options_of_stage()) if watch is not None else (0, 0)
+        steps, options = (watch.rounds_of_stage(), watch.options_of_stage()) if watch is not None else (0, 0)
         mine = (_number(shapes), len(parts), backward, training, seen, steps, options, _number(trains), seed)
         with self._runtime.named("before a step"):
-            every = gather_numbers(mine, axis)
-        if not all(theirs[OPTIONS] for theirs in every):
-            every = [[*theirs[:OPTIONS], 0, *theirs[OPTIONS + 1 :]] for theirs in every]
+            every = self._comparable(gather_numbers(mine, axis))
         if any(theirs[:-2] != every[0][:-2] for theirs in every):
             raise _different(every, axis)
         mode = (backward, training, tuple(theirs[-2] for theirs in every))
         return [(s, mode) for s in shapes], next((theirs[-1] for theirs in every if theirs[-1]), 0)
+
+    def _comparable(self, every: Sequence[Sequence[int]]) -> list[list[int]]:
+        """What the stages said, without what they need not have in common (``shardformer.reduce.watch``)."""
+        rows = [list(theirs) for theirs in every]
+        options = {row[OPTIONS] for row in rows}
+        if 0 not in options and self._has_one_optimizer is None:
+            self._has_one_optimizer = len(options) == 1
+        trained = [row[STEPS] for row in rows if row[STEPS]]
+        for row in rows:
+            if 0 in options or not self._has_one_optimizer:
+                row[OPTIONS] = 0
+            if trained and (not row[STEPS] or self._has_one_optimizer is False):
+                row[STEPS] = trained[0]
+        return rows
 
     def _take_over_checkpointing(self) -> None:
         """``gradient_checkpointing_enable`` of transformers: here the spans of a stage are checkpointed instead."""
