@@ -49,8 +49,9 @@ class ModelSharder(Sharding):
         find = partial(_resolved, policy)
         given = check_given if policy is not None or is_users(model) else None
         super().__init__(
-            model, _checked(shard_config), find, prove=prove_context, prove_policy=given, prove_grid=prove_grid
-        )
+            model, _checked(shard_config), find,
+            prove=prove_context, prove_policy=given, prove_grid=prove_grid, optional=policy is None,
+        )  # fmt: skip
 
 
 def _resolved(policy: Policy | type[Policy] | None, model: nn.Module, tensor: int) -> tuple[Policy, str]:

@@ -7,12 +7,16 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from shardformer.comm.agree import agree
 from shardformer.engine.data import Batches
 from shardformer.engine.engine import Engine
+from shardformer.engine.modes import start_training
 from shardformer.engine.optimizers import as_optimizers
 from shardformer.engine.parallel import Parallel
-from shardformer.engine.parts import grid_of, num_processes, pipeline_of, sharded, trained_by
+from shardformer.engine.parts import grid_of, num_processes, pipeline_of, sharded, trained_by, zero_of
+from shardformer.engine.pipeline import Pipeline
 from shardformer.engine.reshape import Recipe, reshaped
 from shardformer.errors import ConfigError, expect, nearest
 from shardformer.layout.state import ROOT, check_module
@@ -72,15 +76,27 @@ def initialize(
     grid = grid_of(context, asked)
     options = {"batch_size": batch_size, **(data_options or {})}
     data = None if train_data is None else Batches(train_data, grid, **options)
-    twin = without_values(model) if ROOT not in model.__dict__ else None
-    model = sharded(model, given, policy, asked, grid)
-    optimizers, schedulers = trained_by(given, scheduler, model, asked)
-    engine = Engine(
-        model, optimizers, pipeline_of(model, asked, loss_fn, loss_weight), asked, grid,
-        scheduler=schedulers, scheduler_every=scheduler_every, data=data, has_target=loss_fn is not None,
-    )  # fmt: skip
-    engine.rebuild = partial(reshaped, engine, Recipe(twin, policy, loss_fn, loss_weight))
-    return engine
+    twin = start_training(without_values(model)) if ROOT not in model.__dict__ else None
+    made: list[Engine] = []
+
+    def make_engine(model: nn.Module) -> None:
+        def make() -> tuple[Pipeline, list[Optimizer], Any]:
+            return pipeline_of(model, asked, loss_fn, loss_weight), *trained_by(given, scheduler, model)
+
+        pipeline, optimizers, schedulers = agree(grid, make, doing="make what trains the model")
+        if asked.zero_stage is not None and optimizers:
+            optimizers = [zero_of(optimizers, model, asked)]
+        engine = Engine(
+            model, optimizers, pipeline, asked, grid,
+            scheduler=schedulers, scheduler_every=scheduler_every, data=data, has_target=loss_fn is not None,
+        )  # fmt: skip
+        recipe = Recipe(twin, policy, loss_fn, loss_weight)
+        recipe.see(model)
+        engine.rebuild = partial(reshaped, engine, recipe)
+        made.append(engine)
+
+    sharded(model, given, policy, asked, grid, make_engine)
+    return made[0]
 
 
 def _check_kinds(model: Any, context: Any, data_options: Any, **functions: Any) -> None:

@@ -68,13 +68,16 @@ class Head:
         return loss
 
     def _loss_of(self, output: Any, part: Batch) -> Tensor:
-        loss = self._loss_fn(output, part) if self._loss_fn is not None else getattr(output, "loss", None)
-        if isinstance(loss, Tensor):
+        given = output if self._loss_fn is None else self._loss_fn(output, part)
+        loss = loss_in(given)
+        if loss is not None:
             return loss
+        who = "model" if self._loss_fn is None else "loss function"
         raise ConfigError(
-            f"The model gave a {type(output).__name__} with loss={loss!r:.40}",
-            rule="A step goes back from a loss, by default output.loss, which a model gives where a batch has labels",
-            remedy="Add labels to the batch, or give Pipeline(..., loss_fn=), a function (output, micro-batch) -> loss",
+            f"The {who} returned {_in_words(given)}, in which there is no loss",
+            rule="A step goes back from a tensor of one number: what is returned itself, its .loss, its ['loss'], or "
+            "the first element of a tuple. A model of transformers returns a loss where the batch has labels",
+            remedy="Add labels to the batch, or pass loss_fn=, a function (output, micro-batch) -> loss",
         )
 
     def _check_first(self, loss: Tensor, output: Any) -> None:
@@ -110,6 +113,29 @@ class Head:
         elif self.loss is not None:
             self._weights.finish()
             self.counted = self._weights.counted
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """The loss in what a model returned, a tensor of one number; None without.
+
+    In each form that the Trainer of transformers takes: ``output.loss``, ``output["loss"]`` or the first element of a
+    tuple; or the output itself.
+    """
+    found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("loss")
+    elif found is None and isinstance(output, tuple | list) and output:
+        found = output[0]
+    return found if isinstance(found, Tensor) and found.numel() == 1 else None
+
+
+def _in_words(output: Any) -> str:
+    shape = f" of shape {tuple(output.shape)}" if isinstance(output, Tensor) else ""
+    loss = getattr(output, "loss", output.get("loss") if isinstance(output, Mapping) else None)
+    if loss is not None:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r:.40}"
+        shape = f" with loss={what}"
+    return f"a {type(output).__name__}{shape}"
 
 
 class NoOutput:
