@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -58,7 +58,7 @@ class _Loss:
 class _Forward:
     """What the losses of one micro-batch gave. Tensors with a history stay only until ``of``."""
 
-    parts: list[Tensor] = field(default_factory=list)
+    parts: list[Tensor] = field(default_factory=list)  # the model has copies, which it may write to
     reductions: list[str] = field(default_factory=list)
 
 
@@ -107,6 +107,7 @@ class LossWeights:
         self._factors: dict[int, Tensor] = {}  # of each micro-batch's losses in its loss, all in one tensor
         self._later: list[tuple[Tensor, Problem]] = []
         self._watch: _Watch | None = None
+        self._evaluates = not torch.is_grad_enabled()
 
     @property
     def is_watching(self) -> bool:
@@ -163,7 +164,7 @@ class LossWeights:
                 f"Micro-batch {index} called {len(forward.parts)} losses, micro-batch {self._first} {len(self._losses)}"
             )
         self._check_sum(index, loss, forward)
-        return loss
+        return loss.detach() if self._evaluates else loss
 
     def finish(self) -> None:
         """After all forwards: raises ConfigError for what was not right in one of them."""
@@ -199,8 +200,16 @@ class LossWeights:
             raise _refused(f"{call.name} was called as loss {number} of micro-batch {index} alone")
         elif call.is_mean:
             self._verify(index, number, call)
-        forward.parts.append(self._part(self._losses[number], index, call))
-        return forward.parts[-1]
+        part = self._part(self._losses[number], index, call)
+        if self._evaluates:
+            part = part.detach().requires_grad_()
+        forward.parts.append(part)
+        with self.following(index):
+            return part.clone()
+
+    def following(self, index: int) -> AbstractContextManager[Any]:
+        """Around what is done to the losses: in an evaluation, too, gradients tell how the whole depends on them."""
+        return torch.enable_grad() if self._evaluates and self._forwards[index].parts else nullcontext()
 
     def _part(self, loss: _Loss, index: int, call: LossCall) -> Tensor:
         if not call.is_mean:
@@ -335,7 +344,7 @@ class LossWeights:
             ~((whole - of_parts).abs() > bound * scale),
             lambda: _refused(
                 f"The loss of micro-batch {index} is {float(whole):.6g}, and the means in it add up to "
-                f"{float(of_parts):.6g}"
+                f"{float(of_parts):.6g}: it holds another term, or is no sum of them"
             ),
         )
         self._factors[index] = slopes
@@ -379,7 +388,8 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in WATCHED:
             return self._weights.call(self._index, self._trace, LossCall.of(func, args, kwargs))
-        out = func(*args, **kwargs)
+        with self._weights.following(self._index):
+            out = func(*args, **kwargs)
         if self._trace is not None:
             self._trace.saw(func, args, kwargs, out)
         return out
@@ -394,6 +404,8 @@ def _refused(what: str) -> ConfigError:
         what,
         rule="The loss of several micro-batches is that of the whole batch if it is a sum of mean losses of "
         "torch.nn.functional, with fixed factors, whose labels come from the micro-batch",
-        remedy="Give loss_weight=, a function micro_batch -> number of what counts in it; or a loss that is a sum; or "
-        "num_items_in_batch in the batch",
+        remedy="Pass loss_weight=, a function micro_batch -> number of what counts in it: the loss is then the mean of "
+        "the micro-batches' losses by these weights, with all terms in them, such as the balancing loss of routers or "
+        "a penalty. Or use a loss that is a sum, or num_items_in_batch in the batch. Without micro-batches, "
+        "average='ranks' takes the mean of the data ranks' losses",
     )
