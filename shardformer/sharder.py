@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,16 +45,15 @@ class ModelSharder(Sharding):
     ) -> None:
         if policy is None and _is_policy(shard_config):
             shard_config, policy = None, shard_config  # the first form: ModelSharder(model, policy)
-        find = partial(_resolved, policy)
+
+        def find(model: nn.Module, tensor: int) -> tuple[Policy, str]:
+            return resolve_policy(model, policy, tensor=tensor, copies=self.needs_policy)
+
         given = check_given if policy is not None or is_users(model) else None
         super().__init__(
             model, _checked(shard_config), find,
             prove=prove_context, prove_policy=given, prove_grid=prove_grid, optional=policy is None,
         )  # fmt: skip
-
-
-def _resolved(policy: Policy | type[Policy] | None, model: nn.Module, tensor: int) -> tuple[Policy, str]:
-    return resolve_policy(model, policy, tensor=tensor)
 
 
 def _is_policy(thing: Any) -> bool:
@@ -168,12 +166,13 @@ def measure_costs(
 
 
 def resolve_policy(
-    model: nn.Module, policy: Policy | type[Policy] | None, *, tensor: int | None = None
+    model: nn.Module, policy: Policy | type[Policy] | None, *, tensor: int | None = None, copies: bool = False
 ) -> tuple[Policy, str]:
     """The policy for ``model`` and the link of the chain that gave it.
 
     Args:
         tensor: over how many ranks matrices will be cut, where that is known. Over one every model has a policy.
+        copies: whether the layers of a module of the user's own may be found on a copy of it.
 
     Raises PolicyError for a model of an unknown family, with what to write.
     """
@@ -203,7 +202,7 @@ def resolve_policy(
         return inferred, "a policy that was inferred and proven"
     except PolicyError as error:
         if tensor == 1:
-            return infer_stacks(model), "the order of its layers"
+            return infer_stacks(model, copies=copies), "the order of its layers"
         problem = error
     raise no_policy(model, problem, tensor)
 

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from shardformer.checkpoint.together import all_tell
 from shardformer.comm.values import has_values
 from shardformer.errors import ConfigError
+from shardformer.layers.tensor.parallel_module import HOOKS
 from shardformer.mesh.axis import Axis
-from shardformer.sharding.structure import HOOKS, OF_LIBRARIES, is_of_library
+from shardformer.sharding.structure import OF_LIBRARIES, is_of_library
 
 Key = tuple[str, str, str]
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
@@ -194,7 +195,7 @@ def _attribute(name: str, value: Any, depth: int) -> Iterator[tuple[str, Seen]]:
 
 
 def _tensor(x: Tensor) -> Seen:
-    numbers = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    numbers = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return Seen(f"{tuple(x.shape)} {x.dtype} {hashlib.sha256(numbers).hexdigest()}", x.detach(), moves=True)
 
 

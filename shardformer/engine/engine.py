@@ -360,7 +360,7 @@ class Engine:
             found = load_and_take(folder, self.model, self.optimizer, self.scheduler, take_place)
         except BaseException:
             self.steps, self.skipped, position = before
-            if self.data is not None:
+            if self.data is not None and position is not None:
                 self.data.load_state(position)
             raise
         self.zero_grad()

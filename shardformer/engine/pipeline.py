@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import all_reduce, broadcast, broadcast_object, checksum, gather_numbers
-from shardformer.comm.values import numbers_in
+from shardformer.comm.values import has_values, numbers_in
 from shardformer.engine.batch import TARGET
 from shardformer.errors import ConfigError, InputError, expect
 from shardformer.layers.random_stream import forked_random
@@ -21,7 +21,7 @@ from shardformer.mesh.axis import Axis
 from shardformer.pipeline.exchange import StageExchange
 from shardformer.pipeline.flat import ids_of
 from shardformer.pipeline.head import Batch, Head, LossFn, NoOutput
-from shardformer.pipeline.loss import LossWeight, LossWeights
+from shardformer.pipeline.loss import LossWeight, LossWeights, no_sum_of_means
 from shardformer.pipeline.microbatches import batch_size_of, check_sizes, sizes_of, split_batch
 from shardformer.pipeline.runtime import Runtime, StepJob, Trace
 from shardformer.pipeline.schedule import Schedule, fitting_micro_batches, forward_only, make_schedule
@@ -89,6 +89,7 @@ class Pipeline:
         self._takes_short = takes_short_batches
         self._stages: Stages = state.stages or _single_stage(model, state)
         self._found: dict[int, Any] = {}
+        self._compares_factors = average_over_data and self._context.data.size > 1
         self._has_one_optimizer: bool | None = None  # the same on all stages, once their options were compared
         self._compares = bool(state.request.extra.get("check_inputs", True))
         manager, stage_forward = self._stages.manager, self._stages.stage_forward
@@ -218,10 +219,17 @@ class Pipeline:
         manager = self._stages.manager
         if not wants_output:
             given = head.loss if head.loss is not None else torch.zeros((), dtype=torch.float64)
+            is_first = self._compares_factors
+            if is_first:  # beside the loss, since it costs no message of its own
+                given = torch.stack([given, head.factors.to(given), head.factors.to(given).square()])
             with self._runtime.named("at the end of a step"):
                 loss = broadcast(given.to(self._context.device), manager.axis, manager.last_stage)
             if self._averages:
                 loss = all_reduce(loss, self._context.data, purpose="loss") / self._context.data.size
+            if is_first:
+                loss, mean, mean_square = loss
+                _check_factors(mean, mean_square)
+                self._compares_factors = False
             in_fp64 = any(p.dtype == torch.float64 for p in self._model.parameters())
             head.loss = loss if in_fp64 else loss.float()
         return head
@@ -396,6 +404,12 @@ def _different(every: Sequence[Sequence[int]], axis: Axis) -> InputError:
         rule="All stages make the same calls with the same batch: each takes from it what its layers read",
         remedy="Draw the batch by the data rank: context.data.rank of context.data.size, not the global rank",
     )
+
+
+def _check_factors(mean: Tensor, mean_square: Tensor) -> None:
+    """The means in the loss have the same factors on all data ranks: else it is no sum of them."""
+    if has_values(mean) and not numbers_in(mean_square - mean.square() <= 1e-11 * mean_square):
+        raise no_sum_of_means("The means in the loss have other factors on other data ranks")
 
 
 def _single_stage(model: nn.Module, state: ShardedState) -> Stages:

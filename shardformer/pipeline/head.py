@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -45,6 +46,7 @@ class Head:
         self._outputs: dict[int, Any] = {}
         self.loss: Tensor | None = None
         self.counted: float | None = None
+        self.factors = torch.zeros((), dtype=torch.float64)
         self.output: Any = None
 
     def before(self, micro_batch: int) -> None:
@@ -112,7 +114,7 @@ class Head:
             self.output = without_placeholders(merge_outputs(ordered, self.sizes)) if ordered else None
         elif self.loss is not None:
             self._weights.finish()
-            self.counted = self._weights.counted
+            self.counted, self.factors = self._weights.counted, self._weights.factors
 
 
 def loss_in(output: Any) -> Tensor | None:

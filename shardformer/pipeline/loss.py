@@ -156,11 +156,13 @@ class LossWeights:
         forward = self._forwards.pop(index, _Forward())
         if not forward.parts:
             unreduced = " but with reduction='none'" if "none" in forward.reductions else ""
-            raise _refused(f"The model called no loss of torch.nn.functional{unreduced}, and it gave {loss.detach()}")
+            raise no_sum_of_means(
+                f"The model called no loss of torch.nn.functional{unreduced}, and it gave {loss.detach()}"
+            )
         if loss.numel() != 1:
-            raise _refused(f"The loss of micro-batch {index} has the shape {tuple(loss.shape)}")
+            raise no_sum_of_means(f"The loss of micro-batch {index} has the shape {tuple(loss.shape)}")
         if len(forward.parts) != len(self._losses):
-            raise _refused(
+            raise no_sum_of_means(
                 f"Micro-batch {index} called {len(forward.parts)} losses, micro-batch {self._first} {len(self._losses)}"
             )
         self._check_sum(index, loss, forward)
@@ -183,6 +185,12 @@ class LossWeights:
             return self._weight
         return found.pop() if len(found := {x.total if x.is_mean else None for x in self._losses}) == 1 else None
 
+    @property
+    def factors(self) -> Tensor:
+        """A number of the factors of the means in the loss, which are the same on all data ranks."""
+        slopes = next(iter(self._factors.values()), torch.zeros(0, dtype=torch.float64))
+        return (slopes * torch.arange(1, len(slopes) + 1, device=slopes.device)).sum()
+
     def call(self, index: int, trace: LabelTracer | None, call: LossCall) -> Tensor:
         """A watched loss of micro-batch ``index``: its part of the whole; a sum as it is."""
         forward = self._forwards[index]
@@ -197,7 +205,7 @@ class LossWeights:
             if call.is_mean:
                 self._total(self._losses[-1], partial(self._predict, index, trace, call, number))
         elif number >= len(self._losses) or not self._losses[number].is_like(call):
-            raise _refused(f"{call.name} was called as loss {number} of micro-batch {index} alone")
+            raise no_sum_of_means(f"{call.name} was called as loss {number} of micro-batch {index} alone")
         elif call.is_mean:
             self._verify(index, number, call)
         part = self._part(self._losses[number], index, call)
@@ -309,7 +317,7 @@ class LossWeights:
         full = call.basis.numel() if call.has_classes and call.basis is not None else None
         if call.has_weights or (full is not None and int(here) != full) or int(here) % size:
             shape = None if call.basis is None else tuple(call.basis.shape)
-            raise _refused(
+            raise no_sum_of_means(
                 f"{call.name} counts {float(here):g} in {size} samples of micro-batch {first}, by labels of shape "
                 f"{shape} that the micro-batch does not hold"
             )
@@ -320,7 +328,7 @@ class LossWeights:
         name = call.name  # what is kept for later keeps no logits
         self._expect(
             (seen - expected).abs() <= 1e-6 * abs(expected),
-            lambda: _refused(
+            lambda: no_sum_of_means(
                 f"{name}, loss {number} of the model, counts {float(seen):g} in micro-batch {index}, and "
                 f"{expected:g} were expected"
             ),
@@ -342,7 +350,7 @@ class LossWeights:
         scale = whole.abs() + values.abs().sum()
         self._expect(  # a loss that is not a number passes, as it would without us
             ~((whole - of_parts).abs() > bound * scale),
-            lambda: _refused(
+            lambda: no_sum_of_means(
                 f"The loss of micro-batch {index} is {float(whole):.6g}, and the means in it add up to "
                 f"{float(of_parts):.6g}: it holds another term, or is no sum of them"
             ),
@@ -351,7 +359,7 @@ class LossWeights:
         before = self._factors[next(iter(self._factors))]
         self._expect(
             ~((slopes - before).abs() > bound * before.abs()).any(),
-            lambda: _refused(
+            lambda: no_sum_of_means(
                 f"The means in the loss have the factors {slopes.tolist()} in micro-batch {index} and "
                 f"{before.tolist()} in another"
             ),
@@ -365,7 +373,9 @@ class LossWeights:
             for m, n in n_m.items():
                 slope = float(self._factors[m][number]) if m in self._factors else 0.0
                 if n < total and abs(slope * n - 1) < 1e-6:
-                    raise _refused(f"The model divides the sum of {loss.name} by {n:g}, what micro-batch {m} counts")
+                    raise no_sum_of_means(
+                        f"The model divides the sum of {loss.name} by {n:g}, what micro-batch {m} counts"
+                    )
 
     def _expect(self, ok: Tensor, problem: Problem) -> None:
         """Raises the problem now where that costs nothing, and in ``finish`` where the device would be waited for."""
@@ -399,7 +409,7 @@ def _is_alike(x: Tensor, basis: Tensor) -> bool:
     return x.shape == basis.shape and bool(numbers_in((x.detach().to(basis) == basis.detach()).all()))
 
 
-def _refused(what: str) -> ConfigError:
+def no_sum_of_means(what: str) -> ConfigError:
     return ConfigError(
         what,
         rule="The loss of several micro-batches is that of the whole batch if it is a sum of mean losses of "

@@ -147,7 +147,7 @@ class Sharding:
         return self.shard_config.enable_tensor_parallelism and self._context.tensor.size > 1
 
     @property
-    def _needs_policy(self) -> bool:
+    def needs_policy(self) -> bool:
         """Whether any axis but data shards the model. Data parallelism alone needs to know nothing of its structure."""
         manager = self.shard_config.pipeline_stage_manager
         stages = self._context.pipe.size if manager is None else manager.num_virtual_stages
@@ -161,7 +161,7 @@ class Sharding:
             plan = checked_plan(model, self._policy, config)
             homes(plan.model, self._policy.chain())
         except Exception as error:  # the policy of a family, and a model that its user changed: anything can fail
-            if self._needs_policy:
+            if self.needs_policy:
                 raise
             self._policy = WithoutRules()
             self._policy.notes = [f"The model has no policy, and needs none over data ranks: {first_line(error)}"]
