@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardformer.comm.values import with_values
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError, nearest
+from shardformer.layers.random_stream import forked_random
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.chain import no_chain
@@ -152,7 +153,8 @@ def measure_costs(
     """What each layer of a plain model costs, in seconds of a forward: for ``PipelineStageManager(costs=...)``.
 
     In one process, before the model is sharded, with a batch like those it will train on; give what it returns to all
-    processes. What stands before and behind the layers counts with the first and the last.
+    processes. What stands before and behind the layers counts with the first and the last. The model runs in the mode
+    that it is in; its buffers and the random states are as before afterwards.
     """
     chosen, _ = resolve_policy(model, policy, tensor=1)
     chosen.set_model(model)
@@ -161,8 +163,13 @@ def measure_costs(
     if not chain.stacks:
         raise no_chain(model, "...")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with torch.no_grad():
-        return measured_costs(model, chain, lambda: model(**batch), rounds, device)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.no_grad(), forked_random(device):
+        try:
+            return measured_costs(model, chain, lambda: model(**batch), rounds, device)
+        finally:  # what a forward in train mode wrote, such as the averages of a BatchNorm
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def resolve_policy(

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardformer.checkpoint.undo import unchanged_on_error
 from shardformer.comm.agree import agree
 from shardformer.engine.data import Batches
 from shardformer.engine.engine import Engine
@@ -85,7 +86,8 @@ def initialize(
 
         pipeline, optimizers, schedulers = agree(grid, make, doing="make what trains the model")
         if asked.zero_stage is not None and optimizers:
-            optimizers = [zero_of(optimizers, model, asked)]
+            with unchanged_on_error(optimizers):
+                optimizers = [zero_of(optimizers, model, asked)]
         engine = Engine(
             model, optimizers, pipeline, asked, grid,
             scheduler=schedulers, scheduler_every=scheduler_every, data=data, has_target=loss_fn is not None,

@@ -186,7 +186,7 @@ def _attribute(name: str, value: Any, depth: int) -> Iterator[tuple[str, Seen]]:
     elif (function := _function_in(value)) is not None:
         yield name, Seen(f"{function.__module__}.{function.__qualname__}", value, identity=id(function))
     elif isinstance(value, MethodType):
-        if not is_of_library(value):
+        if not is_of_library(value.__func__):
             yield name, Seen(value.__qualname__, copies=False, identity=id(value.__func__))
     elif not isinstance(value, nn.Module) and _library(type(value)) not in ("shardformer", "builtins"):
         yield name, Seen(type(value).__qualname__, copies=False)

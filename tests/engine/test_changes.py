@@ -97,7 +97,7 @@ CARRIED: dict[str, Callable[[Engine], None]] = {
     "private": set_("_shift", 0.3),
     "function": set_("activation", torch.sin),
     "activation": set_("act", nn.GELU()),
-    "identity": set_("drop", nn.Identity()),
+    "other kind": set_("drop", nn.Hardtanh(-0.5, 0.5)),
     "buffer": set_("mask", torch.linspace(0, 1, 8)),
     "buffer in place": buffer_in_place,
     "settings": inner_setting,
@@ -213,7 +213,7 @@ def llama_losses(context: ParallelContext | None, layouts: list[dict[str, Any] |
 def test_over_tensor_and_pipeline_and_data_ranks() -> None:
     layouts = [None, {"pipe": 2}, {"data": 2, "zero": 1}, {"tensor": 2}]
     expected = llama_losses(None, layouts)
-    for found in run_as_threads(lambda context: llama_losses(context, layouts), tensor=2):
+    for found in run_as_threads(lambda context: llama_losses(context, layouts), tensor=2, in_turn=True):
         assert found == pytest.approx(expected, abs=1e-6)
 
 
@@ -224,4 +224,4 @@ def test_a_change_on_one_rank_alone_that_ranks_have_differently_is_refused_on_al
         with pytest.raises(ShardFormerError, match="not alike on all ranks"):
             engine.reshape({"data": 2, "zero": 1})
 
-    run_as_threads(do, data=2)
+    run_as_threads(do, data=2, in_turn=True)

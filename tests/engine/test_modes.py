@@ -93,7 +93,7 @@ def test_over_data_ranks_too(zero: int | None) -> None:
         fitted(engine)
         return modes_of(engine.model)
 
-    assert run_as_threads(do, data=2) == [modes_of(model())] * 2
+    assert run_as_threads(do, data=2, in_turn=True) == [modes_of(model())] * 2
 
 
 def test_a_part_in_train_mode_stays_so_in_evaluation() -> None:

@@ -119,9 +119,9 @@ def test_over_data_ranks_a_term_is_refused_on_all_and_a_sum_of_means_exact() -> 
         with pytest.raises(ConfigError, match="average='ranks'"):
             trained(ADDED, context)
 
-    run_as_threads(refused, data=2)
+    run_as_threads(refused, data=2, in_turn=True)
     expected = alone(EXACT["two means"])
-    for found in run_as_threads(lambda context: trained(EXACT["two means"], context), data=2):
+    for found in run_as_threads(lambda context: trained(EXACT["two means"], context), data=2, in_turn=True):
         assert_same(found, expected)
 
 
@@ -131,7 +131,7 @@ def test_with_average_ranks_each_data_rank_has_its_own_loss() -> None:
     (sum(losses, torch.zeros(())) / 2).backward()
     torch.optim.SGD(made.parameters(), lr=0.1).step()
     expected = sum(loss.item() for loss in losses) / 2, nn.utils.parameters_to_vector(made.parameters()).detach()
-    for found in run_as_threads(lambda context: trained(ADDED, context, average="ranks"), data=2):
+    for found in run_as_threads(lambda context: trained(ADDED, context, average="ranks"), data=2, in_turn=True):
         assert_same(found, expected)
 
 
@@ -143,7 +143,7 @@ def test_loss_weight_weighs_all_terms_by_what_counts() -> None:
     def do(context: ParallelContext) -> tuple[float, Tensor]:
         return trained(ADDED, context, micro_batch_size=2, loss_weight=lambda part: len(part["input"]))
 
-    for found in run_as_threads(do, data=2):
+    for found in run_as_threads(do, data=2, in_turn=True):
         assert_same(found, expected)
 
 
@@ -167,7 +167,7 @@ def test_factors_that_differ_between_data_ranks_are_refused_on_all(loss_fn: Loss
         with pytest.raises(ConfigError, match="other factors on other data ranks"):
             trained(loss_fn, context)
 
-    run_as_threads(do, data=2)
+    run_as_threads(do, data=2, in_turn=True)
 
 
 def mixtral() -> Any:

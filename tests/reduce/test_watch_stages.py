@@ -100,7 +100,7 @@ def test_the_losses_are_those_of_one_process(make: Callable[[Any], Optimizers]) 
         return [float(engine.train_step({"input_ids": ids(step), "labels": ids(step)})) for step in range(STEPS)]
 
     expected = alone(make)
-    for found in run_as_threads(do, pipe=2):
+    for found in run_as_threads(do, pipe=2, in_turn=True):
         assert found == pytest.approx(expected, abs=1e-6)
 
 
@@ -113,7 +113,7 @@ def test_under_zero_too(zero: int) -> None:
         return [float(engine.train_step({"input_ids": ids(step), "labels": ids(step)})) for step in range(STEPS)]
 
     expected = alone(head_alone)
-    for found in run_as_threads(do, pipe=2):
+    for found in run_as_threads(do, pipe=2, in_turn=True):
         assert found == pytest.approx(expected, abs=1e-6)
 
 
@@ -141,7 +141,7 @@ def test_stages_may_have_other_rates_from_the_beginning_and_step_now_and_then() 
             own.step(step, steps=own.stage == 0 or step % 2 == 0)
         return own.stage
 
-    assert run_as_threads(do, pipe=2) == [0, 1]
+    assert run_as_threads(do, pipe=2, in_turn=True) == [0, 1]
 
 
 def test_stages_with_one_rate_notice_a_step_that_one_of_them_leaves_out() -> None:
@@ -154,7 +154,7 @@ def test_stages_with_one_rate_notice_a_step_that_one_of_them_leaves_out() -> Non
             return str(error)
         return ""
 
-    assert all("different numbers of steps" in said for said in run_as_threads(do, pipe=2))
+    assert all("different numbers of steps" in said for said in run_as_threads(do, pipe=2, in_turn=True))
 
 
 def test_an_evaluation_between_two_steps_is_no_round() -> None:
@@ -166,5 +166,5 @@ def test_an_evaluation_between_two_steps_is_no_round() -> None:
                 own.pipeline.evaluate({"input_ids": ids(step), "labels": ids(step)})
         return found
 
-    first, second = run_as_threads(do, pipe=2)
+    first, second = run_as_threads(do, pipe=2, in_turn=True)
     assert first == second == pytest.approx(copy.copy(first))

@@ -127,7 +127,7 @@ def test_the_gradients_are_those_of_one_process(case: str) -> None:
         plain.zero_grad()
         change(plain)
         loss_of(plain, IDS).backward()
-    assert max(run_as_threads(do, data=2)) < 1e-6
+    assert max(run_as_threads(do, data=2, in_turn=True)) < 1e-6
 
 
 def test_an_optimizer_may_be_made_before_and_the_engine_trains_it_in_micro_batches() -> None:
@@ -141,7 +141,7 @@ def test_an_optimizer_may_be_made_before_and_the_engine_trains_it_in_micro_batch
         return [float(engine.train_step({"input_ids": part, "labels": part})) for _ in range(2)]
 
     expected = do(None)
-    for found in run_as_threads(do, data=2):
+    for found in run_as_threads(do, data=2, in_turn=True):
         assert found == pytest.approx(expected, abs=1e-6)
 
 
@@ -151,14 +151,14 @@ def test_an_optimizer_made_before_shard_model_goes_on() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         assert shardformer.shard_model(model, context=context).lm_head.weight is optimizer.param_groups[0]["params"][-1]
 
-    run_as_threads(do, data=2)
+    run_as_threads(do, data=2, in_turn=True)
 
 
 def test_describe_reports_that_there_is_no_policy() -> None:
     def do(context: ParallelContext) -> str:
         return str(shardformer.describe(shardformer.shard_model(Classifier(), context=context)))
 
-    assert "no policy" in run_as_threads(do, data=2)[0]
+    assert "no policy" in run_as_threads(do, data=2, in_turn=True)[0]
 
 
 class Wrong(shardformer.RolePolicy):
@@ -170,7 +170,7 @@ def test_a_policy_that_the_user_passes_must_describe_the_model() -> None:
         with pytest.raises(PolicyError, match=r"model\.blocks"):
             shardformer.shard_model(llama(), Wrong, context=context)
 
-    run_as_threads(do, data=2)
+    run_as_threads(do, data=2, in_turn=True)
 
 
 def test_a_tensor_axis_needs_the_policy() -> None:
@@ -181,12 +181,12 @@ def test_a_tensor_axis_needs_the_policy() -> None:
             shardformer.shard_model(model, context=context)
         assert not hasattr(model, "_shardformer")
 
-    run_as_threads(do, tensor=2)
+    run_as_threads(do, tensor=2, in_turn=True)
 
 
 def test_the_family_is_still_found_where_it_fits() -> None:
     def do(context: ParallelContext) -> str:
         return state_of(shardformer.shard_model(llama(), context=context)).request.source
 
-    assert "llama" in run_as_threads(do, data=2)[0]
+    assert "llama" in run_as_threads(do, data=2, in_turn=True)[0]
     assert transformers.__version__  # the family is one of transformers

@@ -100,7 +100,7 @@ def infer_stacks(model: nn.Module, *, copies: bool = False) -> RolePolicy:
     try:
         twin = twin_or_copy_of(model) if copies else twin_of(model)
     except PolicyError as error:
-        return _uncut([], None, f"No stack of layers was looked for: {error.what}.")()
+        return _uncut([], None, f"No stack of layers was looked for: {error if copies else f'{error.what}.'}")()
     note = "Each rank has its layers whole, since no role was found that describes them."
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         reference = Reference.of(twin.model, twin.run)
