@@ -14,7 +14,7 @@ from shardformer.comm.agree import agree
 from shardformer.engine.data import Batches
 from shardformer.engine.engine import Engine
 from shardformer.engine.modes import start_training
-from shardformer.engine.optimizers import as_optimizers
+from shardformer.engine.optimizers import MakeOptimizer, as_optimizers
 from shardformer.engine.parallel import Parallel
 from shardformer.engine.parts import grid_of, num_processes, pipeline_of, sharded, trained_by, zero_of
 from shardformer.engine.pipeline import Pipeline
@@ -78,27 +78,43 @@ def initialize(
     options = {"batch_size": batch_size, **(data_options or {})}
     data = None if train_data is None else Batches(train_data, grid, **options)
     twin = start_training(without_values(model)) if ROOT not in model.__dict__ else None
-    made: list[Engine] = []
+    recipe, made = Recipe(twin, policy, loss_fn, loss_weight), list[Engine]()
 
     def make_engine(model: nn.Module) -> None:
-        def make() -> tuple[Pipeline, list[Optimizer], Any]:
-            return pipeline_of(model, asked, loss_fn, loss_weight), *trained_by(given, scheduler, model)
-
-        pipeline, optimizers, schedulers = agree(grid, make, doing="make what trains the model")
-        if asked.zero_stage is not None and optimizers:
-            with unchanged_on_error(optimizers):
-                optimizers = [zero_of(optimizers, model, asked)]
-        engine = Engine(
-            model, optimizers, pipeline, asked, grid,
-            scheduler=schedulers, scheduler_every=scheduler_every, data=data, has_target=loss_fn is not None,
-        )  # fmt: skip
-        recipe = Recipe(twin, policy, loss_fn, loss_weight)
-        recipe.see(model)
-        engine.rebuild = partial(reshaped, engine, recipe)
-        made.append(engine)
+        made.append(
+            _engine_of(model, given, scheduler, asked, grid, recipe, scheduler_every=scheduler_every, data=data)
+        )
 
     sharded(model, given, policy, asked, grid, make_engine)
     return made[0]
+
+
+def _engine_of(
+    model: nn.Module,
+    given: list[Optimizer] | MakeOptimizer | None,
+    scheduler: Any,
+    asked: Parallel,
+    grid: ParallelContext,
+    recipe: Recipe,
+    **options: Any,
+) -> Engine:
+    """The engine of a sharded model. Where a rank fails to make what trains it, all raise."""
+
+    def make() -> tuple[Pipeline, list[Optimizer], Any]:
+        pipeline = pipeline_of(model, asked, recipe.loss_fn, recipe.loss_weight)
+        return pipeline, *trained_by(given, scheduler, model)
+
+    pipeline, optimizers, schedulers = agree(grid, make, doing="make what trains the model")
+    if asked.zero_stage is not None and optimizers:
+        with unchanged_on_error(optimizers):
+            optimizers = [zero_of(optimizers, model, asked)]
+    engine = Engine(
+        model, optimizers, pipeline, asked, grid,
+        scheduler=schedulers, has_target=recipe.loss_fn is not None, **options,
+    )  # fmt: skip
+    recipe.see(model)
+    engine.rebuild = partial(reshaped, engine, recipe)
+    return engine
 
 
 def _check_kinds(model: Any, context: Any, data_options: Any, **functions: Any) -> None:

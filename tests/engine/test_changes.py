@@ -130,7 +130,7 @@ def hook(engine: Engine) -> None:
 
 
 def backward_hook(engine: Engine) -> None:
-    engine.model.first.register_full_backward_hook(lambda module, into, out: None)
+    engine.model.last.register_full_backward_hook(lambda module, into, out: None)
 
 
 def parameter_hook(engine: Engine) -> None:

@@ -17,6 +17,7 @@ from shardformer.engine.engine import Engine
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.mesh.context import ParallelContext
 from shardformer.testing.threads import run_as_threads
+from shardformer.trainer.hooks.checkpoint import Checkpoint
 
 
 def model() -> nn.Module:
@@ -180,7 +181,7 @@ class Refuses(shardformer.Hook):
 
 def test_a_hook_that_refuses_its_state_leaves_the_trainer_as_it_was(tmp_path: Any) -> None:
     engine = engine_of()
-    checkpoints = shardformer.Checkpoint(tmp_path / "checkpoints", every=2)
+    checkpoints = Checkpoint(tmp_path / "checkpoints", every=2)
     shardformer.Trainer(engine, hooks=[Refuses(), checkpoints]).fit(steps=2)
     other, hook = engine_of(), Refuses()
     before = state(other)
