@@ -79,13 +79,8 @@ def initialize(
     data = None if train_data is None else Batches(train_data, grid, **options)
     twin = start_training(without_values(model)) if ROOT not in model.__dict__ else None
     recipe, made = Recipe(twin, policy, loss_fn, loss_weight), list[Engine]()
-
-    def make_engine(model: nn.Module) -> None:
-        made.append(
-            _engine_of(model, given, scheduler, asked, grid, recipe, scheduler_every=scheduler_every, data=data)
-        )
-
-    sharded(model, given, policy, asked, grid, make_engine)
+    make = partial(_engine_of, recipe=recipe, scheduler_every=scheduler_every, data=data)
+    sharded(model, given, policy, asked, grid, lambda model: made.append(make(model, given, scheduler, asked, grid)))
     return made[0]
 
 
@@ -95,6 +90,7 @@ def _engine_of(
     scheduler: Any,
     asked: Parallel,
     grid: ParallelContext,
+    *,
     recipe: Recipe,
     **options: Any,
 ) -> Engine:
