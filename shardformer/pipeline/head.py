@@ -133,8 +133,9 @@ def loss_in(output: Any) -> Tensor | None:
 
 def _in_words(output: Any) -> str:
     shape = f" of shape {tuple(output.shape)}" if isinstance(output, Tensor) else ""
-    loss = getattr(output, "loss", output.get("loss") if isinstance(output, Mapping) else None)
-    if loss is not None:
+    has_key = isinstance(output, Mapping) and "loss" in output
+    if has_key or hasattr(output, "loss"):
+        loss = output["loss"] if has_key else output.loss
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r:.40}"
         shape = f" with loss={what}"
     return f"a {type(output).__name__}{shape}"

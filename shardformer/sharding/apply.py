@@ -159,7 +159,8 @@ class Sharding:
         try:
             self._policy, source = self._find(model, self._context.tensor.size)
             plan = checked_plan(model, self._policy, config)
-            homes(plan.model, self._policy.chain())
+            if (chain := self._policy.chain()).stacks:
+                homes(plan.model, chain)
         except Exception as error:  # the policy of a family, and a model that its user changed: anything can fail
             if self.needs_policy:
                 raise
