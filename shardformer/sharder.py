@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from shardformer.comm.values import with_values
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError, nearest
+from shardformer.layers.random_stream import forked_random
 from shardformer.mesh.axis import Axis
 from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.chain import no_chain
@@ -46,15 +46,15 @@ class ModelSharder(Sharding):
     ) -> None:
         if policy is None and _is_policy(shard_config):
             shard_config, policy = None, shard_config  # the first form: ModelSharder(model, policy)
-        find = partial(_resolved, policy)
+
+        def find(model: nn.Module, tensor: int) -> tuple[Policy, str]:
+            return resolve_policy(model, policy, tensor=tensor, copies=self.needs_policy)
+
         given = check_given if policy is not None or is_users(model) else None
         super().__init__(
-            model, _checked(shard_config), find, prove=prove_context, prove_policy=given, prove_grid=prove_grid
-        )
-
-
-def _resolved(policy: Policy | type[Policy] | None, model: nn.Module, tensor: int) -> tuple[Policy, str]:
-    return resolve_policy(model, policy, tensor=tensor)
+            model, _checked(shard_config), find,
+            prove=prove_context, prove_policy=given, prove_grid=prove_grid, optional=policy is None,
+        )  # fmt: skip
 
 
 def _is_policy(thing: Any) -> bool:
@@ -153,7 +153,8 @@ def measure_costs(
     """What each layer of a plain model costs, in seconds of a forward: for ``PipelineStageManager(costs=...)``.
 
     In one process, before the model is sharded, with a batch like those it will train on; give what it returns to all
-    processes. What stands before and behind the layers counts with the first and the last.
+    processes. What stands before and behind the layers counts with the first and the last. The model runs in the mode
+    that it is in; its buffers and the random states are as before afterwards.
     """
     chosen, _ = resolve_policy(model, policy, tensor=1)
     chosen.set_model(model)
@@ -162,17 +163,23 @@ def measure_costs(
     if not chain.stacks:
         raise no_chain(model, "...")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with torch.no_grad():
-        return measured_costs(model, chain, lambda: model(**batch), rounds, device)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.no_grad(), forked_random(device):
+        try:
+            return measured_costs(model, chain, lambda: model(**batch), rounds, device)
+        finally:  # what a forward in train mode wrote, such as the averages of a BatchNorm
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def resolve_policy(
-    model: nn.Module, policy: Policy | type[Policy] | None, *, tensor: int | None = None
+    model: nn.Module, policy: Policy | type[Policy] | None, *, tensor: int | None = None, copies: bool = False
 ) -> tuple[Policy, str]:
     """The policy for ``model`` and the link of the chain that gave it.
 
     Args:
         tensor: over how many ranks matrices will be cut, where that is known. Over one every model has a policy.
+        copies: whether the layers of a module of the user's own may be found on a copy of it.
 
     Raises PolicyError for a model of an unknown family, with what to write.
     """
@@ -202,7 +209,7 @@ def resolve_policy(
         return inferred, "a policy that was inferred and proven"
     except PolicyError as error:
         if tensor == 1:
-            return infer_stacks(model), "the order of its layers"
+            return infer_stacks(model, copies=copies), "the order of its layers"
         problem = error
     raise no_policy(model, problem, tensor)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,7 +61,24 @@ def load_checkpoint(
         scheduler: what was given to ``save_checkpoint``.
 
     Raises, on all ranks, ConfigError for a checkpoint of another model or optimizer, DamagedError (an InputError) for
-    one that is not what was saved.
+    one that is not what was saved; and what an optimizer, a scheduler or a module raises while it takes up its state.
+    Then nothing was changed.
+    """
+    return load_and_take(folder, model, optimizer, scheduler)
+
+
+def load_and_take(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    take: Callable[[Loaded], object] = lambda _: None,
+) -> Loaded:
+    """``load_checkpoint``, where more than that takes up what was saved.
+
+    Args:
+        take: called on every rank with what is about to be loaded. Where it raises on one, nothing is changed; it is
+            the caller's to undo what it did.
     """
     tensors = ModelTensors(model)
     come("load_checkpoint", tensors.world)
@@ -78,7 +96,8 @@ def load_checkpoint(
             tried.append(error.what)
             if number == len(found) - 1:
                 raise
-    loading.commit()
-    folders.goes_on_from(tensors.model, [str(loaded.parent)])
     extra = from_json(index.values["extra"])
-    return Loaded(loaded, index.step, extra, num_bytes, tuple(tried), loading.has_random)
+    made = Loaded(loaded, index.step, extra, num_bytes, tuple(tried), loading.has_random)
+    loading.commit(partial(take, made))
+    folders.goes_on_from(tensors.model, [str(loaded.parent)])
+    return made

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardformer.checkpoint.files import Entry, Index
 from shardformer.checkpoint.held import Item, Region
@@ -18,6 +19,7 @@ from shardformer.checkpoint.optimizers import OptimizerStates
 from shardformer.checkpoint.plain import from_json
 from shardformer.checkpoint.random_states import random_name, random_tensors, set_random_tensors
 from shardformer.checkpoint.together import all_do
+from shardformer.checkpoint.undo import unchanged_on_error
 from shardformer.comm.collectives import gather_objects
 from shardformer.errors import ConfigError, nearest
 from shardformer.optim.shards import Piece, Shard
@@ -43,6 +45,8 @@ class Wanted:
         self.items: list[Item] = []
         self._values: dict[str, tuple[str, Tensor]] = {}  # name of a parameter -> what is read of it, and where to
         self._schedulers, self._goes_on = schedulers, bool(optimizers)
+        self._optimizers = [each.optimizer for each in optimizers]
+        self._first: list[Callable[[], object]] = []  # code that is not ours, which may fail
         self._then: list[Callable[[], object]] = []
 
         def plan() -> None:
@@ -150,7 +154,7 @@ class Wanted:
         for each, values in zip(optimizers, saved if optimizers else (), strict=True):
             each.check(values)
             read = [(slot, key, self._want(name, region)) for slot, key, name, region in each.wanted(self.index)]
-            self._then.append(partial(each.take_up, values, read, exact=self._is_exact))
+            self._first.append(partial(each.take_up, values, read, exact=self._is_exact))
 
     @property
     def _is_exact(self) -> bool:
@@ -193,18 +197,45 @@ class Wanted:
     # --- when all was read
 
     @torch.no_grad()
-    def commit(self) -> None:
-        """Gives the model and what trains it what was read. Communicates, under ZeRO, one all-gather."""
+    def commit(self, take: Callable[[], object] = lambda: None) -> None:
+        """Gives the model and what trains it what was read.
+
+        Optimizers, schedulers, extra states of modules and ``take``, which can fail, come first. Where one fails on any
+        rank, all of them are as they were before, and all ranks raise. Then come the values, which are only copied.
+        Communicates what went wrong, and under ZeRO one all-gather.
+        """
         zero, values = self._tensors.zero, self.index.values
         with zero.loading() if zero is not None else nullcontext():
+            with unchanged_on_error(self._optimizers, self._schedulers), self._extra_states_kept():
+                all_do(lambda: self._take_states(take), self._tensors.world, f"Loading {self._where}")
             for each in self._then:
                 each()
         if zero is not None and self._goes_on and "loss_scale" in values:
             for name, value in values["loss_scale"].items():
                 setattr(zero.loss_scale, name, value)
             zero.rounds = [values["rounds"]] * len(zero.rounds)
+
+    def _take_states(self, take: Callable[[], object]) -> None:
+        values = self.index.values
+        for each in self._first:
+            each()
         for name in self._tensors.extra_states.keys() & values["extra_states"].keys():
-            module = self._tensors.model.get_submodule(name.removesuffix(EXTRA_STATE).removesuffix("."))
-            module.set_extra_state(from_json(values["extra_states"][name]))
+            self._holder(name).set_extra_state(from_json(values["extra_states"][name]))
         for scheduler, saved in zip(self._schedulers, values["scheduler"], strict=False):
             scheduler.load_state_dict(from_json(saved["state"]))
+        take()
+
+    def _holder(self, extra_state: str) -> nn.Module:
+        return self._tensors.model.get_submodule(extra_state.removesuffix(EXTRA_STATE).removesuffix("."))
+
+    @contextmanager
+    def _extra_states_kept(self) -> Iterator[None]:
+        """Modules have the extra states that they had when the body raises."""
+        before = {name: copy.deepcopy(self._holder(name).get_extra_state()) for name in self._tensors.extra_states}
+        try:
+            yield
+        except BaseException:
+            for name, state in before.items():
+                with suppress(Exception):  # what failed may be this very call
+                    self._holder(name).set_extra_state(state)
+            raise

@@ -7,12 +7,17 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from shardformer.checkpoint.undo import unchanged_on_error
+from shardformer.comm.agree import agree
 from shardformer.engine.data import batches_of
 from shardformer.engine.engine import Engine
-from shardformer.engine.optimizers import as_optimizers
+from shardformer.engine.modes import start_training
+from shardformer.engine.optimizers import MakeOptimizer, as_optimizers
 from shardformer.engine.parallel import Parallel
-from shardformer.engine.parts import grid_of, num_processes, pipeline_of, sharded, trained_by
+from shardformer.engine.parts import grid_of, num_processes, pipeline_of, sharded, trained_by, zero_of
+from shardformer.engine.pipeline import Pipeline
 from shardformer.engine.reshape import Recipe, reshaped
 from shardformer.errors import ConfigError, expect, nearest
 from shardformer.layout.state import ROOT, check_module
@@ -72,14 +77,39 @@ def initialize(
     grid = grid_of(context, asked)
     options = {"batch_size": batch_size, **(data_options or {})}
     data = None if train_data is None else batches_of(train_data, grid, **options)
-    twin = without_values(model) if ROOT not in model.__dict__ else None
-    model = sharded(model, given, policy, asked, grid)
-    optimizers, schedulers = trained_by(given, scheduler, model, asked)
+    twin = start_training(without_values(model)) if ROOT not in model.__dict__ else None
+    recipe, made = Recipe(twin, policy, loss_fn, loss_weight), list[Engine]()
+    make = partial(_engine_of, recipe=recipe, scheduler_every=scheduler_every, data=data)
+    sharded(model, given, policy, asked, grid, lambda model: made.append(make(model, given, scheduler, asked, grid)))
+    return made[0]
+
+
+def _engine_of(
+    model: nn.Module,
+    given: list[Optimizer] | MakeOptimizer | None,
+    scheduler: Any,
+    asked: Parallel,
+    grid: ParallelContext,
+    *,
+    recipe: Recipe,
+    **options: Any,
+) -> Engine:
+    """The engine of a sharded model. Where a rank fails to make what trains it, all raise."""
+
+    def make() -> tuple[Pipeline, list[Optimizer], Any]:
+        pipeline = pipeline_of(model, asked, recipe.loss_fn, recipe.loss_weight)
+        return pipeline, *trained_by(given, scheduler, model)
+
+    pipeline, optimizers, schedulers = agree(grid, make, doing="make what trains the model")
+    if asked.zero_stage is not None and optimizers:
+        with unchanged_on_error(optimizers):
+            optimizers = [zero_of(optimizers, model, asked)]
     engine = Engine(
-        model, optimizers, pipeline_of(model, asked, loss_fn, loss_weight), asked, grid,
-        scheduler=schedulers, scheduler_every=scheduler_every, data=data, has_target=loss_fn is not None,
+        model, optimizers, pipeline, asked, grid,
+        scheduler=schedulers, has_target=recipe.loss_fn is not None, **options,
     )  # fmt: skip
-    engine.rebuild = partial(reshaped, engine, Recipe(twin, policy, loss_fn, loss_weight))
+    recipe.see(model)
+    engine.rebuild = partial(reshaped, engine, recipe)
     return engine
 
 

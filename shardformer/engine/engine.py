@@ -6,6 +6,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from shardformer.checkpoint.export import export_pretrained
 from shardformer.checkpoint.folder import Keep
-from shardformer.checkpoint.load import Loaded, load_checkpoint
+from shardformer.checkpoint.load import Loaded, load_and_take
 from shardformer.checkpoint.move import Moved
 from shardformer.checkpoint.save import Saving, save_checkpoint, start_checkpoint
 from shardformer.comm.calls import come, come_to_step
@@ -23,6 +24,7 @@ from shardformer.comm.collectives import all_reduce, gather_objects
 from shardformer.comm.values import is_true
 from shardformer.engine.batch import is_several, named_batch, on_device
 from shardformer.engine.data import Batches
+from shardformer.engine.modes import evaluating
 from shardformer.engine.parallel import Parallel
 from shardformer.engine.pipeline import Pipeline
 from shardformer.engine.saving import holds_checkpoint, packed, unpacked
@@ -106,7 +108,7 @@ class Engine:
 
         In training it does the backward too, since the stages of a pipeline go forward and backward in turn;
         ``backward`` is called all the same, so that the loop reads as any. In ``engine.eval()``, or under
-        ``torch.no_grad()``, the loss is all that is computed.
+        ``torch.no_grad()``, the loss is all that is computed. Where it raises no gradients are left of the batch.
         """
         return self._compute(batch, "engine(batch)")
 
@@ -125,7 +127,12 @@ class Engine:
         self._check_trains()
         come_to_step(call, self.world, self.data.facts() if self.data is not None else None)
         self._tell("before_forward")
-        self._pending = self._of_all_data(self.pipeline.step(batch))
+        try:
+            self._pending = self._of_all_data(self.pipeline.step(batch))
+        except BaseException:
+            with suppress(Exception):  # those of a part of the batch, which the next step would add to its own
+                self.zero_grad()
+            raise
         self._tell("after_backward")
         return self._pending
 
@@ -145,6 +152,7 @@ class Engine:
         """Clips, updates the weights, throws the gradients away, and lets the scheduler step.
 
         Returns whether weights were updated: not where gradients were not finite, and such steps are to be skipped.
+        Where it raises, the gradients are still there: ``zero_grad`` throws them away, and the next batch may follow.
         """
         if not self._is_backward_done:
             raise InputError(
@@ -156,9 +164,9 @@ class Engine:
         return self._step()
 
     def _step(self) -> bool:
-        self._is_backward_done = False
         self._tell("before_optimizer_step")
         is_made = self._update()
+        self._is_backward_done = False
         self.steps += 1
         self.skipped += not is_made
         if is_made and self._scheduler_every == "step":
@@ -176,17 +184,15 @@ class Engine:
     def evaluate(self, batches: Any) -> Tensor:
         """The loss of a batch, or of many: of all that counts in them together. On all ranks, without a backward.
 
+        The model is in eval mode meanwhile. Afterwards each of its modules is in the mode that it was in.
+
         Args:
             batches: a batch as for a step, or an iterable of such, of which all data ranks have as many.
         """
         come("engine.evaluate", self.world)
         several = self._counted(batches) if _is_stream(batches) else [batches]
-        was_training = self.model.training
-        self.model.eval()
-        try:
+        with evaluating(self.model):
             return self._of_all_data(self.pipeline.mean_loss(self._taken(batch) for batch in several))
-        finally:
-            self.model.train(was_training)
 
     def _counted(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches, of which all ranks are known to have one more before each is run."""
@@ -202,12 +208,8 @@ class Engine:
         """
         has_shards = state_of(self.model).parameters is not None
         come("engine.predict", *(axis for axis in self.context.own_axes if axis.name != "data" or has_shards))
-        was_training = self.model.training
-        self.model.eval()
-        try:
+        with evaluating(self.model):
             return self.pipeline.forward(self._taken(batch), gather=gather)
-        finally:
-            self.model.train(was_training)
 
     def train(self, mode: bool = True) -> Engine:
         self.model.train(mode)
@@ -363,16 +365,35 @@ class Engine:
     def load(self, folder: str | os.PathLike[str]) -> Loaded:
         """Goes on from a checkpoint that was saved under any layout: see ``load_checkpoint``.
 
-        Weights, optimizer, scheduler, random numbers, the number of steps and the position in the data.
+        Weights, optimizer, scheduler, random numbers, the number of steps and the position in the data. Where it
+        raises, all of them, and the gradients of a step that was begun, are as they were before.
         """
+        return self.load_and_take(folder)
+
+    def load_and_take(
+        self, folder: str | os.PathLike[str], take: Callable[[Loaded], object] = lambda _: None
+    ) -> Loaded:
+        """``load``, where more than the engine takes up what was saved: see the function of this name."""
         come("engine.load", self.world)
         self.wait()
+        before = self.steps, self.skipped, None if self.data is None else self.data.state()
+
+        def take_place(found: Loaded) -> None:
+            steps, skipped, position, loaded = unpacked(found)
+            if self.data is not None and position is not None:
+                self.data.load_state(position)
+            self.steps, self.skipped = steps, skipped
+            take(loaded)
+
+        try:
+            found = load_and_take(folder, self.model, self.optimizer, self.scheduler, take_place)
+        except BaseException:
+            self.steps, self.skipped, position = before
+            if self.data is not None and position is not None:
+                self.data.load_state(position)
+            raise
         self.zero_grad()
-        found = load_checkpoint(folder, self.model, self.optimizer, scheduler=self.scheduler)
-        self.steps, self.skipped, position, loaded = unpacked(found)
-        if self.data is not None and position is not None:
-            self.data.load_state(position)
-        return loaded
+        return unpacked(found)[-1]
 
     def resume(self, folder: str | os.PathLike[str]) -> Loaded | None:
         """``load`` where the folder holds a checkpoint; None where training is to begin: for runs that start again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from shardformer.activations.attach import store_activations
 from shardformer.comm.agree import agree
 from shardformer.engine.batch import loss_of_target
+from shardformer.engine.modes import start_training
 from shardformer.engine.optimizers import Held, MakeOptimizer
 from shardformer.engine.parallel import Parallel
 from shardformer.engine.pipeline import Pipeline
@@ -22,7 +23,7 @@ from shardformer.layout.state import ROOT
 from shardformer.mesh.context import ParallelContext, local_device, with_tensor
 from shardformer.mesh.launch import launch_from_torch
 from shardformer.optim.zero import zero
-from shardformer.sharder import shard_model
+from shardformer.sharder import ModelSharder
 
 LAUNCHED = ("RANK", "SLURM_PROCID")
 """What the environment of a process has that a launcher started."""
@@ -68,34 +69,49 @@ def _held(given: Any, model: nn.Module) -> Iterator[Held | None]:
         raise
 
 
-def sharded(model: nn.Module, given: Given, policy: Any, asked: Parallel, grid: ParallelContext) -> nn.Module:
-    """The model over the grid, whose parameters the optimizers have that were made of the plain ones."""
+def sharded(
+    model: nn.Module,
+    given: Given,
+    policy: Any,
+    asked: Parallel,
+    grid: ParallelContext,
+    then: Callable[[nn.Module], object] = lambda _: None,
+) -> nn.Module:
+    """The model over the grid, whose parameters the optimizers have that were made of the plain ones.
+
+    Args:
+        then: called with that model. Where it raises the model and the optimizers are put back as they were, too.
+    """
     lines = [f"{name}={value}" for name, value in vars(asked).items() if not callable(value)]
     lines += [type(each).__name__ for each in given] if isinstance(given, list) else []
     agree(grid, lambda: lines, lambda lines: lines, doing="train as it was asked to")
     with _held(given, model) as held:
-        if ROOT not in model.__dict__:
-            model = shard_model(model, policy, config=asked.shard_config(grid))
-        if held is not None:
-            held.take(model)
-    model.to(grid.device)
-    if asked.activations != "device":
-        store_activations(model, asked.activations)
-    return model.train()
+
+        def finish(model: nn.Module) -> None:
+            if held is not None:
+                held.take(model)
+            model.to(grid.device)
+            if asked.activations != "device":
+                store_activations(model, asked.activations)
+            then(start_training(model))
+
+        if ROOT in model.__dict__:
+            finish(model)
+            return model
+        sharder = ModelSharder(model, asked.shard_config(grid), policy)
+        sharder.shard(finish)
+        return sharder.model
 
 
-def trained_by(given: Given, scheduler: Any, model: nn.Module, asked: Parallel) -> tuple[list[Optimizer], Any]:
-    """What steps, and the scheduler."""
+def trained_by(given: Given, scheduler: Any, model: nn.Module) -> tuple[list[Optimizer], Any]:
+    """The optimizers, and the scheduler."""
     if given is None:
         optimizers = []
     elif isinstance(given, list):
         optimizers = given
     else:
         optimizers = [given([p for p in model.parameters() if p.requires_grad])]
-    scheduler = _scheduler(scheduler, optimizers)
-    if asked.zero_stage is not None and optimizers:
-        optimizers = [zero_of(optimizers, model, asked)]
-    return optimizers, scheduler
+    return optimizers, _scheduler(scheduler, optimizers)
 
 
 def pipeline_of(model: nn.Module, asked: Parallel, loss_fn: Any, loss_weight: Any) -> Pipeline:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import all_reduce, broadcast, broadcast_object, checksum, gather_numbers
-from shardformer.comm.values import numbers_in
+from shardformer.comm.values import has_values, numbers_in
 from shardformer.engine.batch import TARGET
 from shardformer.errors import ConfigError, InputError, expect
 from shardformer.layers.random_stream import forked_random
@@ -20,7 +20,7 @@ from shardformer.mesh.axis import Axis
 from shardformer.pipeline.exchange import StageExchange
 from shardformer.pipeline.flat import ids_of
 from shardformer.pipeline.head import Batch, Head, LossFn, NoOutput
-from shardformer.pipeline.loss import LossWeight, LossWeights
+from shardformer.pipeline.loss import LossWeight, LossWeights, no_sum_of_means
 from shardformer.pipeline.microbatches import batch_size_of, check_sizes, sizes_of, split_batch
 from shardformer.pipeline.runtime import Runtime, StepJob, Trace
 from shardformer.pipeline.schedule import Schedule, fitting_micro_batches, forward_only, make_schedule
@@ -33,8 +33,8 @@ from shardformer.sharding.stages import Stages, make_stages
 from shardformer.transformers_compat import keywords_of, with_mask_as_cached
 
 OF_OPTIMIZERS = ("steps", "options")
-OPTIONS = 6
-"""Where the number of an optimizer's options stands among those that stages compare."""
+STEPS, OPTIONS = 5, 6
+"""The places of an optimizer's steps and options among the numbers that stages compare."""
 
 
 class Pipeline:
@@ -91,6 +91,8 @@ class Pipeline:
         self._found: dict[int, Any] = {}
         self._looks_at_loss = True  # in the first step
         self._is_checkpointed = False  # by transformers, as far as it was seen: a pipeline takes that over
+        self._compares_factors = average_over_data and self._context.data.size > 1
+        self._has_one_optimizer: bool | None = None  # the same on all stages, once their options were compared
         self._compares = bool(state.request.extra.get("check_inputs", True))
         manager, stage_forward = self._stages.manager, self._stages.stage_forward
         assert stage_forward is not None
@@ -219,10 +221,17 @@ class Pipeline:
         manager = self._stages.manager
         if not wants_output:
             given = head.loss if head.loss is not None else torch.zeros((), dtype=torch.float64)
+            is_first = self._compares_factors
+            if is_first:  # beside the loss, since it costs no message of its own
+                given = torch.stack([given, head.factors.to(given), head.factors.to(given).square()])
             with self._runtime.named("at the end of a step"):
                 loss = broadcast(given.to(self._context.device), manager.axis, manager.last_stage)
             if self._averages:
                 loss = all_reduce(loss, self._context.data, purpose="loss") / self._context.data.size
+            if is_first:
+                loss, mean, mean_square = loss
+                _check_factors(mean, mean_square)
+                self._compares_factors = False
             in_fp64 = any(p.dtype == torch.float64 for p in self._model.parameters())
             head.loss = loss if in_fp64 else loss.float()
         return head
@@ -326,16 +335,28 @@ class Pipeline:
         given = [t for part in parts for _, t in tensors_of(part)] if self._compares else []
         seen = watch.batch(given) if watch is not None else _number([checksum(t) for t in given])
         self._compares = self._compares and watch is not None
-        steps, options = (watch.steps, watch.options_of_stage()) if watch is not None else (0, 0)
+        steps, options = (watch.rounds_of_stage(), watch.options_of_stage()) if watch is not None else (0, 0)
         mine = (_number(shapes), len(parts), backward, training, seen, steps, options, _number(trains), seed)
         with self._runtime.named("before a step"):
-            every = gather_numbers(mine, axis)
-        if not all(theirs[OPTIONS] for theirs in every):
-            every = [[*theirs[:OPTIONS], 0, *theirs[OPTIONS + 1 :]] for theirs in every]
+            every = self._comparable(gather_numbers(mine, axis))
         if any(theirs[:-2] != every[0][:-2] for theirs in every):
             raise _different(every, axis)
         mode = (backward, training, tuple(theirs[-2] for theirs in every))
         return [(s, mode) for s in shapes], next((theirs[-1] for theirs in every if theirs[-1]), 0)
+
+    def _comparable(self, every: Sequence[Sequence[int]]) -> list[list[int]]:
+        """What the stages said, without what they need not have in common (``shardformer.reduce.watch``)."""
+        rows = [list(theirs) for theirs in every]
+        options = {row[OPTIONS] for row in rows}
+        if 0 not in options and self._has_one_optimizer is None:
+            self._has_one_optimizer = len(options) == 1
+        trained = [row[STEPS] for row in rows if row[STEPS]]
+        for row in rows:
+            if 0 in options or not self._has_one_optimizer:
+                row[OPTIONS] = 0
+            if trained and (not row[STEPS] or self._has_one_optimizer is False):
+                row[STEPS] = trained[0]
+        return rows
 
     def _take_over_checkpointing(self) -> None:
         """``gradient_checkpointing_enable`` of transformers: here the spans of a stage are checkpointed instead."""
@@ -390,6 +411,12 @@ def _different(every: Sequence[Sequence[int]], axis: Axis) -> InputError:
         rule="All stages make the same calls with the same batch: each takes from it what its layers read",
         remedy="Draw the batch by the data rank: context.data.rank of context.data.size, not the global rank",
     )
+
+
+def _check_factors(mean: Tensor, mean_square: Tensor) -> None:
+    """The means in the loss have the same factors on all data ranks: else it is no sum of them."""
+    if has_values(mean) and not numbers_in(mean_square - mean.square() <= 1e-11 * mean_square):
+        raise no_sum_of_means("The means in the loss have other factors on other data ranks")
 
 
 def _single_stage(model: nn.Module, state: ShardedState) -> Stages:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -12,29 +13,40 @@ from torch import nn
 
 from shardformer.checkpoint.move import Moved
 from shardformer.checkpoint.transfer import Departure
+from shardformer.checkpoint.undo import unchanged_on_error
+from shardformer.engine.changes import Changes, Key, Seen, seen_in
 from shardformer.engine.engine import Engine
+from shardformer.engine.modes import modes_of, set_modes
 from shardformer.engine.optimizers import fill
 from shardformer.engine.parallel import Parallel
 from shardformer.engine.parts import grid_of, pipeline_of, sharded, zero_of
 from shardformer.errors import ConfigError
+from shardformer.layers.random_stream import random_kept_on_error
 from shardformer.lazy.materialize import recording
 from shardformer.mesh.context import ParallelContext, with_tensor
 from shardformer.mesh.grid import Grid
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Recipe:
     """Of what an engine is built once more.
 
     Args:
         twin: the plain model without values; None where it was sharded when it came.
         policy, loss_fn, loss_weight: as ``initialize`` was given them.
+        seen: what the sharded model was then.
     """
 
     twin: nn.Module | None
     policy: Any
     loss_fn: Any
     loss_weight: Any
+    seen: Mapping[Key, Seen] = field(default_factory=dict)
+
+    def see(self, model: nn.Module) -> None:
+        """What is changed from here on is carried over."""
+        if self.twin is not None:
+            self.seen = seen_in(model, self.twin)
 
 
 def reshaped(engine: Engine, recipe: Recipe, given: Any) -> Moved:
@@ -49,17 +61,24 @@ def reshaped(engine: Engine, recipe: Recipe, given: Any) -> Moved:
     grid = _other_grid(engine.context, asked)
     if engine.data is not None:
         engine.data.check_ranks(grid.data.size)
-    with closing(Departure(engine.model, engine.optimizer)) as departure:
+    changes = Changes.since(recipe.seen, engine.model, recipe.twin, engine.world)
+    optimizers = [own for each in engine.optimizers for own in getattr(each, "inner", [each])]
+    undone = unchanged_on_error(optimizers, engine.schedulers)
+    with random_kept_on_error(engine.context.device), undone, closing(Departure(engine.model, engine.optimizer)) as old:
         with recording(recipe.twin):
             model = copy.deepcopy(recipe.twin)
+        changes.apply(model)
+        modes = modes_of(model)
         model = sharded(model, None, copy.copy(recipe.policy), asked, grid)
-        optimizers = [own for each in engine.optimizers for own in getattr(each, "inner", [each])]
-        fill(optimizers, departure.groups, model)
+        pipeline = pipeline_of(model, asked, recipe.loss_fn, recipe.loss_weight)
+        fill(optimizers, old.groups, model)
         if asked.zero_stage is not None and optimizers:
             optimizers = [zero_of(optimizers, model, asked)]
-        moved = departure.arrive(model, optimizers)
-    pipeline = pipeline_of(model, asked, recipe.loss_fn, recipe.loss_weight)
-    engine.take_over(model.train(engine.model.training), optimizers, pipeline, asked, grid)
+        moved = old.arrive(model, optimizers)
+    set_modes(model, modes)
+    changes.apply(recipe.twin)
+    engine.take_over(model, optimizers, pipeline, asked, grid)
+    recipe.see(model)
     return moved
 
 

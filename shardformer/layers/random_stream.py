@@ -99,6 +99,17 @@ def forked_random(device: torch.device, enabled: bool = True) -> Iterator[None]:
             set_random_states(states, device)
 
 
+@contextmanager
+def random_kept_on_error(device: torch.device) -> Iterator[None]:
+    """The random states are what they were before when the body raises."""
+    states = random_states(device)
+    try:
+        yield
+    except BaseException:
+        set_random_states(states, device)
+        raise
+
+
 def seed_random(seed: int) -> None:
     """Seeds torch's, numpy's and Python's random numbers."""
     torch.default_generator.manual_seed(seed)

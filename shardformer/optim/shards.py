@@ -423,8 +423,10 @@ class Shard:
             return
         masters.take()
         masters.settle()
-        yield
-        masters.save()
+        try:
+            yield
+        finally:
+            masters.save()
 
     def start_gather(self) -> Pending:
         """Starts bringing together what all ranks have, in the model's precision."""

@@ -230,10 +230,11 @@ def _is_under(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
 
 
-def no_chain(model: nn.Module, said: str) -> ConfigError:
-    """For a model whose policy names no stack that can be cut."""
+def no_chain(model: nn.Module, said: str, notes: Sequence[str] = ()) -> ConfigError:
+    """For a model whose policy names no stack that can be cut; ``notes`` of that policy say why."""
+    why = f". {' '.join(notes).removesuffix('.')}" if notes else ""
     return ConfigError(
-        f"pipe={said} and a {type(model).__name__}, whose policy names no stack of layers",
+        f"pipe={said} and a {type(model).__name__}, whose policy names no stack of layers{why}",
         rule="A pipeline cuts a stack of layers, which run one behind the other, into stages",
         remedy="Leave pipe out, or name the stack in a policy: stacks() of a Policy, stack of a RolePolicy",
     )

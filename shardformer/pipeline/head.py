@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -52,6 +53,7 @@ class Head:
         self._outputs: dict[int, Any] = {}
         self.loss: Tensor | None = None
         self.counted: float | None = None
+        self.factors = torch.zeros((), dtype=torch.float64)
         self.output: Any = None
 
     def before(self, micro_batch: int) -> None:
@@ -79,13 +81,16 @@ class Head:
         return loss
 
     def _loss_of(self, output: Any, part: Batch) -> Tensor:
-        loss = self._loss_fn(output, part) if self._loss_fn is not None else getattr(output, "loss", None)
-        if isinstance(loss, Tensor):
+        given = output if self._loss_fn is None else self._loss_fn(output, part)
+        loss = loss_in(given)
+        if loss is not None:
             return loss
+        who = "model" if self._loss_fn is None else "loss function"
         raise ConfigError(
-            f"The model gave a {type(output).__name__} with loss={loss!r:.40}",
-            rule="A step goes back from a loss, by default output.loss, which a model gives where a batch has labels",
-            remedy="Add labels to the batch, or give Pipeline(..., loss_fn=), a function (output, micro-batch) -> loss",
+            f"The {who} returned {_in_words(given)}, in which there is no loss",
+            rule="A step goes back from a tensor of one number: what is returned itself, its .loss, its ['loss'], or "
+            "the first element of a tuple. A model of transformers returns a loss where the batch has labels",
+            remedy="Add labels to the batch, or pass loss_fn=, a function (output, micro-batch) -> loss",
         )
 
     def _check_first(self, loss: Tensor, output: Any) -> None:
@@ -120,7 +125,31 @@ class Head:
             self.output = without_placeholders(merge_outputs(ordered, self.sizes)) if ordered else None
         elif self.loss is not None:
             self._weights.finish()
-            self.counted = self._weights.counted
+            self.counted, self.factors = self._weights.counted, self._weights.factors
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """The loss in what a model returned, a tensor of one number; None without.
+
+    In each form that the Trainer of transformers takes: ``output.loss``, ``output["loss"]`` or the first element of a
+    tuple; or the output itself.
+    """
+    found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("loss")
+    elif found is None and isinstance(output, tuple | list) and output:
+        found = output[0]
+    return found if isinstance(found, Tensor) and found.numel() == 1 else None
+
+
+def _in_words(output: Any) -> str:
+    shape = f" of shape {tuple(output.shape)}" if isinstance(output, Tensor) else ""
+    has_key = isinstance(output, Mapping) and "loss" in output
+    if has_key or hasattr(output, "loss"):
+        loss = output["loss"] if has_key else output.loss
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r:.40}"
+        shape = f" with loss={what}"
+    return f"a {type(output).__name__}{shape}"
 
 
 class NoOutput:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -58,7 +58,7 @@ class _Loss:
 class _Forward:
     """What the losses of one micro-batch gave. Tensors with a history stay only until ``of``."""
 
-    parts: list[Tensor] = field(default_factory=list)
+    parts: list[Tensor] = field(default_factory=list)  # the model has copies, which it may write to
     reductions: list[str] = field(default_factory=list)
 
 
@@ -107,6 +107,7 @@ class LossWeights:
         self._factors: dict[int, Tensor] = {}  # of each micro-batch's losses in its loss, all in one tensor
         self._later: list[tuple[Tensor, Problem]] = []
         self._watch: _Watch | None = None
+        self._evaluates = not torch.is_grad_enabled()
 
     @property
     def is_watching(self) -> bool:
@@ -155,15 +156,17 @@ class LossWeights:
         forward = self._forwards.pop(index, _Forward())
         if not forward.parts:
             unreduced = " but with reduction='none'" if "none" in forward.reductions else ""
-            raise _refused(f"The model called no loss of torch.nn.functional{unreduced}, and it gave {loss.detach()}")
+            raise no_sum_of_means(
+                f"The model called no loss of torch.nn.functional{unreduced}, and it gave {loss.detach()}"
+            )
         if loss.numel() != 1:
-            raise _refused(f"The loss of micro-batch {index} has the shape {tuple(loss.shape)}")
+            raise no_sum_of_means(f"The loss of micro-batch {index} has the shape {tuple(loss.shape)}")
         if len(forward.parts) != len(self._losses):
-            raise _refused(
+            raise no_sum_of_means(
                 f"Micro-batch {index} called {len(forward.parts)} losses, micro-batch {self._first} {len(self._losses)}"
             )
         self._check_sum(index, loss, forward)
-        return loss
+        return loss.detach() if self._evaluates else loss
 
     def finish(self) -> None:
         """After all forwards: raises ConfigError for what was not right in one of them."""
@@ -182,6 +185,12 @@ class LossWeights:
             return self._weight
         return found.pop() if len(found := {x.total if x.is_mean else None for x in self._losses}) == 1 else None
 
+    @property
+    def factors(self) -> Tensor:
+        """A number of the factors of the means in the loss, which are the same on all data ranks."""
+        slopes = next(iter(self._factors.values()), torch.zeros(0, dtype=torch.float64))
+        return (slopes * torch.arange(1, len(slopes) + 1, device=slopes.device)).sum()
+
     def call(self, index: int, trace: LabelTracer | None, call: LossCall) -> Tensor:
         """A watched loss of micro-batch ``index``: its part of the whole; a sum as it is."""
         forward = self._forwards[index]
@@ -196,11 +205,19 @@ class LossWeights:
             if call.is_mean:
                 self._total(self._losses[-1], partial(self._predict, index, trace, call, number))
         elif number >= len(self._losses) or not self._losses[number].is_like(call):
-            raise _refused(f"{call.name} was called as loss {number} of micro-batch {index} alone")
+            raise no_sum_of_means(f"{call.name} was called as loss {number} of micro-batch {index} alone")
         elif call.is_mean:
             self._verify(index, number, call)
-        forward.parts.append(self._part(self._losses[number], index, call))
-        return forward.parts[-1]
+        part = self._part(self._losses[number], index, call)
+        if self._evaluates:
+            part = part.detach().requires_grad_()
+        forward.parts.append(part)
+        with self.following(index):
+            return part.clone()
+
+    def following(self, index: int) -> AbstractContextManager[Any]:
+        """Around what is done to the losses: in an evaluation, too, gradients tell how the whole depends on them."""
+        return torch.enable_grad() if self._evaluates and self._forwards[index].parts else nullcontext()
 
     def _part(self, loss: _Loss, index: int, call: LossCall) -> Tensor:
         if not call.is_mean:
@@ -300,7 +317,7 @@ class LossWeights:
         full = call.basis.numel() if call.has_classes and call.basis is not None else None
         if call.has_weights or (full is not None and int(here) != full) or int(here) % size:
             shape = None if call.basis is None else tuple(call.basis.shape)
-            raise _refused(
+            raise no_sum_of_means(
                 f"{call.name} counts {float(here):g} in {size} samples of micro-batch {first}, by labels of shape "
                 f"{shape} that the micro-batch does not hold"
             )
@@ -311,7 +328,7 @@ class LossWeights:
         name = call.name  # what is kept for later keeps no logits
         self._expect(
             (seen - expected).abs() <= 1e-6 * abs(expected),
-            lambda: _refused(
+            lambda: no_sum_of_means(
                 f"{name}, loss {number} of the model, counts {float(seen):g} in micro-batch {index}, and "
                 f"{expected:g} were expected"
             ),
@@ -333,16 +350,16 @@ class LossWeights:
         scale = whole.abs() + values.abs().sum()
         self._expect(  # a loss that is not a number passes, as it would without us
             ~((whole - of_parts).abs() > bound * scale),
-            lambda: _refused(
+            lambda: no_sum_of_means(
                 f"The loss of micro-batch {index} is {float(whole):.6g}, and the means in it add up to "
-                f"{float(of_parts):.6g}"
+                f"{float(of_parts):.6g}: it holds another term, or is no sum of them"
             ),
         )
         self._factors[index] = slopes
         before = self._factors[next(iter(self._factors))]
         self._expect(
             ~((slopes - before).abs() > bound * before.abs()).any(),
-            lambda: _refused(
+            lambda: no_sum_of_means(
                 f"The means in the loss have the factors {slopes.tolist()} in micro-batch {index} and "
                 f"{before.tolist()} in another"
             ),
@@ -356,7 +373,9 @@ class LossWeights:
             for m, n in n_m.items():
                 slope = float(self._factors[m][number]) if m in self._factors else 0.0
                 if n < total and abs(slope * n - 1) < 1e-6:
-                    raise _refused(f"The model divides the sum of {loss.name} by {n:g}, what micro-batch {m} counts")
+                    raise no_sum_of_means(
+                        f"The model divides the sum of {loss.name} by {n:g}, what micro-batch {m} counts"
+                    )
 
     def _expect(self, ok: Tensor, problem: Problem) -> None:
         """Raises the problem now where that costs nothing, and in ``finish`` where the device would be waited for."""
@@ -379,7 +398,8 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in WATCHED:
             return self._weights.call(self._index, self._trace, LossCall.of(func, args, kwargs))
-        out = func(*args, **kwargs)
+        with self._weights.following(self._index):
+            out = func(*args, **kwargs)
         if self._trace is not None:
             self._trace.saw(func, args, kwargs, out)
         return out
@@ -389,11 +409,13 @@ def _is_alike(x: Tensor, basis: Tensor) -> bool:
     return x.shape == basis.shape and bool(numbers_in((x.detach().to(basis) == basis.detach()).all()))
 
 
-def _refused(what: str) -> ConfigError:
+def no_sum_of_means(what: str) -> ConfigError:
     return ConfigError(
         what,
         rule="The loss of several micro-batches is that of the whole batch if it is a sum of mean losses of "
         "torch.nn.functional, with fixed factors, whose labels come from the micro-batch",
-        remedy="Give loss_weight=, a function micro_batch -> number of what counts in it; or a loss that is a sum; or "
-        "num_items_in_batch in the batch",
+        remedy="Pass loss_weight=, a function micro_batch -> number of what counts in it: the loss is then the mean of "
+        "the micro-batches' losses by these weights, with all terms in them, such as the balancing loss of routers or "
+        "a penalty. Or use a loss that is a sum, or num_items_in_batch in the batch. Without micro-batches, "
+        "average='ranks' takes the mean of the data ranks' losses",
     )

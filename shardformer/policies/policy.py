@@ -80,3 +80,10 @@ class Policy(FirstForm):
     def replicated(self) -> list[str] | None:
         """Paths of what stays whole on purpose. None: whatever no rule names may."""
         return None
+
+
+class WithoutRules(Policy):
+    """The policy of a model of which nothing is sharded."""
+
+    def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
+        return {}

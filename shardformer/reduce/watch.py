@@ -9,6 +9,10 @@ What is compared at every step of training, and along which ranks:
     options            x                 x           x        learning rates and other numbers of their groups
     weights            x                 x                    those that ranks hold alike: a part in each step
 
+Stages train different parameters, with different optimizers where a script has several, and on some of them nothing
+may train. They compare after how many batches optimizers stepped, and only where any did; and options only where each
+stage has one optimizer with one group, and all had the same options after the first step.
+
 The ranks that are given one batch compare whole numbers, beside those of their random states. Of weights they compare
 a sum under signs drawn at random, which differs by about as much as the weights do (Achlioptas, "Database-friendly
 random projections", 2003): each of these ranks computes the gradients of what it holds alike itself, and kernels of a
@@ -27,7 +31,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from math import isnan
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -103,6 +107,9 @@ class Watch:
     training: bool = True
     steps: int = 0
     options: tuple[Any, ...] = ()
+    rounds: int = 0
+    _has_stepped: bool = False
+    _optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
     _turns: dict[str, int] = field(default_factory=dict)
     _parts: dict[str, list[Part]] = field(default_factory=dict)
     _late: dict[str, Any] = field(default_factory=dict)
@@ -117,6 +124,8 @@ class Watch:
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has changed the model's parameters."""
         self.steps += 1
+        self._has_stepped = True
+        self._optimizers.add(optimizer)
         self.state.context.traffic.steps = self.steps
         self.options = type(optimizer).__name__, tuple(map(_numbers_of, optimizer.param_groups))
 
@@ -128,11 +137,19 @@ class Watch:
         sketch = self._sketch(axis) if self.training else (0.0, 0.0)  # what is evaluated changes no weights
         return [int(self.training), self.batch(inputs), self.steps, options, *map(_bits_of, sketch)]
 
+    def rounds_of_stage(self) -> int:
+        """After how many batches optimizers stepped: asked once before each batch. 0 where nothing trains."""
+        self.rounds += self._has_stepped
+        self._has_stepped = False
+        return self.rounds
+
     def options_of_stage(self) -> int:
         """A number of the optimizer's options, where one group has all parameters; 0 for any other optimizer.
 
         Stages have other parameters, and where these are in groups each stage may have other groups.
         """
+        if len(self._optimizers) > 1:
+            return 0
         return _short(hash(self.options[1:])) or 1 if len(self.options) == 2 and len(self.options[1]) == 1 else 0
 
     def batch(self, inputs: Collection[Any]) -> int:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from shardformer.comm.agree import agree
 from shardformer.config import ShardConfig
-from shardformer.errors import PolicyError
-from shardformer.layers.random_stream import align_random
+from shardformer.errors import PolicyError, first_line
+from shardformer.layers.random_stream import align_random, random_kept_on_error
 from shardformer.layers.tensor.parallel_module import ParallelModule
 from shardformer.layers.tensor.parameters import shard_parameter
 from shardformer.layout.state import Request, ShardedState, cut_in
@@ -24,11 +24,12 @@ from shardformer.mesh.launch import launch_from_torch
 from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.optim.torch_clipping import lead_clipping_here
 from shardformer.optim.torch_optimizers import lead_optimizers_here
+from shardformer.pipeline.chain import homes
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies import first_form
 from shardformer.policies.describe import SubModuleReplacementDescription
 from shardformer.policies.paths import owner_of, value_at
-from shardformer.policies.policy import Policy
+from shardformer.policies.policy import Policy, WithoutRules
 from shardformer.reduce.watch import Watch
 from shardformer.sharding.agree import agree_on_group, agree_on_weights, model_lines
 from shardformer.sharding.agree_on_files import tell_of_files
@@ -69,6 +70,7 @@ class Sharding:
         prove_grid: (model, find, grid) -> the same of a tensor grid (``shardformer.policies.infer.prove_grid``).
         fresh: whether the model was made for this, so that no optimizer can hold its parameters: looking for one goes
             through everything that the process holds.
+        optional: whether the model may go without a policy where nothing of it is sharded. The user passed none.
 
     Raises ShardFormerError, on every rank and with the model as it was, when something cannot be.
     """
@@ -83,7 +85,9 @@ class Sharding:
         prove_policy: Callable[[Plan, Policy, int], str | None] | None = None,
         prove_grid: Callable[..., Any] | None = None,
         fresh: bool = False,
+        optional: bool = False,
     ) -> None:
+        self._optional = optional
         self.model, self._prove, self._prove_grid, self._prove_policy = model, prove, prove_grid, prove_policy
         self._learned = Learned()
         self._grid: TensorGrid | None = None
@@ -92,10 +96,13 @@ class Sharding:
         self.shard_config = config
         self._find = find
 
-    def shard(self) -> list[dict[int, Tensor]]:
+    def shard(self, then: Callable[[nn.Module], object] = lambda _: None) -> list[dict[int, Tensor]]:
         """Shards the model. Returns the parameters that several pipeline stages hold: none without a pipeline.
 
         Each as a dict: the ranks of the pipe axis that hold it -> this rank's own.
+
+        Args:
+            then: called with the sharded model. Where it raises the model is put back as it was, too.
         """
         config = self.shard_config
         if config.context is None and config.tensor_parallel_process_group is None and not dist.is_initialized():
@@ -106,44 +113,73 @@ class Sharding:
             self.shard_config, self._context = config, config.resolve_context()
             context = self._context
         self._outside = set() if self._fresh else held_outside(self.model)
-        with unchanged_on_error(self.model):
-            plan = agree(context, self._plan, self._lines, explain=lambda: tell_of_files(self.model, context))
-            state, axes = self._state, context.own_axes[::-1]
-            state.notes += agree_on_weights(self.model, axes)
-            stages = state.stages
-            if stages is not None:
-                stages.take_out(self.model)
-                plan = plan.restricted(stages.placeholders)
-            blocks = agree(context, lambda: self._carry_out(plan))
-            for axis in (state.alike, context.pipe):
-                align_random(axis, context.device)
-            agree_on_gradients(self.model, plan if self._is_cut else Plan(self.model, []), blocks, state)
-            state.attach(self.model)
-            lead_clipping_here()
-            lead_optimizers_here()
-            if self._learned.is_whole and not self._fresh:
-                warn_of_whole(self.model, context)
-            if stages is None:
-                return []
+        with random_kept_on_error(context.device), unchanged_on_error(self.model):
+            self._shard_together()
+            then(self.model)
+        stages = self._state.stages
+        return [] if stages is None else list(stages.shared_params)
+
+    def _shard_together(self) -> None:
+        """Changes the model, once all ranks know that they do the same. Communicates."""
+        context = self._context
+        plan = agree(context, self._plan, self._lines, explain=lambda: tell_of_files(self.model, context))
+        state, axes = self._state, context.own_axes[::-1]
+        state.notes += agree_on_weights(self.model, axes)
+        stages = state.stages
+        if stages is not None:
+            stages.take_out(self.model)
+            plan = plan.restricted(stages.placeholders)
+        blocks = agree(context, lambda: self._carry_out(plan))
+        for axis in (state.alike, context.pipe):
+            align_random(axis, context.device)
+        agree_on_gradients(self.model, plan if self._is_cut else Plan(self.model, []), blocks, state)
+        state.attach(self.model)
+        lead_clipping_here()
+        lead_optimizers_here()
+        if self._learned.is_whole and not self._fresh:
+            warn_of_whole(self.model, context)
+        if stages is not None:
             stages.note_shared(self.model)
-            return list(stages.shared_params)
 
     @property
     def _is_cut(self) -> bool:
         return self.shard_config.enable_tensor_parallelism and self._context.tensor.size > 1
 
+    @property
+    def needs_policy(self) -> bool:
+        """Whether any axis but data shards the model. Data parallelism alone needs to know nothing of its structure."""
+        manager = self.shard_config.pipeline_stage_manager
+        stages = self._context.pipe.size if manager is None else manager.num_virtual_stages
+        return not self._optional or self._is_cut or self.shard_config.cuts_context or stages > 1
+
+    def _found_plan(self) -> tuple[Plan, str]:
+        """(the plan of the policy that was found, where that policy comes from)."""
+        model, config = self.model, self.shard_config
+        try:
+            self._policy, source = self._find(model, self._context.tensor.size)
+            plan = checked_plan(model, self._policy, config)
+            if (chain := self._policy.chain()).stacks:
+                homes(plan.model, chain)
+        except Exception as error:  # the policy of a family, and a model that its user changed: anything can fail
+            if self.needs_policy:
+                raise
+            self._policy = WithoutRules()
+            self._policy.notes = [f"The model has no policy, and needs none over data ranks: {first_line(error)}"]
+            plan, source = checked_plan(model, self._policy, config), "no policy"
+        # over data ranks alone the rules change nothing, so they must not be a reason to refuse anything either
+        return plan if self._is_cut else Plan(plan.model, plan.stacks), source
+
     def _plan(self) -> Plan:
         """What is to be done, checked; the model is as it was, but for what the policy's ``preprocess`` does."""
         config, model = self.shard_config, self.model
         check_plain(model)
-        self._policy, source = self._find(model, self._context.tensor.size)
+        plan, source = self._found_plan()
         layout = config.stream_layout()
         if not self._is_cut:
             layout = StreamLayout(tuple(cut for cut in layout.cuts if cut.axis not in layout.block))
         request = Request(source, config.options(), config.extra_kwargs, self._policy)
         self._state = ShardedState(self._context, request, layout)
         self._state.watch = Watch(self._state) if config.watch else None
-        plan = checked_plan(model, self._policy, config)
         if self._is_cut and self._grid is None and self._prove_policy is not None:
             why_not = self._prove_policy(plan, self._policy, self._context.tensor.size)
             self._state.notes += [why_not] if why_not else []

@@ -137,6 +137,7 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
 
     The values of parameters are not copied: what a policy's own functions wrote into them stays.
     """
+    params = [(p, p.requires_grad, dict(vars(p)), _hooks_of(p)) for p in model.parameters()]
     modules = list(model.modules())
     before = [(m, type(m), dict(vars(m)), _tables(vars(m))) for m in modules]
     settings = [(c, dict(vars(c))) for c in configs_in(model)]
@@ -150,7 +151,23 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
                 _set(vars(m)[name], entries)
         for c, attributes in settings:
             _set(vars(c), attributes)
+        for p, trains, attributes, hooks in params:
+            if p.requires_grad != trains:
+                p.requires_grad_(trains)
+            _set(vars(p), attributes)
+            for table, own in zip(_hook_tables(p), hooks, strict=True):
+                for key in table.keys() - own:
+                    del table[key]
         raise
+
+
+def _hook_tables(p: nn.Parameter) -> list[dict[int, Any]]:
+    """The hooks on a parameter, by the keys of their handles."""
+    return [getattr(p, name, None) or {} for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
+
+
+def _hooks_of(p: nn.Parameter) -> list[set[int]]:
+    return [set(table) for table in _hook_tables(p)]
 
 
 def _tables(attributes: dict[str, Any]) -> dict[str, Any]:

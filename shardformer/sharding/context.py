@@ -50,11 +50,22 @@ class Sizes:
         return " x ".join(parts)
 
 
-def check_context(model: nn.Module, stacks: Sequence[StackDescription], context: ParallelContext, way: str) -> None:
-    """Raises ConfigError for a model whose sequence cannot be cut over ranks. Changes nothing."""
+def check_context(
+    model: nn.Module,
+    stacks: Sequence[StackDescription],
+    context: ParallelContext,
+    way: str,
+    notes: Sequence[str] = (),
+) -> None:
+    """Raises ConfigError for a model whose sequence cannot be cut over ranks. Changes nothing.
+
+    Args:
+        notes: what its policy says of the stacks.
+    """
     if not stacks:
         raise ConfigError(
-            f"sequence={context.sequence.size} for {type(model).__name__}, whose policy names no stack of layers",
+            f"sequence={context.sequence.size} for {type(model).__name__}, whose policy names no stack of layers"
+            + (f". {' '.join(notes).removesuffix('.')}" if notes else ""),
             rule="The sequence is cut from the first layer of a stack to its last",
             remedy="Write the policy as roles (RolePolicy with a Stack), or leave the sequence axis out",
         )

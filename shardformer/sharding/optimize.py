@@ -37,7 +37,7 @@ def check_optimizations(model: nn.Module, config: ShardConfig, policy: Policy) -
             remedy="Write the policy as roles (RolePolicy with a Stack), or leave sequence parallelism off",
         )
     if config.cuts_context:
-        check_context(model, policy.stacks(), config.resolve_context(), config.context_parallel)
+        check_context(model, policy.stacks(), config.resolve_context(), config.context_parallel, policy.notes)
     if config.enable_flash_attention:
         check_flash_attention(model, config.resolve_context().device)
     if config.enable_fused_normalization:

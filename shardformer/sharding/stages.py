@@ -176,7 +176,7 @@ def cut_into(
     count = asked.num_virtual_stages
     chain = policy.chain()
     if count > 1 and not chain.stacks:
-        raise no_chain(model, str(asked.num_stages))
+        raise no_chain(model, str(asked.num_stages), policy.notes)
     if asked.num_stages > 1:
         _check_settings(model)
         if against := policy.refuses_pipeline():

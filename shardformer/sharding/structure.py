@@ -91,7 +91,7 @@ class Structure:
             if module is None:
                 continue
             for hook in _hooks_of(module, part.hooks):
-                if not _is_of_library(hook) and not getattr(hook, "sees_parts", False):
+                if not is_of_library(hook) and not getattr(hook, "sees_parts", False):
                     raise ConfigError(
                         f"A hook on {path} ({type(module).__name__}): {_name_of(hook)}",
                         rule=f"It would see a part: {part.why}",
@@ -205,7 +205,7 @@ def _hooks_of(module: nn.Module, tables: Sequence[str]) -> Iterator[Callable[...
         yield from getattr(module, table).values()
 
 
-def _is_of_library(hook: Any) -> bool:
+def is_of_library(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     owner = getattr(hook, "__self__", None)

@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shardformer.checkpoint.load import Loaded
+from shardformer.checkpoint.undo import unchanged_on_error
 from shardformer.engine.batch import is_several
 from shardformer.engine.data import Batches, batches_of
 from shardformer.engine.engine import Engine, needs_metric
+from shardformer.engine.modes import modes_of, set_modes, start_training
 from shardformer.errors import ConfigError
 from shardformer.mesh.finishing import is_ended
 from shardformer.trainer.agreement import Agreement
@@ -80,6 +82,7 @@ class Trainer:
         self._saves: list[Callable[..., Any]] = []
         self._position: Any = None
         self._validated_step = -1
+        self._modes: dict[str, bool] = {}
         self._began = time.perf_counter()
 
     # --- what hooks read and ask for
@@ -171,6 +174,7 @@ class Trainer:
         self.last_step, self.last_epoch = steps, epochs
         self.problem, self.stopped_by, self.was_interrupted = None, None, False
         self._agreement, self._began = Agreement(), time.perf_counter()
+        self._modes = modes_of(start_training(self.engine.model))
         self.engine.listener = self._call
         try:
             with self._agreement.signals(self._tell_signal):
@@ -244,7 +248,9 @@ class Trainer:
 
     def _train(self, batch: Any) -> None:
         self._doing = f"step {self.step + 1}"
-        self.engine.train()
+        if not self.engine.model.training:  # a hook evaluated, and left it so
+            self.engine.train()
+            set_modes(self.engine.model, self._modes)
         self.samples = self._data.batch_samples
         self.tokens = round(self.samples * _tokens_of_sample(batch))
         rate = _learning_rate(self.engine)  # of this step: the scheduler is about to set that of the next
@@ -309,17 +315,27 @@ class Trainer:
         self._saves.append(save)
 
     def load(self, folder: Any) -> Loaded:
-        """Goes on from a checkpoint that a trainer saved: ``engine.load``, and the states of the hooks."""
-        loaded = self.engine.load(folder)
+        """Goes on from a checkpoint that a trainer saved: ``engine.load``, and the states of the hooks.
+
+        Where it raises, the engine and the hooks are as they were before.
+        """
+        with unchanged_on_error((), self.hooks):
+            loaded = self.engine.load_and_take(folder, self._take_hooks)
         said = loaded.extra
         if isinstance(said, dict) and HOOKS in said:
             self.extra = said[USER]
-            hooks, states = self._named_hooks(), {n: state for n, state in said[HOOKS].items() if state is not None}
-            for name in hooks.keys() & states.keys():
-                hooks[name].load_state(states[name])
-            if (left := states.keys() - hooks.keys()) and self.is_first:
+            hooks = self._named_hooks()
+            left = [name for name, state in said[HOOKS].items() if state is not None and name not in hooks]
+            if left and self.is_first:
                 warnings.warn(f"The checkpoint has states of hooks that are not here: {', '.join(left)}", stacklevel=2)
         return loaded
+
+    def _take_hooks(self, loaded: Loaded) -> None:
+        hooks, said = self._named_hooks(), loaded.extra
+        states = said[HOOKS] if isinstance(said, dict) and HOOKS in said else {}
+        for name, state in states.items():
+            if state is not None and name in hooks:
+                hooks[name].load_state(state)
 
     def _named_hooks(self) -> dict[str, Hook]:
         """By the names of their classes; of the second one of a class, ``Name 2``."""

@@ -76,8 +76,11 @@ def check_split(
         )
     check_plain(model)
     ranks = total_of(tensor, "tensor")
+    if ranks == 1 and stages is None and policy is None and not options:
+        return getattr(model, "config", None)  # nothing is sharded that a policy has to know, or a rank finds it
     # a copy: the one that was given is sent to the workers, without this model in it
-    chosen, _ = resolve_policy(model, policy if isinstance(policy, type) else deepcopy(policy), tensor=ranks)
+    own = policy if isinstance(policy, type) else deepcopy(policy)
+    chosen, _ = resolve_policy(model, own, tensor=ranks, copies=stages is not None)
     context, mode = ParallelContext.of({"tensor": ranks}), (options or {}).get("tensor_parallel_mode", "1d")
     context = with_tensor(context, tensor)
     config = ShardConfig(context=with_grid(context, mode) if mode in GRID_MODES else context, **(options or {}))

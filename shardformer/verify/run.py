@@ -16,6 +16,7 @@ from shardformer.comm.gather import gather_all
 from shardformer.comm.recorder import Recorder
 from shardformer.config import ShardConfig
 from shardformer.engine.batch import on_device
+from shardformer.engine.modes import start_training
 from shardformer.engine.pipeline import Pipeline
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.layers.dropout import silence_dropout
@@ -27,6 +28,7 @@ from shardformer.mesh.tensor_grid import TensorGrid, with_grid
 from shardformer.optim.grad_norm import clip_grad_norm_
 from shardformer.optim.optimizer import ZeroOptimizer
 from shardformer.optim.zero import zero
+from shardformer.pipeline.head import loss_in
 from shardformer.pipeline.loss import LossWeight
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies.policy import Policy
@@ -164,7 +166,7 @@ def run_job(job: Job) -> tuple[Trajectory | None, Trajectory, str, str]:
 def build(job: Job) -> nn.Module:
     torch.manual_seed(0)
     dtype = torch.float32 if job.training.dtype is not None else job.dtype
-    model = job.model_fn().to(torch.device(job.device), dtype).train()
+    model = start_training(job.model_fn().to(torch.device(job.device), dtype))
     silence_dropout(model)
     job.training.freeze(model)
     config: Any = getattr(model, "config", None)
@@ -177,7 +179,7 @@ def _loss(job: Job, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     if job.loss_fn is not None:
         return job.loss_fn(model, batch)
     output = model(**batch)
-    loss: Tensor | None = getattr(output, "loss", None)
+    loss = loss_in(output)
     if loss is None:
         raise _no_loss(model, output)
     return loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from shardformer.config import ShardConfig
@@ -75,3 +76,17 @@ def test_measured_costs_see_what_no_weight_tells() -> None:
     assert len(costs) == 4
     assert costs[1] > 5 * max(costs[2], costs[3])
     assert all(cost > 0 for cost in costs)
+
+
+def test_measuring_changes_neither_buffers_nor_random_states() -> None:
+    model: Any = Sample("llama", changes={"use_cache": False})().train()
+    policy, _ = resolve_policy(model, None)
+    model.register_buffer("calls", torch.zeros(()))
+
+    def writes(*_: Any) -> None:
+        model.calls += torch.rand(())
+
+    model.model.layers[0].register_forward_hook(writes)
+    seed = torch.get_rng_state()
+    measure_costs(model, Batches("LlamaForCausalLM")(0), type(policy), rounds=1)
+    assert model.calls == 0 and torch.get_rng_state().equal(seed)

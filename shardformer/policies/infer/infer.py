@@ -21,7 +21,7 @@ from shardformer.policies.infer.drafts import BlockDraft, draft
 from shardformer.policies.infer.flow import given_by_layers, observe
 from shardformer.policies.infer.prove import Reference, mismatch
 from shardformer.policies.infer.sequence import along_sequence
-from shardformer.policies.infer.twin import twin_of
+from shardformer.policies.infer.twin import twin_of, twin_or_copy_of
 from shardformer.policies.infer.write import python_of, role_source
 from shardformer.policies.paths import matching
 from shardformer.policies.role_policy import RolePolicy
@@ -89,15 +89,18 @@ def infer(model: nn.Module | Any, batch: Mapping[str, Tensor] | None = None) -> 
         return infer_on(twin.model, twin.run)()
 
 
-def infer_stacks(model: nn.Module) -> RolePolicy:
+def infer_stacks(model: nn.Module, *, copies: bool = False) -> RolePolicy:
     """The policy of a model of which nothing is to be cut by tensor: its stacks, proven to be cut into stages.
 
     It names no stack where no twin can be built or run.
+
+    Args:
+        copies: whether a copy of the model may take the place of a twin that cannot be built.
     """
     try:
-        twin = twin_of(model)
+        twin = twin_or_copy_of(model) if copies else twin_of(model)
     except PolicyError as error:
-        return _uncut([], None, f"No stack of layers was looked for: {error.what}.")()
+        return _uncut([], None, f"No stack of layers was looked for: {error if copies else f'{error.what}.'}")()
     note = "Each rank has its layers whole, since no role was found that describes them."
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         reference = Reference.of(twin.model, twin.run)

@@ -23,7 +23,7 @@ from shardformer.layout.state import state_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.infer.prove import Reference, difference
 from shardformer.policies.infer.tokens import TokensIn
-from shardformer.policies.infer.twin import twin_of
+from shardformer.policies.infer.twin import twin_or_copy_of
 from shardformer.policies.policy import Policy
 from shardformer.sharding.apply import Sharding
 from shardformer.sharding.context import Learned, Sizes, not_dispatched
@@ -57,19 +57,22 @@ def prove_context(model: nn.Module, find: Find, sizes: Sizes, *, may_be_whole: b
         may_be_whole: whether attentions may stay as they are, each computed for all positions on every rank.
     """
     config: Any = getattr(model, "config", None)
-    said = config.to_json_string() if hasattr(config, "to_json_string") else id(model)
+    said = config.to_json_string() if hasattr(config, "to_json_string") else None
     ring, group = min(sizes.ring, 2), min(sizes.group, 2)
     key = (type(model), said, ring, group, sizes.gathers, may_be_whole)
     with _ONE_AT_A_TIME:
-        if key not in _KNOWN:
-            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-                _KNOWN[key] = _prove(model, find, Sizes(ring, group, sizes.gathers), may_be_whole)
-        return _KNOWN[key]
+        if key in _KNOWN:
+            return _KNOWN[key]
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            proof = _prove(model, find, Sizes(ring, group, sizes.gathers), may_be_whole)
+        if said is not None:  # two modules of one class without a config may differ in anything
+            _KNOWN[key] = proof
+        return proof
 
 
 def _prove(model: nn.Module, find: Find, sizes: Sizes, may_be_whole: bool) -> ContextProof:
     try:
-        twin = twin_of(model)
+        twin = twin_or_copy_of(model)
     except PolicyError as error:
         return ContextProof(error.what)
     reference = Reference.of(twin.model, twin.run)

@@ -108,6 +108,28 @@ def own_twin_of(model: nn.Module) -> Twin:
     )
 
 
+def twin_or_copy_of(model: nn.Module) -> Twin:
+    """A small model of the class of ``model``; else, of a module of the user's own, a copy of it.
+
+    Raises PolicyError where there is neither.
+    """
+    try:
+        return twin_of(model)
+    except PolicyError as error:
+        problem = error
+    try:
+        return own_twin_of(model)
+    except PolicyError as error:
+        raise PolicyError(
+            f"{problem.what.rstrip('.')}; and {error.what[0].lower()}{error.what[1:]}",
+            rule="The layers of a module are found, and their cut is validated, on a smaller model of its class, which "
+            "is built as type(model)(config) from the config of transformers in model.config, or on a copy of the "
+            f"module, which has up to {SMALL_NUMEL:,} parameters and runs on what its forward cannot do without",
+            remedy="Let the class take a config alone and keep it as self.config, or give all arguments of forward but "
+            "the tokens or features a default",
+        ) from None
+
+
 def without_hooks(model: nn.Module) -> nn.Module:
     """The model, whose forwards nobody listens to any longer."""
     for module in model.modules():

@@ -1,0 +1,227 @@
+"""A reshape carries over what was changed since ``initialize``, or is refused before anything was changed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardformer
+from shardformer.engine.engine import Engine
+from shardformer.engine.modes import modes_of
+from shardformer.errors import ConfigError, ShardFormerError
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import Sample
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.scale, self.inner = 1.0, {"power": 1}
+
+
+class Model(nn.Module):
+    """Reads many kinds of settings in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop, self.act = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU()
+        self.last, self.settings, self._shift, self.activation = nn.Linear(8, 4), Settings(), 0.0, torch.tanh
+        self.register_buffer("mask", torch.ones(8), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.activation(self.act(self.drop(self.norm(self.first(x)))) * self.mask + self._shift)
+        return self.last(x) * self.settings.scale ** self.settings.inner["power"]
+
+
+def engine_of(context: ParallelContext | None = None, **parallel: Any) -> Engine:
+    torch.manual_seed(0)
+    made = Model().double()
+    made.drop.p = 0.0
+    optimizer = torch.optim.SGD([{"params": made.first.parameters()}, {"params": made.last.parameters()}], lr=0.1)
+    return shardformer.initialize(made, optimizer, nn.MSELoss(), parallel=parallel, context=context)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return x, x.flip(0)
+
+
+def set_(path: str, value: Any) -> Callable[[Engine], None]:
+    def change(engine: Engine) -> None:
+        *inner, last = path.split(".")
+        setattr(functools.reduce(getattr, inner, engine.model), last, value)
+
+    return change
+
+
+def frozen(engine: Engine) -> None:
+    engine.model.first.requires_grad_(False)
+
+
+def frozen_norm(engine: Engine) -> None:
+    engine.model.norm.eval()
+
+
+def buffer_in_place(engine: Engine) -> None:
+    engine.model.mask[:4] = 0.0
+
+
+def inner_setting(engine: Engine) -> None:
+    engine.model.settings.scale = 2.0
+    engine.model.settings.inner["power"] = 3
+
+
+def rate(engine: Engine) -> None:
+    engine.optimizer.param_groups[1]["lr"] = 0.01
+
+
+def group(engine: Engine) -> None:
+    engine.optimizer.add_param_group({"params": list(engine.model.norm.parameters()), "lr": 0.5})
+
+
+def everything(engine: Engine) -> None:
+    for change in (frozen, frozen_norm, buffer_in_place, inner_setting, rate, CARRIED["eps"], CARRIED["activation"]):
+        change(engine)
+
+
+CARRIED: dict[str, Callable[[Engine], None]] = {
+    "frozen": frozen,
+    "mode": frozen_norm,
+    "eps": set_("norm.eps", 0.5),
+    "momentum": set_("norm.momentum", 0.9),
+    "private": set_("_shift", 0.3),
+    "function": set_("activation", torch.sin),
+    "activation": set_("act", nn.GELU()),
+    "other kind": set_("drop", nn.Hardtanh(-0.5, 0.5)),
+    "buffer": set_("mask", torch.linspace(0, 1, 8)),
+    "buffer in place": buffer_in_place,
+    "settings": inner_setting,
+    "rate": rate,
+    "group": group,
+    "everything": everything,
+}
+
+
+def losses(change: Callable[[Engine], None], layouts: list[dict[str, Any] | None]) -> list[float]:
+    engine, found = engine_of(), []
+    change(engine)
+    for step, layout in enumerate(layouts):
+        if layout is not None:
+            engine.reshape(layout)
+        found.append(float(engine.train_step(batch(step))))
+    found.append(float(engine.evaluate(batch(9))))
+    return found
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_the_losses_are_those_of_a_run_that_was_not_reshaped(name: str) -> None:
+    expected = losses(CARRIED[name], [None] * 4)
+    assert losses(CARRIED[name], [None, {"zero": 1}, None, {"micro_batches": 1}]) == pytest.approx(expected, abs=1e-12)
+    assert losses(lambda engine: None, [None] * 4) != pytest.approx(expected, abs=1e-6), "it changes the losses"
+
+
+def hook(engine: Engine) -> None:
+    engine.model.first.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def backward_hook(engine: Engine) -> None:
+    engine.model.last.register_full_backward_hook(lambda module, into, out: None)
+
+
+def parameter_hook(engine: Engine) -> None:
+    engine.model.first.weight.register_hook(lambda gradient: gradient * 2)
+
+
+def bound_forward(engine: Engine) -> None:
+    engine.model.act.forward = (lambda self, x: x).__get__(engine.model.act)
+
+
+REFUSED = {f.__name__: f for f in (hook, backward_hook, parameter_hook, bound_forward)}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_carried_over_is_refused_and_the_engine_goes_on(name: str) -> None:
+    engine = engine_of()
+    REFUSED[name](engine)
+    before, optimizer = engine.model, engine.optimizer
+    params = [id(p) for each in optimizer.param_groups for p in each["params"]]
+    with pytest.raises(ConfigError, match="changed since initialize"):
+        engine.reshape({"zero": 1})
+    assert engine.model is before and engine.optimizer is optimizer
+    assert [id(p) for each in optimizer.param_groups for p in each["params"]] == params
+    engine.train_step(batch(0))
+
+
+def test_what_was_there_at_initialize_is_no_change() -> None:
+    made = Model().double()
+    made.first.register_forward_hook(lambda module, args, output: output * 2)
+    engine = shardformer.initialize(made, torch.optim.SGD(made.parameters(), lr=0.1), nn.MSELoss())
+    plain = float(engine.evaluate(batch(0)))
+    engine.reshape({"zero": 1})
+    assert float(engine.evaluate(batch(0))) == pytest.approx(plain, abs=1e-12)
+
+
+@pytest.mark.parametrize("problem", ["zero", "micro_batches"])
+def test_a_reshape_that_fails_midway_changes_nothing(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardformer.engine import reshape
+
+    engine, other = engine_of(), engine_of()
+    for each in (engine, other):
+        each.train_step(batch(0))
+
+    def fails(*_: Any, **__: Any) -> Any:
+        torch.rand(3)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(reshape, {"zero": "zero_of", "micro_batches": "pipeline_of"}[problem], fails)
+    groups, seed = engine.optimizer.param_groups, torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine.reshape({"zero": 1})
+    assert engine.optimizer.param_groups is groups and torch.get_rng_state().equal(seed)
+    assert float(engine.train_step(batch(1))) == float(other.train_step(batch(1)))
+    assert float(engine.train_step(batch(2))) == float(other.train_step(batch(2)))
+
+
+def llama_losses(context: ParallelContext | None, layouts: list[dict[str, Any] | None]) -> list[float]:
+    torch.manual_seed(0)
+    made = Sample("llama")().double().train()
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    sizes = {"tensor": 2} if context is not None else {}
+    engine = shardformer.initialize(made, optimizer, parallel=sizes, context=context)
+    engine.model.model.embed_tokens.requires_grad_(False)
+    engine.model.model.layers[0].self_attn.q_proj.requires_grad_(False)
+    engine.model.model.layers[1].input_layernorm.variance_epsilon = 0.5
+    engine.model.model.norm.variance_epsilon = 0.1
+    engine.model.config.use_cache = False
+    engine.model.model.layers[0].eval()
+    modes, found = modes_of(engine.model), []
+    for step, layout in enumerate(layouts):
+        if layout is not None and context is not None:
+            engine.reshape(layout)
+            assert not engine.model.config.use_cache and modes_of(engine.model) == modes
+        ids = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(step))
+        part = ids.chunk(engine.context.data.size)[engine.context.data.rank]
+        found.append(float(engine.train_step({"input_ids": part, "labels": part})))
+    return found
+
+
+def test_over_tensor_and_pipeline_and_data_ranks() -> None:
+    layouts = [None, {"pipe": 2}, {"data": 2, "zero": 1}, {"tensor": 2}]
+    expected = llama_losses(None, layouts)
+    for found in run_as_threads(lambda context: llama_losses(context, layouts), tensor=2, in_turn=True):
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_change_on_one_rank_alone_that_ranks_have_differently_is_refused_on_all() -> None:
+    def do(context: ParallelContext) -> None:
+        engine = engine_of(context)
+        engine.model._shift = float(1 + context.data.rank)
+        with pytest.raises(ShardFormerError, match="not alike on all ranks"):
+            engine.reshape({"data": 2, "zero": 1})
+
+    run_as_threads(do, data=2, in_turn=True)

@@ -1,0 +1,169 @@
+"""Parts of a model keep the modes, and the switches, that the user gave them, whatever the engine is asked to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardformer
+from shardformer.engine.engine import Engine
+from shardformer.engine.modes import evaluating, modes_of, set_modes
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+
+
+class Classifier(nn.Module):
+    """A frozen body with a BatchNorm, and a head with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.drop, self.head = nn.Dropout(0.0), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return {"loss": F.cross_entropy(self.head(self.drop(self.body(x))), labels)}
+
+
+def model() -> Classifier:
+    torch.manual_seed(0)
+    made = Classifier().double()
+    made.body.requires_grad_(False)
+    made.body.eval()
+    return made
+
+
+def batch(step: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    return {"x": x, "labels": torch.randint(3, (6,), generator=generator)}
+
+
+SAMPLES = [{name: values[i] for name, values in batch().items()} for i in range(6)]
+
+
+def engine_of(made: nn.Module, context: ParallelContext | None = None, **parallel: Any) -> Engine:
+    optimizer = torch.optim.SGD([p for p in made.parameters() if p.requires_grad], lr=0.1)
+    data = {"train_data": SAMPLES, "batch_size": 6}
+    return shardformer.initialize(made, optimizer, parallel=parallel, context=context, **data)
+
+
+def fitted(engine: Engine) -> None:
+    shardformer.Trainer(engine, hooks=[]).fit(steps=1, validation=SAMPLES, validate_every=1)
+
+
+def saved_and_loaded(engine: Engine, folder: Any) -> None:
+    engine.save(folder)
+    engine.load(folder)
+
+
+ACTIONS: dict[str, Callable[[Engine, Any], Any]] = {
+    "initialize": lambda engine, folder: None,
+    "train_step": lambda engine, folder: engine.train_step(batch()),
+    "evaluate": lambda engine, folder: engine.evaluate([batch(), batch(1)]),
+    "predict": lambda engine, folder: engine.predict(batch()),
+    "fit": lambda engine, folder: fitted(engine),
+    "load": saved_and_loaded,
+    "export": lambda engine, folder: engine.export(folder / "exported"),
+    "reshape": lambda engine, folder: engine.reshape({"zero": 1}),
+}
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_modes_and_running_averages_stay(action: str, tmp_path: Any) -> None:
+    engine = engine_of(model())
+    before, averages = modes_of(engine.model), engine.model.body[1].running_mean.clone()
+    ACTIONS[action](engine, tmp_path)
+    assert modes_of(engine.model) == before
+    assert not before["body.1"] and before["head"] and before[""]
+    engine.train_step(batch())
+    assert engine.model.body[1].running_mean.equal(averages)
+    assert [name for name, p in engine.model.named_parameters() if p.requires_grad] == ["head.weight", "head.bias"]
+
+
+@pytest.mark.parametrize("zero", [None, 3])
+def test_over_data_ranks_too(zero: int | None) -> None:
+    def do(context: ParallelContext) -> dict[str, bool]:
+        engine = engine_of(model(), context, zero=zero)
+        engine.evaluate(batch(context.data.rank))
+        fitted(engine)
+        return modes_of(engine.model)
+
+    assert run_as_threads(do, data=2, in_turn=True) == [modes_of(model())] * 2
+
+
+def test_a_part_in_train_mode_stays_so_in_evaluation() -> None:
+    """Dropout that draws in evaluation, too: what was set before a call is the state to go back to."""
+    engine = engine_of(model())
+    engine.eval()
+    engine.model.drop.train()
+    engine.predict(batch())
+    assert engine.model.drop.training and not engine.model.training
+
+
+def test_modes_stay_where_an_evaluation_fails() -> None:
+    engine = engine_of(model())
+    before = modes_of(engine.model)
+    for call in (engine.evaluate, engine.predict):
+        with pytest.raises(Exception, match="mat1 and mat2"):
+            call({"x": torch.zeros(2, 5, dtype=torch.float64), "labels": torch.zeros(2, dtype=torch.long)})
+        assert modes_of(engine.model) == before
+
+
+def test_a_model_in_eval_mode_as_from_pretrained_returns_it_is_put_into_train_mode() -> None:
+    assert all(modes_of(engine_of(Classifier().double().eval()).model).values())
+
+
+def test_a_part_alone_in_train_mode_is_all_that_trains() -> None:
+    made = Classifier().double().eval()
+    made.head.train()
+    engine = engine_of(made)
+    assert {path for path, mode in modes_of(engine.model).items() if mode} == {"", "head"}
+    engine.train_step(batch())
+
+
+class Evaluates(shardformer.Hook):
+    """Forgets that it has put the model into eval mode."""
+
+    def after_step(self, trainer: Any) -> None:
+        trainer.engine.eval()
+
+
+def test_a_hook_that_leaves_the_model_in_eval_mode_changes_no_step() -> None:
+    engine = engine_of(model())
+    averages = engine.model.body[1].running_mean.clone()
+    shardformer.Trainer(engine, hooks=[Evaluates()]).fit(steps=3)
+    assert engine.model.body[1].running_mean.equal(averages)
+
+
+class KeepsBody(nn.Module):
+    """Overrides ``train``, and counts how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.calls = nn.BatchNorm1d(2), nn.Linear(2, 2), 0
+
+    def train(self, mode: bool = True) -> KeepsBody:
+        super().train(mode)
+        self.body.train(False)
+        self.calls += 1
+        return self
+
+
+def test_train_of_a_models_own_is_called() -> None:
+    made = KeepsBody().train()
+    with evaluating(made):
+        assert (made.training, made.calls) == (False, 2)
+    assert (made.training, made.head.training, made.body.training, made.calls) == (True, True, False, 3)
+
+
+def test_modes_are_set_by_path() -> None:
+    one, other = model(), Classifier()
+    set_modes(other, modes_of(one))
+    assert modes_of(other) == modes_of(one)
+    set_modes(other, {"head": False, "elsewhere": True})
+    assert not other.head.training and other.training

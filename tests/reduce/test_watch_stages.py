@@ -1,0 +1,170 @@
+"""Stages train different parameters: what they need not have in common is no reason to refuse a step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import shardformer
+from shardformer.errors import InputError
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import Sample
+
+STEPS = 3
+Optimizers = list[torch.optim.Optimizer]
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    return Sample("llama")().double().train()
+
+
+def ids(step: int) -> torch.Tensor:
+    return torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(step))
+
+
+def frozen_but(model: Any, name: str) -> list[Any]:
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(name in path)
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def head_alone(model: Any) -> Optimizers:
+    return [torch.optim.AdamW(frozen_but(model, "lm_head"), lr=0.01)]
+
+
+def embedding_alone(model: Any) -> Optimizers:
+    return [torch.optim.SGD(frozen_but(model, "embed_tokens"), lr=0.1)]
+
+
+def head_in_the_optimizer_alone(model: Any) -> Optimizers:
+    """The rest takes gradients that nobody steps with."""
+    return [torch.optim.SGD(model.lm_head.parameters(), lr=0.1)]
+
+
+def rates(model: Any) -> Optimizers:
+    embedding = model.model.embed_tokens.weight
+    others = [parameter for parameter in model.parameters() if parameter is not embedding]
+    return [torch.optim.SGD([embedding], lr=0.1), torch.optim.SGD(others, lr=0.01)]
+
+
+def reversed_rates(model: Any) -> Optimizers:
+    return rates(model)[::-1]
+
+
+def of_each_end(model: Any) -> Optimizers:
+    """One trains on the first stage alone, and one on the last."""
+    frozen_but(model, "nothing")
+    ends = model.model.embed_tokens.requires_grad_(True), model.lm_head.requires_grad_(True)
+    return [torch.optim.SGD(end.parameters(), lr=rate) for end, rate in zip(ends, (0.1, 0.01), strict=True)]
+
+
+def of_each_parameter(model: Any) -> Optimizers:
+    return [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+
+
+def groups(model: Any) -> Optimizers:
+    first, *others = model.parameters()
+    return [torch.optim.SGD([{"params": [first], "lr": 0.2}, {"params": others}], lr=0.1)]
+
+
+MAKES = (
+    head_alone, embedding_alone, head_in_the_optimizer_alone, rates, reversed_rates, of_each_end, of_each_parameter,
+    groups,
+)  # fmt: skip
+
+
+def alone(make: Callable[[Any], Optimizers]) -> list[float]:
+    model, losses = llama(), []
+    optimizers = make(model)
+    for step in range(STEPS):
+        loss = model(input_ids=ids(step), labels=ids(step)).loss
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
+def test_the_losses_are_those_of_one_process(make: Callable[[Any], Optimizers]) -> None:
+    def do(context: ParallelContext) -> list[float]:
+        model = llama()
+        engine = shardformer.initialize(model, make(model), parallel={"pipe": 2}, context=context)
+        return [float(engine.train_step({"input_ids": ids(step), "labels": ids(step)})) for step in range(STEPS)]
+
+    expected = alone(make)
+    for found in run_as_threads(do, pipe=2, in_turn=True):
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_under_zero_too(zero: int) -> None:
+    def do(context: ParallelContext) -> list[float]:
+        model = llama()
+        parallel = {"pipe": 2, "zero": zero}
+        engine = shardformer.initialize(model, head_alone(model), parallel=parallel, context=context)
+        return [float(engine.train_step({"input_ids": ids(step), "labels": ids(step)})) for step in range(STEPS)]
+
+    expected = alone(head_alone)
+    for found in run_as_threads(do, pipe=2, in_turn=True):
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
+class Own:
+    """A loop of one's own: each stage makes optimizers of what it has."""
+
+    def __init__(self, context: ParallelContext, rates: tuple[float, float] = (0.1, 0.01)) -> None:
+        self.stage = context.pipe.rank
+        model = shardformer.shard_model(llama(), context=context)
+        self.pipeline = shardformer.Pipeline(model, micro_batches=2)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=rates[self.stage])
+
+    def step(self, step: int, *, steps: bool = True) -> float:
+        loss = float(self.pipeline.step({"input_ids": ids(step), "labels": ids(step)}))
+        if steps:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
+def test_stages_may_have_other_rates_from_the_beginning_and_step_now_and_then() -> None:
+    def do(context: ParallelContext) -> int:
+        own = Own(context)
+        for step in range(4):
+            own.step(step, steps=own.stage == 0 or step % 2 == 0)
+        return own.stage
+
+    assert run_as_threads(do, pipe=2, in_turn=True) == [0, 1]
+
+
+def test_stages_with_one_rate_notice_a_step_that_one_of_them_leaves_out() -> None:
+    def do(context: ParallelContext) -> str:
+        own = Own(context, (0.1, 0.1))
+        try:
+            for step in range(4):
+                own.step(step, steps=own.stage == 0 or step != 1)
+        except InputError as error:
+            return str(error)
+        return ""
+
+    assert all("different numbers of steps" in said for said in run_as_threads(do, pipe=2, in_turn=True))
+
+
+def test_an_evaluation_between_two_steps_is_no_round() -> None:
+    def do(context: ParallelContext) -> list[float]:
+        own, found = Own(context, (0.1, 0.1)), []
+        for step in range(STEPS):
+            found.append(own.step(step))
+            for _ in range(1 + step):
+                own.pipeline.evaluate({"input_ids": ids(step), "labels": ids(step)})
+        return found
+
+    first, second = run_as_threads(do, pipe=2, in_turn=True)
+    assert first == second == pytest.approx(copy.copy(first))
