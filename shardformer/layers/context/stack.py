@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_with_path
 
 from shardformer.comm.collectives import gather_numbers
-from shardformer.layers.context.cut_tensor import enter_model, take_rows
+from shardformer.layers.context.cut_tensor import CutTensor, enter_model, shared_input, take_rows
 from shardformer.layers.context.mask import Mask
 from shardformer.layers.context.run import ContextRun, new_seed, set_current
 from shardformer.layers.context.sequence_cut import SequenceCut
@@ -49,7 +49,17 @@ class ContextEntry:
             return None
         if self._draws and model.training:  # before ranks that were seeded apart are aligned
             run.seed = gather_numbers([new_seed()], run.axis)[0][0]
-        return None
+        return self._shared(args, kwargs)
+
+    def _shared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Inputs whose gradient is asked for: each rank finds that of its own positions, and all of them get the sum."""
+
+        def trains(x: Any) -> bool:
+            return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, CutTensor)
+
+        if not torch.is_grad_enabled() or not any(map(trains, tree_leaves((args, kwargs)))):
+            return None
+        return tree_map(lambda x: shared_input(x, self._run.axis) if trains(x) else x, (args, kwargs))
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> Any:
         """Keys and values that a forward kept are of this rank's positions: nobody may go on with them."""
