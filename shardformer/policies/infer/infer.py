@@ -190,7 +190,10 @@ def _along(
         of_first, why = find(replace(truth, also=()), policy)
         if why is None:
             stacks, against, only_first = of_first, None, against
-    policy.unproven = {**policy.unproven, what: twin.unproven(only_first)}
+    unproven = twin.unproven(only_first)
+    if what == "pipe":  # what a stage lacks is NaN there, which its first step notices
+        unproven = {name: why for name, why in unproven.items() if name not in twin.untried}
+    policy.unproven = {**policy.unproven, what: unproven}
     return stacks, against
 
 

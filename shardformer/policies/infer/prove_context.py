@@ -98,6 +98,7 @@ def _prove(model: nn.Module, find: Find, sizes: Sizes, may_be_whole: bool) -> Co
     why = not_dispatched(twin.model)
     against = ""
     ways = list(_ways(twin.model, stacks, is_dispatched=why is None, may_be_whole=may_be_whole))
+    ways += [replace(way, reads_between=True) for way in ways]
     for learned in ways:
         proof = tried(learned, reference)
         if proof.against is None:
@@ -118,7 +119,6 @@ def _ways(
     """What is given the whole sequence, in the order in which it is tried."""
     if is_dispatched:
         yield Learned()
-        yield Learned(reads_between=True)
     classes = attention_classes(model)
 
     def attends(layer: str, name: str) -> bool:
