@@ -46,6 +46,8 @@ class Placeholders:
                     del module._parameters[name]
                     module.__dict__[name] = _stand_in(param)
                     self._places.append((module, name))
+        if (like := self._parameter_of(model)) is not None:
+            self._at = like.device, like.dtype  # from here on stand-ins follow the model
         without = {id(module) for module, _ in self._places}
         for _, module in modules:
             if any(id(inner) in without for inner in module.modules()):

@@ -78,6 +78,8 @@ class Seer(nn.Module):
         x, mask, features = self.embed(input_ids), input_ids == IMAGE, None
         if pixel_values is not None:
             features = self.get_image_features(pixel_values)
+            if int(mask.sum()) != features.shape[:2].numel():
+                raise ValueError("images and their tokens do not match")
             x = x.masked_scatter(mask[..., None].expand_as(x), features.to(x.dtype))
         for number, layer in enumerate(self.layers):
             x = layer(x)
