@@ -30,6 +30,7 @@ from shardformer.reduce.watch import FACTS
 from shardformer.sharding.guards import agree_on_step
 from shardformer.sharding.regions import uses_dropout
 from shardformer.sharding.stages import Stages, make_stages
+from shardformer.torch_compat import wrapped_name
 from shardformer.transformers_compat import keywords_of, with_mask_as_cached
 
 OF_OPTIMIZERS = ("steps", "options")
@@ -361,8 +362,12 @@ class Pipeline:
     def _take_over_checkpointing(self) -> None:
         """``gradient_checkpointing_enable`` of transformers: here the spans of a stage are checkpointed instead."""
         assert self._stages.stage_forward is not None
+        if self._stages.manager.num_stages > 1:
+            self._stages.stage_forward.follow_wrappers(self._model)
         for path in dict.fromkeys(self._stages.chain.units):
             layer: Any = self._model.get_submodule(path)
+            while (name := wrapped_name(layer)) is not None:
+                layer = layer._modules[name]
             if getattr(layer, "gradient_checkpointing", False) is True:
                 layer.gradient_checkpointing, self._is_checkpointed = False, True
                 self._stages.stage_forward.checkpoint_layer(path)

@@ -141,6 +141,7 @@ class ShardedState:
         notes: things worth knowing, such as which attention kernel was chosen.
         reducers: what agrees on gradients with other ranks.
         edges: of the regions in which ranks hold different activations.
+        unproven: inputs of a forward that the model, as it is sharded, is not proven to take, and what was wrong.
         check_call: raises ConfigError for arguments of a forward that the sharded model cannot do.
         layer_axes: axes of parallel layers in a model that was not sharded but written with them.
         number: in which order models were sharded, or copied, in this process.
@@ -159,6 +160,7 @@ class ShardedState:
     notes: list[str] = field(default_factory=list)
     reducers: list[Reducer] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
+    unproven: Mapping[str, str] = field(default_factory=dict)
     check_call: Callable[[nn.Module, Mapping[str, Any]], None] | None = None
     layer_axes: Mapping[str, Axis] = field(default_factory=dict)
     number: int = 0

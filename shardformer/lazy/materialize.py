@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardformer.errors import ConfigError, expect
 from shardformer.layout.state import check_module
+from shardformer.lazy.calls import end_recorded_calls
 from shardformer.lazy.recipe import Place, compute, make_place, place_of, view_of
-from shardformer.lazy.recorder import VERSION, InitRecorder
+from shardformer.lazy.recorder import VERSION, InitRecorder, was_written
 from shardformer.lazy.source import files_of
 
 NOTES = "_shardformer_loading"
@@ -34,6 +35,7 @@ def copy_with_values(model: nn.Module) -> nn.Module:
     """A whole copy, with values, of a model that has none and goes on without."""
     with recording(model):
         twin = copy.deepcopy(model)
+    end_recorded_calls(twin)  # which are those of the first model
     return fill(twin)
 
 
@@ -126,6 +128,7 @@ def fill(model: nn.Module, device: torch.device | str | None = None) -> nn.Modul
                 vars(module)[name] = tree_map_only(Tensor, lambda x: filled(x, cpu), value)
     for file in files:
         file.check()
+    end_recorded_calls(model)
     return model
 
 
@@ -143,7 +146,7 @@ def check_recipes(model: nn.Module) -> None:
             remedy="Build the model in `with shardformer.LazyInit():` in place of torch.device('meta'), with its .to() "
             "and .half() inside, or load it with shardformer.from_pretrained",
         )
-    changed = [name for name, p in model.named_parameters() if p._version != vars(p).get(VERSION, p._version)]
+    changed = [name for name, p in model.named_parameters() if was_written(p)]
     if changed:
         raise ConfigError(
             f"{changed[0]!r} of this {type(model).__name__} was written to after LazyInit ended",

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shardformer.errors import ConfigError, expect, first_line
+from shardformer.lazy.calls import record_calls
 from shardformer.lazy.materialize import NOTES
 from shardformer.lazy.recipe import place_of, values_of
 from shardformer.lazy.recorder import Loading
@@ -80,6 +81,7 @@ def from_pretrained(
         _check(model, str(where), info)
         _tie_equal(model)
     model.name_or_path = model.config.name_or_path = str(where)
+    record_calls(model)
     vars(model)[NOTES] = [f"The weights are those of {str(where)!r}.", *_notes(info)]
     return cast(nn.Module, model)
 

@@ -201,6 +201,11 @@ class LazyInit(InitRecorder):
         self._seen.clear()
 
 
+def was_written(param: nn.Parameter) -> bool:
+    """Whether a parameter without values was written to where nothing recorded it."""
+    return bool(param._version != vars(param).get(VERSION, param._version))
+
+
 class _Building(threading.local):
     """What this thread builds without values: of each ``LazyInit`` that it is in, the parameters so far."""
 

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,13 @@ class Key(NamedTuple):
     author: int
 
 
+class Lock(Protocol):
+    """What ``threading.Lock`` makes, or a class with these methods."""
+
+    def acquire(self) -> Any: ...
+    def release(self) -> Any: ...
+
+
 class Table:
     """Where ``size`` threads lay down what others take.
 
@@ -43,7 +50,7 @@ class Table:
         turn: held by the one rank that computes, where all but one wait at any time.
     """
 
-    def __init__(self, size: int, timeout_s: float, turn: threading.Lock | None = None) -> None:
+    def __init__(self, size: int, timeout_s: float, turn: Lock | None = None) -> None:
         self.timeout_s, self.turn = timeout_s, turn
         self._size = size
         self._changed = threading.Condition()

@@ -116,6 +116,12 @@ class StackDescription:
         return len(set(self.units)) < len(self.units)
 
 
+def _layers_of(layers: nn.Module, path: str) -> list[str]:
+    """The path of each layer in the order of the list; of one that the list holds several times, its first path."""
+    first: dict[int, str] = {}
+    return [first.setdefault(id(m), f"{path}.{name}") for name, m in layers._modules.items() if m is not None]
+
+
 UnitRange = range
 """The units that one virtual stage runs, from ``start`` to before ``stop``."""
 
@@ -131,7 +137,7 @@ class Chain:
         """These stacks of a model: what the first is given are the model's inputs, and an empty one is left out."""
         found = []
         for at, stack in enumerate(stacks):
-            layers = [f"{stack.layers}.{name}" for name, _ in model.get_submodule(stack.layers).named_children()]
+            layers = _layers_of(model.get_submodule(stack.layers), stack.layers)
             found.append(replace(stack, units=stack.units or tuple(layers), context=stack.context if at else None))
         return cls(tuple(stack for stack in found if stack.units))
 

@@ -7,7 +7,8 @@ and whatever is computed of it by mistake is NaN, which shows, and not a number 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ class Placeholders:
     """The stand-ins in a model, by module and name; they follow when the model moves."""
 
     def __init__(self) -> None:
+        self.are_shown = False
+        """Whether a stage runs: code that reads the dtype or device of a module then sees its stand-ins too."""
+        self._names: dict[int, tuple[str, ...]] = {}  # of each module's parameters, as the plain model registers them
         self._places: list[tuple[nn.Module, str]] = []
         self._at: tuple[torch.device, torch.dtype] | None = None
         self._held: tuple[nn.Module, str] | None = None
@@ -35,12 +39,32 @@ class Placeholders:
             for name in module._parameters:
                 key = (id(module), name)
                 wanted[key] = wanted.get(key, False) or held.get(f"{path}.{name}" if path else name, True)
+        self._names = {id(module): tuple(module._parameters) for _, module in modules}
         for _, module in modules:
             for name, param in list(module._parameters.items()):
                 if param is not None and not wanted[id(module), name]:
                     del module._parameters[name]
                     module.__dict__[name] = _stand_in(param)
                     self._places.append((module, name))
+        if (like := self._parameter_of(model)) is not None:
+            self._at = like.device, like.dtype  # from here on stand-ins follow the model
+        without = {id(module) for module, _ in self._places}
+        for _, module in modules:
+            if any(id(inner) in without for inner in module.modules()):
+                module.__dict__["named_parameters"] = _NamedParameters(module, self)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """While this lasts ``module.parameters()`` gives stand-ins in the place of the parameters of other stages."""
+        before, self.are_shown = self.are_shown, True
+        try:
+            yield
+        finally:
+            self.are_shown = before
+
+    def names_of(self, module: nn.Module) -> tuple[str, ...]:
+        """The names of a module's own parameters, in the order of the plain model."""
+        return self._names.get(id(module), tuple(module._parameters))
 
     def has_any(self, module: nn.Module) -> bool:
         """Whether a parameter of the module's own, or of one inside of it, is elsewhere."""
@@ -74,6 +98,32 @@ class Placeholders:
         return None
 
 
+class _NamedParameters:
+    """``named_parameters`` of a module of which another stage holds parameters, in the order of the plain model."""
+
+    def __init__(self, module: nn.Module, placeholders: Placeholders) -> None:
+        self._module, self._placeholders = module, placeholders
+
+    def __call__(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        module = self._module
+        if not self._placeholders.are_shown:
+            return type(module).named_parameters(module, prefix, recurse, remove_duplicate)
+        return self._with_stand_ins(prefix, recurse, remove_duplicate)
+
+    def _with_stand_ins(self, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:
+        module, seen = self._module, set[int]()
+        modules = module.named_modules(prefix=prefix, remove_duplicate=remove_duplicate)
+        for path, inner in modules if recurse else [(prefix, module)]:
+            for name in self._placeholders.names_of(inner):
+                value = inner._parameters.get(name)
+                value = inner.__dict__.get(name) if value is None else value
+                if value is not None and not (remove_duplicate and id(value) in seen):
+                    seen.add(id(value))
+                    yield f"{path}.{name}" if path else name, value
+
+
 def placeholder(*shape: int, like: Tensor) -> Tensor:
     """A tensor of one NaN that looks like ``shape``."""
     return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(shape)
@@ -93,6 +143,12 @@ def output_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     width: Any = module.out_features if isinstance(module, nn.Linear) else module.embedding_dim
     shape = x.shape[:-1] if isinstance(module, nn.Linear) else x.shape
     return placeholder(*shape, width, like=weight).contiguous()
+
+
+def has_nan(x: Any) -> bool:
+    """Whether a NaN is in it: it may be computed, as a whole or in parts, of what another stage holds."""
+    looks = isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 0 and has_values(x)
+    return looks and bool(x.isnan().any())
 
 
 def is_placeholder(x: Any) -> bool:

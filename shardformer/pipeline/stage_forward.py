@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +21,7 @@ from shardformer.layers.context.sequence_cut import local_part, placed_as
 from shardformer.layers.random_stream import DrawObserver, seed_random
 from shardformer.layers.tensor.stream import first_tensor
 from shardformer.pipeline.chain import Chain, StackDescription, UnitRange
-from shardformer.pipeline.placeholders import Placeholders, is_placeholder, output_of
+from shardformer.pipeline.placeholders import Placeholders, has_nan, output_of
 
 Payload = dict[str, Tensor]
 """What one stage hands to the next: the hidden states, and states of an earlier stack that this one reads."""
@@ -68,6 +69,8 @@ class StageForward:
         random_stream: which stream of random numbers is drawn from between the layers of a stack; 0 where all ranks
             hold the same.
         device: on which it runs.
+        wrappers: identity of a layer -> the wrapper (activation checkpointing) that is around it when it runs: what a
+            stage does comes before that.
         lasting: whether it stands in the layers from now on, or while it is ``installed``.
     """
 
@@ -81,12 +84,15 @@ class StageForward:
         checkpointed: Iterable[int] = (),
         random_stream: Callable[[StackDescription], int] = lambda _: 0,
         device: torch.device | None = None,
+        wrappers: Mapping[int, nn.Module] = MappingProxyType({}),
         *,
         lasting: bool = True,
     ) -> None:
         self._chain, self._placeholders, self._tables = chain, placeholders, tuple(tables)
         self._checkpointed, self._random_stream = set(checkpointed), random_stream
         self._num_units = len(chain.units)
+        self._wrappers = wrappers
+        self._units: dict[str, tuple[nn.Module, int, int]] = {}  # path -> where it stands, the stack and the first unit
         self._checked: set[int] = set()
         self.ended_well: bool | None = None  # whether the last layer gave numbers when it first ran, once it has
         self.now: StagePass | None = None
@@ -107,10 +113,7 @@ class StageForward:
             yield
         finally:
             for module, before in self._replaced:
-                if before is None:
-                    del module.__dict__["forward"]
-                else:
-                    module.forward = before
+                _put_back(module, before)
             for hook in self._hooks:
                 hook.remove()
             self._replaced, self._hooks = [], []
@@ -120,7 +123,10 @@ class StageForward:
         chain, home = self._chain, self._home
         for index, (stack, start) in enumerate(zip(chain.stacks, chain.starts, strict=True)):
             for path in dict.fromkeys(stack.units):
-                self._stand_in_layer(model.get_submodule(path), index, start + stack.units.index(path))
+                layer = model.get_submodule(path)
+                layer = self._wrappers.get(id(layer), layer)
+                self._units[path] = layer, index, start + stack.units.index(path)
+                self._stand_in_layer(*self._units[path])
             if index > 0 and stack.context is not None:
                 self._stand_at_entry(model.get_submodule(stack.context[0]), stack, start)
         if not chain.units:  # one stage has all of it
@@ -141,6 +147,23 @@ class StageForward:
         """From now on the layer at ``path`` computes its activations again in the backward."""
         self._checkpointed |= {at for at, unit in enumerate(self._chain.units) if unit == path}
 
+    def follow_wrappers(self, model: nn.Module) -> None:
+        """Stands around wrappers that a script put around layers since, or in the layers whose wrappers are gone.
+
+        What checkpoints a layer computes it again with what it was given: inside, that would be a stand-in's NaN.
+        """
+        for path, (module, index, unit) in list(self._units.items()):
+            now = model.get_submodule(path)
+            if now is module or not {*module.modules()} & {*now.modules()}:
+                continue
+            for at, (replaced, before) in enumerate(self._replaced):
+                if replaced is module:
+                    _put_back(module, before)
+                    del self._replaced[at]
+                    break
+            self._units[path] = now, index, unit
+            self._stand_in_layer(now, index, unit)
+
     def run(self, model: nn.Module, run: StagePass, forward: Callable[[], Any]) -> tuple[Any, Payload | None]:
         """Lets ``forward`` call the model, as far as the stage goes.
 
@@ -152,7 +175,8 @@ class StageForward:
         if not self._num_units and run.at_end is not None:
             run.at_end()
         try:
-            return forward(), None
+            with self._placeholders.shown():
+                return forward(), None
         except _Left as left:  # which passes by the hooks behind a forward
             for end in self.when_left:
                 end(left.payload)
@@ -213,7 +237,7 @@ class StageForward:
         else:
             output = original(*args, **kwargs)
         if is_first:
-            run.is_computed = not any(map(is_placeholder, tree_leaves(output)))
+            run.is_computed = not any(map(has_nan, tree_leaves(output)))
         if at == self._num_units - 1:
             if is_first:
                 self.ended_well = run.is_computed
@@ -232,7 +256,7 @@ class StageForward:
         hidden = first_tensor(args, kwargs)
         for name, value in given:
             is_own = value is hidden and (not run.is_computed or at == run.span.start > 0 or not self._placeholders)
-            if not is_own and any(map(is_placeholder, tree_leaves(value))):
+            if not is_own and any(map(has_nan, tree_leaves(value))):
                 raise _of_another_stage(path, name)
 
     def _payload(self, run: StagePass, at: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Payload:
@@ -289,6 +313,14 @@ class StageForward:
         self._replace(module, forward)
 
 
+def _put_back(module: nn.Module, forward: Any) -> None:
+    """Gives a module the forward that it had; None: that of its class."""
+    if forward is None:
+        del module.__dict__["forward"]
+    else:
+        module.forward = forward
+
+
 class _StandIn:
     """A forward in the place of a module's own. It knows that module, so a copied model would run the first one's."""
 
@@ -309,7 +341,7 @@ class _StandIn:
 
 def _of_another_stage(path: str, name: str) -> ConfigError:
     return ConfigError(
-        f"{path} is given {name}, which is computed of parameters that another stage holds",
+        f"{path} is given {name}, which is computed of parameters that another stage holds, or of NaN in the batch",
         rule="A stage hands on the states between the layers; what a layer reads beside them is made on its own stage",
         remedy="Name the module that makes it in a policy: Stack(..., stages=StageNeeds(everywhere=[...])), "
         "from_first=[...] where it stands in the first layer, before=[...] or after=[...] where one stage needs it",

@@ -86,7 +86,8 @@ class AttentionLowering:
         first, end = self.layout.query_bounds[rank : rank + 2]
         bounds = (self.layout.partition.num_heads, first, end)
         width = self.layout.values(rank)["width"] if inputs.give_width else None
-        block.arguments = BlockArguments(at, list(inputs.arguments), by_head, bounds, width)
+        kv_heads = (self.layout.num_kv_heads, tuple(self.layout.seen(rank)))
+        block.arguments = BlockArguments(at, list(inputs.arguments), by_head, bounds, width, kv_heads)
         block.gathers_around = at if inputs.whole_sequence else None
         return description
 

@@ -43,6 +43,7 @@ class BlockArguments:
         by_head: argument -> which of its dims counts the heads.
         bounds: how many heads there are, from which to which this rank has.
         width: the width of this rank's heads, for a forward that reads it as the last dim of what enters.
+        kv_heads: how many key-value heads there are, and those that this rank's forward sees, in its order.
     """
 
     at: str
@@ -50,6 +51,7 @@ class BlockArguments:
     by_head: Mapping[str, int] = field(default_factory=dict)
     bounds: Bounds = field(default=(0, 0, 0), repr=False)  # ranks differ in it, and agree on the rest
     width: int | None = field(default=None, repr=False)
+    kv_heads: tuple[int, tuple[int, ...]] = field(default=(0, ()), repr=False)
 
 
 @dataclass

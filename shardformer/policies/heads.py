@@ -95,6 +95,12 @@ class HeadLayout:
             return None
         return [partition * len(held) + held.index(h) for partition in range(self.partitions) for h in read]
 
+    def seen(self, rank: int) -> list[int]:
+        """The KV heads that the forward of this rank sees, in its order."""
+        own = self.held(rank) if self.expand(rank) is None else self._read(rank)
+        each = self.num_kv_heads // self.partitions
+        return [partition * each + h for partition in range(self.partitions) for h in own]
+
     def kv_heads(self, rank: int) -> int:
         """How many KV heads the forward sees."""
         return self.heads(rank) if self.expand(rank) is not None else self.partitions * len(self.held(rank))

@@ -10,6 +10,7 @@ Three ways to write one, of which each is turned into the next:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -29,6 +30,10 @@ class Policy(FirstForm):
     """What ``describe`` says of it."""
     prove: bool = True
     """Whether a policy that a user gives is tried on a copy of a small model before it is used."""
+
+    unproven: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+    """"tensor", "pipe" or "enable_sequence_parallelism" -> inputs (images in a text) with which it was not proven, and
+    why. Batches with them are refused then."""
 
     def __init__(self) -> None:
         self.model: Any = None

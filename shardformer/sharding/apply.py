@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +35,7 @@ from shardformer.policies.policy import Policy, WithoutRules
 from shardformer.reduce.watch import Watch
 from shardformer.sharding.agree import agree_on_group, agree_on_weights, model_lines
 from shardformer.sharding.agree_on_files import tell_of_files
+from shardformer.sharding.aliases import put_everywhere
 from shardformer.sharding.checks import (
     check_layouts,
     check_plain,
@@ -49,11 +52,13 @@ from shardformer.sharding.guards import Guard
 from shardformer.sharding.loading import install_loading
 from shardformer.sharding.optimize import apply_optimizations
 from shardformer.sharding.plan import Plan, name_of
+from shardformer.sharding.prefix import CacheHeads
 from shardformer.sharding.regions import OpenBlock, open_regions, uses_dropout
 from shardformer.sharding.save import install_saving
 from shardformer.sharding.stages import make_stages
 from shardformer.sharding.structure import Structure, parts_of
 from shardformer.sharding.ties import check_stages, keep_ties, ties_in
+from shardformer.sharding.wrapped import unwrapped
 
 
 class Sharding:
@@ -92,6 +97,7 @@ class Sharding:
         self._learned = Learned()
         self._grid: TensorGrid | None = None
         self._samples: Samples = {}
+        self._wrappers: Mapping[int, nn.Module] = {}
         self._fresh, self._outside = fresh, set[int]()
         self.shard_config = config
         self._find = find
@@ -114,7 +120,10 @@ class Sharding:
             context = self._context
         self._outside = set() if self._fresh else held_outside(self.model)
         with random_kept_on_error(context.device), unchanged_on_error(self.model):
-            self._shard_together()
+            with ExitStack() as around:
+                take_out = partial(unwrapped, self.model, stages=context.pipe.size)
+                self._wrappers = agree(context, lambda: around.enter_context(take_out()))
+                self._shard_together()
             then(self.model)
         stages = self._state.stages
         return [] if stages is None else list(stages.shared_params)
@@ -186,7 +195,8 @@ class Sharding:
         if self._grid is not None:
             plan = with_edges(plan, self._grid)
             if self._prove_grid is not None:
-                self._samples = learned_samples(model, self._prove_grid, self._find, self._grid)
+                learned = learned_samples(model, self._prove_grid, self._find, self._grid)
+                self._samples, self._state.unproven = learned
         if config.cuts_context and self._prove is not None:
             self._learned = learned_of(model, self._prove, self._find, self._context, config.context_parallel)
             has_stream = config.enable_sequence_parallelism and self._is_cut
@@ -199,10 +209,28 @@ class Sharding:
             self._state.stages = make_stages(self.model, self._policy, manager)
             self._state.stages.draws = uses_dropout(self.model)
             check_stages(self._ties, self._state.stages.stages_of)
+        self._state.unproven = self._unproven()
         check_unhooked(self.model, plan)
         if not self._fresh:
             check_unheld(self.model, plan, self._state.stages, self._outside)
         return plan
+
+    def _unproven(self) -> dict[str, str]:
+        """The inputs that the model must not be given as it is sharded, and why."""
+        policy, asked = (
+            self._policy,
+            {
+                "tensor": self._is_cut,
+                "pipe": self._context.pipe.size > 1,
+                "enable_sequence_parallelism": self._is_cut and self.shard_config.enable_sequence_parallelism,
+            },
+        )
+        of_policy = [why for what, why in policy.unproven.items() if asked.get(what)]
+        return {
+            name: why
+            for each in (*of_policy, self._learned.unproven, self._state.unproven)
+            for name, why in each.items()
+        }
 
     def _lines(self, plan: Plan) -> list[str]:
         config = self.shard_config
@@ -223,7 +251,8 @@ class Sharding:
         if waits:
             fill(self.model, self._context.device)
         structure = Structure(self.model, list(parts_of(plan, self._state, is_cut=self._is_cut)))
-        Guard(self.model, self._state, structure, is_cut=self._is_cut or self.shard_config.cuts_context)
+        caches = CacheHeads.of(self.model, plan.blocks if self._is_cut else (), self._context.tensor, self._grid)
+        Guard(self.model, self._state, structure, caches, is_cut=self._is_cut or self.shard_config.cuts_context)
         return blocks
 
     def _apply(self, plan: Plan) -> list[OpenBlock]:
@@ -245,10 +274,10 @@ class Sharding:
         if self._grid is not None:
             open_arguments(self.model, plan, state, self._samples)
         if config.cuts_context:
-            open_context(self.model, plan.stacks, state, draws=draws)
+            open_context(self.model, plan.stacks, state, self._learned, draws=draws)
         self.model = policy.postprocess() or self.model
         if state.stages is not None:
-            state.stages.open(self.model, state.stream, state.context)
+            state.stages.open(self.model, state.stream, state.context, self._wrappers)
         install_saving(self.model, state)
         install_loading(self.model)
         return blocks
@@ -259,10 +288,13 @@ class Sharding:
         done: set[tuple[int, str]] = set()  # a module that several share is named for each of them
         native = {path: self.model.get_submodule(path) for path in plan.replacements}
         kept_alive: list[Tensor] = []  # as the native modules are: no identity in `shared` is used twice
+        made: dict[int, nn.Module] = {}
         for path, module in native.items():
-            new = self._replacement(path, module, plan.replacements[path], shared, self._axis_at(path, plan))
-            setattr(*owner_of(self.model, path), new)
-            self._state.note(path, module, new)
+            if id(module) not in made:
+                sub = plan.replacements[path]
+                made[id(module)] = self._replacement(path, module, sub, shared, self._axis_at(path, plan))
+            self._state.note(path, module, made[id(module)])
+        put_everywhere(self.model, made)
         for path, splits in plan.parameters.items():
             module, name = owner_of(self.model, path)
             if splits and (id(module), name) not in done:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -166,11 +166,15 @@ class Learned:
         dims: of the arguments of layers, and of what is given the whole sequence.
         gathers: (path of a stack's layers, path of a module in each of them) of what is given the whole sequence.
         is_whole: whether the model's attentions are among these, and stay as they are.
+        reads_between: whether the model reads or writes positions of the states between its layers.
+        unproven: the inputs with which the sequence cannot be cut, and why.
     """
 
     dims: Dims = field(default_factory=dict)
     gathers: Sequence[tuple[str, str]] = ()
     is_whole: bool = False
+    reads_between: bool = False
+    unproven: Mapping[str, str] = field(default_factory=dict)
 
 
 def learned_of(
@@ -229,16 +233,19 @@ def _put_in(model: nn.Module, run: ContextRun, classes: tuple[type, ...]) -> Non
         attention.give_line(module, run)
 
 
-def open_context(model: nn.Module, stacks: Sequence[StackDescription], state: ShardedState, *, draws: bool) -> None:
+def open_context(
+    model: nn.Module, stacks: Sequence[StackDescription], state: ShardedState, learned: Learned, *, draws: bool
+) -> None:
     """Cuts the sequence in the layers of a model, whose other changes are done. Communicates nothing."""
     run, inside = state.context_run, set[int]()
     for stack in stacks:
         if stack.whole_sequence:
             state.notes.append(f"The sequence stays whole in {stack.layers}: {stack.whole_sequence}.")
             continue
-        layers = [layer for _, layer in model.get_submodule(stack.layers).named_children()]
+        layers = [layer for layer in model.get_submodule(stack.layers)._modules.values() if layer is not None]
         norm = model.get_submodule(stack.final_norm) if stack.final_norm else None
-        state.edges.append(ContextStack(run, stack.layers, layers, norm or layers[-1], draws=draws))
+        last = [*(layers if learned.reads_between else ()), norm or layers[-1]]
+        state.edges.append(ContextStack(run, stack.layers, layers, last, draws=draws))
         inside |= {id(m) for layer in (*layers, *([norm] if norm is not None else [])) for m in layer.modules()}
     for module in model.modules():
         if isinstance(module, ParallelModule) and id(module) not in inside:

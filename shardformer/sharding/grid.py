@@ -50,8 +50,13 @@ def on_grid(config: ShardConfig, context: ParallelContext) -> tuple[ShardConfig,
     return config, TensorGrid.of(view, config.tensor_parallel_mode)
 
 
-def learned_samples(model: nn.Module, prove: Callable[..., Any], find: Callable[..., Any], grid: TensorGrid) -> Samples:
-    """What a proof learnt of the arguments of attentions. Raises ConfigError where the proof fails."""
+def learned_samples(
+    model: nn.Module, prove: Callable[..., Any], find: Callable[..., Any], grid: TensorGrid
+) -> tuple[Samples, dict[str, str]]:
+    """What a proof learnt of the arguments of attentions, and the inputs with which it fails, and why.
+
+    Raises ConfigError where the proof fails.
+    """
     proof = prove(model, find, grid)
     if proof.against is not None:
         raise ConfigError(
@@ -59,8 +64,7 @@ def learned_samples(model: nn.Module, prove: Callable[..., Any], find: Callable[
             rule="A model is cut over a grid where a small twin of it trains so as it does whole",
             remedy="Use tensor_parallel_mode='1d' for this model, or another of the modes",
         )
-    samples: Samples = proof.samples
-    return samples
+    return proof.samples, dict(proof.unproven)
 
 
 def with_edges(plan: Plan, grid: TensorGrid) -> Plan:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shardformer.comm.collectives import checksum
 from shardformer.errors import ConfigError, InputError
@@ -16,9 +17,11 @@ from shardformer.layout.state import ShardedState
 from shardformer.mesh.axis import Axis
 from shardformer.reduce.wrappers import check_ddp, refuse_wrappers
 from shardformer.sharding.agree import differs
+from shardformer.sharding.prefix import CacheHeads
 from shardformer.sharding.stages import OF_EVERY_LAYER, WHY_NOT
 from shardformer.sharding.structure import Structure
-from shardformer.transformers_compat import caches_in, holds_tokens
+from shardformer.sharding.trained_inputs import compared
+from shardformer.transformers_compat import caches_in, holds_tokens, is_cache
 
 
 class Guard:
@@ -29,22 +32,28 @@ class Guard:
     script seeded them with. What the model gives are plain tensors.
     """
 
-    def __init__(self, model: nn.Module, state: ShardedState, structure: Structure, *, is_cut: bool) -> None:
+    def __init__(
+        self, model: nn.Module, state: ShardedState, structure: Structure, caches: CacheHeads, *, is_cut: bool
+    ) -> None:
         import torch._dynamo
 
         self._state, self._structure, self._is_cut = state, structure, is_cut  # first: pickle meets the state's refusal
         # torch.compile leaves it alone: what is done there is once, or with other processes. Of this model alone:
         # a model that is sharded later must not change what this one was compiled with
         self._eager: Callable[..., None] = torch._dynamo.disable(Guard._look)
+        self._caches = caches
         self._compared = not state.request.extra.get("check_inputs", True) or state.alike.size == 1
         model.register_forward_pre_hook(self._before, with_kwargs=True)
-        model.register_forward_hook(self._behind)
+        model.register_forward_hook(self._behind, with_kwargs=True)
         if any(axis.size > 1 for axis in state.context.axes.values()):
             refuse_wrappers(model, state.context)
-        state.check_call = self._refuse_outputs
+        state.check_call = self._check_call
 
-    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._eager(self, model, args, kwargs)
+        if not self._is_cut or torch.compiler.is_compiling():
+            return None
+        return compared(args, kwargs, self._state.context.tensor)
 
     def _look(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch._C._current_graph_task_id() < 0:  # not a recomputation in a backward
@@ -54,7 +63,9 @@ class Guard:
             reducer.refresh()
         self._refuse_alone(model)
         check_ddp(model, self._state.context)
-        self._refuse_outputs(model, kwargs)
+        self._check_call(model, kwargs)
+        if torch._C._current_graph_task_id() < 0:
+            self._caches.enter(model, [*args, *kwargs.values()])
         self._structure.check(model)
         if not self._compared:
             self._compared = True
@@ -64,7 +75,9 @@ class Guard:
         if self._aligns(model, kwargs):
             agree_on_step(self._state, [*args, *kwargs.values()])
 
-    def _behind(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _behind(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if isinstance(output, Mapping) and not torch.compiler.is_compiling():
+            self._caches.leave(list(output.values()))
         return resolved(output)
 
     def _aligns(self, model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
@@ -92,6 +105,34 @@ class Guard:
             remedy="Write pipeline = shardformer.Pipeline(model, micro_batches=...), then pipeline.step(batch), "
             "pipeline.evaluate(batch) or pipeline.forward(batch)",
         )
+
+    def _check_call(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+        for name, why in self._state.unproven.items():
+            if kwargs.get(name) is not None:
+                raise ConfigError(
+                    f"{name} for a {type(model).__name__} that is sharded over {self._state.context}: with it, {why}",
+                    rule="A layout is used for inputs with which a small model of the same classes trains right in it",
+                    remedy=f"Leave {name} out of the batches, or use another layout, such as data or ZeRO ranks",
+                )
+        if self._state.context.pipe.size > 1:
+            self._refuse_for_stages(model, kwargs)
+        self._refuse_outputs(model, kwargs)
+
+    def _refuse_for_stages(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+        for name, value in kwargs.items():
+            if is_cache(value) and holds_tokens(value):
+                raise ConfigError(
+                    f"{name} for a {type(model).__name__} in a pipeline: a {type(value).__name__} that holds tokens",
+                    rule="Each stage has the keys and values of its own layers, and a batch is cut into micro-batches",
+                    remedy="Leave pipe out for a model that is called with keys and values",
+                )
+            trains = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(value))
+            if trains and torch.is_grad_enabled():
+                raise ConfigError(
+                    f"{name} for a {type(model).__name__} in a pipeline: a tensor that needs a gradient",
+                    rule="A stage finds the gradients of its own parameters, and only the first reads most inputs",
+                    remedy=f"Detach {name}, or leave pipe out; a prompt that trains can be a parameter of the model",
+                )
 
     def _refuse_outputs(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
         cuts = [cut.dim for cut in self._state.stream.cuts]

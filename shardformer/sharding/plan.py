@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from shardformer.errors import ConfigError, PolicyError, nearest
-from shardformer.layers.tensor.linear import is_linear
 from shardformer.layout.split import Split
 from shardformer.pipeline.chain import SequenceNeeds, StackDescription
 from shardformer.pipeline.placeholders import Placeholders
@@ -23,6 +22,7 @@ from shardformer.policies.describe import (
 from shardformer.policies.kinds import check_kind, check_kinds
 from shardformer.policies.paths import find, join, module_at, owner_of, value_at
 from shardformer.policies.policy import Policy
+from shardformer.sharding.aliases import readers_of
 
 LARGE_SHARE = 0.1
 """Outside the stacks, a matrix with more than this share of all parameters needs a rule."""
@@ -192,7 +192,22 @@ def _add_replacement(plan: Plan, at: str, module: nn.Module, sub: SubModuleRepla
                 rule="A module is replaced once",
                 remedy="Remove one of the two",
             )
+    _check_alias(plan, path, module_at(plan.model, path), sub)
     plan.replacements[path] = sub
+
+
+def _check_alias(plan: Plan, path: str, module: nn.Module, sub: SubModuleReplacementDescription) -> None:
+    """A module that the model holds under several names becomes one thing."""
+    for other, known in plan.replacements.items():
+        is_same = plan.model.get_submodule(other) is module
+        if is_same and (known.target_module, known.kwargs or {}) != (sub.target_module, sub.kwargs or {}):
+            raise PolicyError(
+                f"{other!r} and {path!r} are one module, which two rules replace: one by a "
+                f"{name_of(known.target_module)} with {_text(known.kwargs or {})}, the other by a "
+                f"{name_of(sub.target_module)} with {_text(sub.kwargs or {})}",
+                rule="A module that is held under several names is replaced by one",
+                remedy="Give both rules the same class and arguments, or remove one of the two",
+            )
 
 
 def _add_parameters(plan: Plan, at: str, module: nn.Module, parameters: Mapping[str, dict[int, Split]]) -> None:
@@ -301,18 +316,13 @@ def _check_tied(plan: Plan) -> None:
     """A weight that is cut in one module must not be used whole by another that it is tied to."""
     replaced = {id(plan.model.get_submodule(path)) for path in plan.replacements}
     named = {(id(owner), name) for owner, name in (owner_of(plan.model, path) for path in plan.parameters)}
-    cut = plan.cut()
-    for path, module in plan.model.named_modules():
-        if id(module) in replaced or not (is_linear(module) or isinstance(module, nn.Embedding)):
-            continue
-        for name, p in module.named_parameters(recurse=False):
-            if id(p) in cut and (id(module), name) not in named:
-                other = cut[id(p)]
-                raise PolicyError(
-                    f"{path}.{name} is tied to {other}, which is cut, but no rule names it",
-                    rule="Modules that share a weight are cut together or stay whole together",
-                    remedy=f"Name {path!r} too (an embedding, or a head), or leave {other.rpartition('.')[0]!r} whole",
-                )
+    for path, name, other in readers_of(plan.model, plan.cut(), replaced):
+        if (id(plan.model.get_submodule(path)), name) not in named:
+            raise PolicyError(
+                f"{join(path, name)} is tied to {other}, which is cut, but no rule names it",
+                rule="Modules that share a weight are cut together or stay whole together",
+                remedy=f"Name {path!r} too (an embedding, or a head), or leave {other.rpartition('.')[0]!r} whole",
+            )
 
 
 def _check_explained(policy: Policy, plan: Plan) -> None:

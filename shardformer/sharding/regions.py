@@ -123,7 +123,7 @@ def _open_stack(model: nn.Module, stack: StackDescription, stream: Stream, axis:
         path, name = stack.context
         change_argument(model.get_submodule(path), name, partial(of_positions, partial(enter, axis=axis)))
     layers = model.get_submodule(stack.layers)
-    children = list(layers.children())
+    children = [layer for layer in layers._modules.values() if layer is not None]  # one may be there several times
     stream.register(children[0], model.get_submodule(stack.final_norm) if stack.final_norm else children[-1])
     alike = stream.shares_samples
     if random and alike is not None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -104,10 +105,19 @@ class Stages:
     def _own_spans(self) -> list[UnitRange]:
         return [self.spans[v] for v in self.manager.virtual_stages]
 
-    def open(self, model: nn.Module, stream: StreamLayout, context: ParallelContext) -> None:
+    def open(
+        self,
+        model: nn.Module,
+        stream: StreamLayout,
+        context: ParallelContext,
+        wrappers: Mapping[int, nn.Module] = MappingProxyType({}),
+    ) -> None:
         """Makes what runs a part of the model, and puts it into the layers, after all else that changes them.
 
         Where there is one stage it goes there for each step, and leaves the model as it was.
+
+        Args:
+            wrappers: identity of a module -> the outermost of the wrappers that are around it when it runs.
         """
         self.stream = stream
         share_from_first(model, self.chain, self._own_spans())
@@ -120,6 +130,7 @@ class Stages:
             self._checkpointed(),
             partial(_random_stream, stream=stream, context=context),
             context.device,
+            wrappers,
             lasting=self.manager.num_stages > 1,
         )
 

@@ -38,7 +38,7 @@ class Structure:
     def __init__(self, model: nn.Module, parts: Sequence[SeesPart]) -> None:
         self._parts = {part.path: part for part in parts}
         self._modules = list(model.modules())
-        self._params = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        self._params = _params_of(model)
         self._marks = self._seen()
         self._check_hooks(model)
 
@@ -70,7 +70,7 @@ class Structure:
         )
 
     def _check_params(self, model: nn.Module) -> None:
-        now = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        now = _params_of(model)
         if _in_modules(now) == _in_modules(self._params):
             self._params = now  # under other paths, as in a wrapper
             return
@@ -136,7 +136,12 @@ class _Anew(Structure):
     def _check_params(self, model: nn.Module) -> None:
         if self._params:
             super()._check_params(model)
-        self._params = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        self._params = _params_of(model)
+
+
+def _params_of(model: nn.Module) -> dict[str, int]:
+    """The identity of each parameter by its names, without what stands for the parameters of other stages."""
+    return {name: id(p) for name, p in nn.Module.named_parameters(model, remove_duplicate=False)}
 
 
 def parts_of(plan: Plan, state: ShardedState, *, is_cut: bool) -> Iterator[SeesPart]:

@@ -10,6 +10,7 @@ from typing import TypeVar
 from shardformer.mesh.context import ParallelContext
 from shardformer.mesh.grid import Grid
 from shardformer.mesh.threads import Left, Table, ThreadWorld
+from shardformer.testing.draws import Turn
 
 R = TypeVar("R")
 
@@ -30,7 +31,7 @@ def run_as_threads(
 
     The ranks compute what processes would, on the CPU. They have torch's default generator in common: where ``fn``
     draws random numbers, which of them a rank gets is a matter of chance. ``in_turn`` lets one compute until it waits
-    for another: a forward that seeds a generator itself draws what it does alone.
+    for another, and gives each its own random numbers, of torch, numpy and Python: all begin with the same ones.
 
     Raises what the first rank raised that did. When one raises, the others' collectives end too; so do those that wait
     for a rank that has ended, waits for something else, or does not come within ``timeout_s`` seconds, with a
@@ -38,7 +39,7 @@ def run_as_threads(
     """
     sizes = {"data": data, "pipe": pipe, "sequence": sequence, "tensor": tensor}
     grid = Grid.of(sizes)
-    turn = threading.Lock() if in_turn else None
+    turn = Turn() if in_turn else None
     table = Table(len(grid.ranks), timeout_s, turn)
     results: dict[int, R] = {}
     errors: dict[int, BaseException] = {}

@@ -219,6 +219,30 @@ class _Take(Function):
         return full.index_copy_(ctx.dim, ctx.rows.own.to(grad.device), grad), None, None
 
 
+class _Input(Function):
+    """A tensor from outside of the model. Backward: the mean over the ranks, each of whose gradients counts P times."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad.clone(), ctx.axis, purpose="input") / ctx.axis.size, None
+
+
+def shared_input(x: Tensor, axis: Axis) -> Tensor:
+    """An input of the model that all ranks hold, with the same gradient on all of them.
+
+    What is computed before it, of the model's own parameters too, has the whole gradient on each rank, which the mean
+    over the ranks leaves as it is. Communicates nothing forward, and in the backward one all-reduce of x.
+    """
+    out: Tensor = _Input.apply(x, axis)
+    return out
+
+
 def sum_over(local: Tensor, axis: Axis) -> Tensor:
     """The sum of what each rank has, the same on all. Communicates one all-reduce, in the backward another."""
     out: Tensor = _Sum.apply(local, axis)

@@ -231,6 +231,28 @@ def _getitem(func: Torch, args: Args, kwargs: Kwargs) -> Any:
     return SequenceCut(local, rows, where)
 
 
+def _setitem(func: Torch, args: Args, kwargs: Kwargs) -> None:
+    """``x[mask] = rows`` and ``x[mask, :] = rows``: of the positions that a mask of the first dims picks, each rank
+    writes its own. The rows of all positions are the same on all ranks."""
+    x, key, value = args
+    mask, *rest = key if isinstance(key, tuple) else (key,)
+    is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and not isinstance(mask, SequenceCut)
+    if (
+        not isinstance(x, SequenceCut)
+        or not is_mask
+        or any(k is not Ellipsis and not (isinstance(k, slice) and k == slice(None)) for k in rest)
+        or not x.cut_dim < mask.dim() <= x.dim()
+        or mask.shape != x.shape[: mask.dim()]
+    ):
+        refuse("__setitem__ was to write into a tensor whose sequence is cut over ranks")
+    value, own = plain(value), x.rows.take(mask, x.cut_dim)
+    if isinstance(value, Tensor) and value.dim() > x.dim() - mask.dim() and value.shape[0] != 1:
+        numbers = (mask.flatten().cumsum(0) - 1).view(mask.shape)  # of each position that is picked, its row
+        value = value.index_select(0, x.rows.take(numbers, x.cut_dim)[own])
+    x.local[own] = value
+    x._full = None
+
+
 def _is_simple(key: Any) -> bool:
     is_number = isinstance(key, int) and not isinstance(key, bool)
     return key is None or key is Ellipsis or is_number or (isinstance(key, slice) and (key.step or 1) > 0)
@@ -298,6 +320,7 @@ _NAMES: Mapping[Callable[[Torch, Args, Kwargs], Any], str] = {
     _reshape: "view reshape flatten unflatten",
     _moved: "transpose swapaxes permute unsqueeze squeeze",
     _getitem: "__getitem__",
+    _setitem: "__setitem__",
     _parts: "split chunk",
     _cross_entropy: "cross_entropy nll_loss",
 }

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_with_path
 
 from shardformer.comm.collectives import gather_numbers
-from shardformer.layers.context.cut_tensor import enter_model, take_rows
+from shardformer.layers.context.cut_tensor import CutTensor, enter_model, shared_input, take_rows
 from shardformer.layers.context.mask import Mask
 from shardformer.layers.context.run import ContextRun, new_seed, set_current
 from shardformer.layers.context.sequence_cut import SequenceCut
@@ -49,7 +49,17 @@ class ContextEntry:
             return None
         if self._draws and model.training:  # before ranks that were seeded apart are aligned
             run.seed = gather_numbers([new_seed()], run.axis)[0][0]
-        return None
+        return self._shared(args, kwargs)
+
+    def _shared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Inputs that need a gradient: each rank finds that of its own positions, and all of them get the whole."""
+
+        def trains(x: Any) -> bool:
+            return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, CutTensor)
+
+        if not torch.is_grad_enabled() or not any(map(trains, tree_leaves((args, kwargs)))):
+            return None
+        return tree_map(lambda x: shared_input(x, self._run.axis) if trains(x) else x, (args, kwargs))
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> Any:
         """Keys and values that a forward kept are of this rank's positions: nobody may go on with them."""
@@ -66,19 +76,21 @@ class ContextStack:
     Args:
         path: of the stack.
         layers: in order; one that is called again stands here once.
-        last: behind which the sequence is whole for whoever asks: the last layer, or a norm behind it.
+        ends: behind which the sequence is whole for whoever asks: the last layer, or a norm behind it; every layer,
+            where the model reads or writes positions between them.
         draws: whether the model draws random numbers when it trains: then each rank draws its own between the layers.
     """
 
     def __init__(
-        self, run: ContextRun, path: str, layers: Sequence[nn.Module], last: nn.Module, *, draws: bool
+        self, run: ContextRun, path: str, layers: Sequence[nn.Module], ends: Sequence[nn.Module], *, draws: bool
     ) -> None:
         self._run, self._path, self._first = run, path, layers[0]
         self._random = RandomStream(run.axis) if draws else None
         self._full: int | None = None  # of the forward that is between the first layer and the last
         for layer in dict.fromkeys(layers):
             layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-        last.register_forward_hook(self._leave)
+        for end in dict.fromkeys(ends):
+            end.register_forward_hook(self._leave)
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = self._run
@@ -125,7 +137,8 @@ class ContextStack:
             rows = run.rows(leaf.rows.full)
             return leaf.local if leaf.rows is rows else take_rows(leaf.full_tensor(), rows, leaf.cut_dim)
         if not isinstance(leaf, Tensor):
-            return leaf
+            # a cache of this rank's positions is of no use, and a recomputation would add to it again
+            return None if hasattr(type(leaf), "get_seq_length") else leaf
         leaf = resolved(leaf)
         if is_hidden:
             return take_rows(leaf, run.rows(leaf.shape[1]), 1) if leaf.shape[1] in lengths else leaf

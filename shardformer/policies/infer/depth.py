@@ -6,6 +6,7 @@ As with blocks, what one forward shows is a draft, and the draft that is proven 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -59,6 +60,7 @@ class _Depth:
 
     def __init__(self, reference: Reference, policy: type[RolePolicy]) -> None:
         self._truth, self._policy, self._model = reference, policy, reference.model
+        self._fullest = (reference, *reference.also)[-1]  # a forward of all modules
         self._base = described(policy, reference.model).base
 
     def of(self, stacks: Stacks) -> tuple[Stacks, str | None]:
@@ -97,8 +99,9 @@ class _Depth:
         ways = [way for i, way in enumerate(ways) if way not in ways[:i]]
         yield from ways
         for way in ways:
-            if everywhere := self._in_front(self._chain(way)):
-                yield [_with(stack, everywhere=everywhere) for stack in way]
+            for with_lists in (False, True) if self._truth.also else (False,):
+                if everywhere := self._in_front(self._chain(way), with_lists=with_lists):
+                    yield [_with(stack, everywhere=everywhere) for stack in way]
 
     def _only_needed(self, stacks: Stacks) -> Stacks:
         """Without those of ``everywhere`` that are not needed."""
@@ -115,12 +118,13 @@ class _Depth:
         inside = [path for path in paths if path.startswith(f"{self._base}." if self._base else "")]
         return [path for path in inside if not any(f"{path}.".startswith(f"{unit}.") for unit in chain.units)]
 
-    def _in_front(self, chain: Chain) -> tuple[str, ...]:
-        """Those that go with the first layer of all, but for the layers of other lists."""
+    def _in_front(self, chain: Chain, *, with_lists: bool) -> tuple[str, ...]:
+        """Those that go with the first layer of all, and other lists of layers (a vision tower's) only if asked for."""
         home = homes(self._model, chain)
         first = {name.rpartition(".")[0] for name, units in home.items() if units == frozenset({0})}
         paths = [path for path in self._beside(chain) if path in first]
-        return tuple(self._own(p) for p in paths if not any(part.isdigit() for part in p.split(".")))
+        paths = [path for path in paths if with_lists or not re.search(r"\.\d", path)]
+        return tuple(dict.fromkeys(self._own(re.split(r"\.\d", path)[0]) for path in paths))
 
     def _with_sides(self, stacks: Stacks) -> Stacks:
         """With what is called before the first and behind the last, where its place in the model says otherwise.
@@ -129,7 +133,7 @@ class _Depth:
         """
         chain = self._chain(stacks)
         home, beside = homes(self._model, chain), self._beside(chain)
-        calls = _calls(self._truth, (*beside, *chain.units))
+        calls = _calls(self._fullest, (*beside, *chain.units))
         out, end = list(stacks), len(chain.units) - 1
         bounds = [(calls.index(s.units[0]), calls.index(s.units[-1])) for s in chain.stacks]
         for path in (path for path in dict.fromkeys(calls) if path in beside):

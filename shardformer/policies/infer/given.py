@@ -186,8 +186,6 @@ class _Proof:
         try:
             native = copy.deepcopy(twin.model)  # some modules keep what a forward made
             first = Reference.of(native, twin.run)
-            torch.manual_seed(1)  # whoever seeds in a forward does so with another number
-            random = torch.get_rng_state()
             with WATCHING, _FewBits(native) as few, torch.no_grad():
                 again = loss_of(twin.run(native)).item()
             copied(twin.model)
@@ -195,8 +193,7 @@ class _Proof:
             raise _NotTried(message_of(error)) from error
         if not abs(first.loss - again) <= 0.01 * RELATIVE * abs(first.loss):
             raise _NotTried("it does not compute the same twice")
-        if not torch.equal(random, torch.get_rng_state()):
-            raise _NotTried("it draws random numbers, which ranks that are threads have in common")
+        self._draws = _draws(native, twin)
         if few.seen is not None:
             raise _NotTried(f"it computes in {few.seen} inside, whose roundings are larger than what is looked for")
         self._reference = replace(first, model=twin.model)
@@ -207,6 +204,8 @@ class _Proof:
         wrong = self._wrong(self._policy)
         if wrong is None:
             return None
+        if self._draws:
+            raise _NotTried("it draws random numbers, and a rank may draw others for its part than one device does")
         role, wrong = next(self._blamed(), (None, wrong))
         name, model = type(self._policy).__name__, type(self._twin.model).__name__
         by = f"{name} over {self._tensor} ranks" if role is None else f"the {_name_of(role)} of {name} alone"
@@ -279,6 +278,20 @@ class _Proof:
             Sharding(model, config, lambda *_: (own, "to be proven"), fresh=True).shard()
         except Exception as error:
             raise _NotTried(message_of(error)) from error
+
+
+def _draws(model: nn.Module, twin: Twin) -> bool:
+    """Whether a forward draws random numbers of torch."""
+    seen: list[Tensor] = []
+    hooks = [
+        model.register_forward_pre_hook(lambda *_: seen.append(torch.get_rng_state())),
+        model.register_forward_hook(lambda *_: seen.append(torch.get_rng_state())),
+    ]
+    with torch.no_grad():
+        twin.run(model)
+    for hook in hooks:
+        hook.remove()
+    return not torch.equal(seen[0], seen[-1])
 
 
 def _each_alone(policy: RolePolicy) -> Iterator[tuple[Role | str, RolePolicy]]:

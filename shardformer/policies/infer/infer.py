@@ -6,8 +6,9 @@ no output and no gradient differs. What no way describes stays whole; so the pol
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +22,7 @@ from shardformer.policies.infer.drafts import BlockDraft, draft
 from shardformer.policies.infer.flow import given_by_layers, observe
 from shardformer.policies.infer.prove import Reference, mismatch
 from shardformer.policies.infer.sequence import along_sequence
-from shardformer.policies.infer.twin import twin_of, twin_or_copy_of
+from shardformer.policies.infer.twin import ONE_AT_A_TIME, Twin, twin_of, twin_or_copy_of
 from shardformer.policies.infer.write import python_of, role_source
 from shardformer.policies.paths import matching
 from shardformer.policies.role_policy import RolePolicy
@@ -84,9 +85,9 @@ def infer(model: nn.Module | Any, batch: Mapping[str, Tensor] | None = None) -> 
 
     Raises PolicyError when no twin can be built or run, and when no block of the model could be described.
     """
-    twin = twin_of(model if isinstance(model, nn.Module) else model_of(model), batch)
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        return infer_on(twin.model, twin.run)()
+    with ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        twin = twin_of(model if isinstance(model, nn.Module) else model_of(model), batch)
+        return infer_on(twin.model, twin.run, twin)()
 
 
 def infer_stacks(model: nn.Module, *, copies: bool = False) -> RolePolicy:
@@ -97,28 +98,30 @@ def infer_stacks(model: nn.Module, *, copies: bool = False) -> RolePolicy:
     Args:
         copies: whether a copy of the model may take the place of a twin that cannot be built.
     """
-    try:
-        twin = twin_or_copy_of(model) if copies else twin_of(model)
-    except PolicyError as error:
-        return _uncut([], None, f"No stack of layers was looked for: {error if copies else f'{error.what}.'}")()
     note = "Each rank has its layers whole, since no role was found that describes them."
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        reference = Reference.of(twin.model, twin.run)
+    with ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            twin = twin_or_copy_of(model) if copies else twin_of(model)
+        except PolicyError as error:
+            return _uncut([], None, f"No stack of layers was looked for: {error if copies else f'{error.what}.'}")()
+        reference = twin.reference()
         found = found_stacks(reference)
         largest = sorted(found, key=lambda stack: -_numel(twin.model, stack.layers))
-        first = _uncut(found, reference, note)
+        first = _uncut(found, reference, note, twin)
         alone = largest if len(found) > 1 and first.against_pipeline else []
-        others = (_uncut([stack], reference, note) for stack in alone)
+        others = (_uncut([stack], reference, note, twin) for stack in alone)
         return next((policy for policy in others if policy.against_pipeline is None), first)()
 
 
-def _uncut(stacks: Sequence[Stack], reference: Reference | None, note: str) -> type[InferredPolicy]:
+def _uncut(
+    stacks: Sequence[Stack], reference: Reference | None, note: str, twin: Twin | None = None
+) -> type[InferredPolicy]:
     """The policy that cuts nothing of these stacks, with what a pipeline must know of them."""
     kinds = {stack.layers: _kinds_of_layers(reference.model, stack.layers) for stack in stacks if reference is not None}
     fields = {"base": "", "stack": stacks, "layers": kinds, "notes": [note]}
     policy: type[InferredPolicy] = type("InferredPolicy", (InferredPolicy,), fields)
-    if stacks and reference is not None:
-        policy.stack, policy.against_pipeline = along_depth(reference, policy)
+    if stacks and reference is not None and twin is not None:
+        policy.stack, policy.against_pipeline = _along("pipe", twin, reference, policy, along_depth)
     return policy
 
 
@@ -126,8 +129,14 @@ def _numel(model: nn.Module, path: str) -> int:
     return sum(p.numel() for p in model.get_submodule(path).parameters())
 
 
-def infer_on(model: nn.Module, run: Forward) -> type[InferredPolicy]:
-    """The proven policy of a small model that ``run`` calls with a batch. Raises PolicyError when there is none."""
+def infer_on(model: nn.Module, run: Forward, twin: Twin | None = None) -> type[InferredPolicy]:
+    """The proven policy of a small model that ``run`` calls with a batch. Raises PolicyError when there is none.
+
+    Args:
+        twin: the model with further calls, for which the policy is proven as well; where it does not hold for them, it
+            says so, and batches with these inputs are refused.
+    """
+    twin = twin or Twin(model, run, {})
     proof = _Proof(Reference.of(model, run))
     # each block over two ranks and all of them over more; only where that fails, each block over more
     for ranks in (RANKS[:1], RANKS):
@@ -155,15 +164,40 @@ def infer_on(model: nn.Module, run: Forward) -> type[InferredPolicy]:
         raise refusal
     policy.stack = _with_returns(policy, given_by_layers(model, run, policy.layers))
     proven = policy.stack
-    stacks, policy.against_pipeline = along_depth(proof.reference, policy)
+    truth = replace(proof.reference, also=twin.also())
+    against = mismatch(truth, policy, RANKS[0]) if truth.also else None
+    policy.unproven = {"tensor": twin.unproven(against)} if against is not None else {}
+    stacks, policy.against_pipeline = _along("pipe", twin, truth, policy, along_depth)
     policy.stack = stacks[0] if isinstance(proven, Stack) else stacks
     if (problem := proof.of(policy, RANKS)) is not None:  # what is given back is what was proven
         policy.stack, policy.against_pipeline = proven, problem
-    stacks, policy.against_sequence = along_sequence(proof.reference, policy, tuple(policy.layers), RANKS[0])
+    of_sequence = partial(along_sequence, layers=tuple(policy.layers), ranks=RANKS[0])
+    stacks, policy.against_sequence = _along("enable_sequence_parallelism", twin, truth, policy, of_sequence)
     policy.stack = stacks[0] if isinstance(policy.stack, Stack) else stacks
-    policy.notes = [*_notes(whole, policy.against_pipeline), *map(_note_of, proof.nearest)]
+    policy.notes = [*_notes(whole, policy.against_pipeline), *_refused(policy), *map(_note_of, proof.nearest)]
     policy.whole = _left(model, policy())
     return policy
+
+
+def _along(
+    what: str,
+    twin: Twin,
+    truth: Reference,
+    policy: type[RolePolicy],
+    find: Callable[[Reference, type[RolePolicy]], tuple[Sequence[Stack], str | None]],
+) -> tuple[Sequence[Stack], str | None]:
+    """What ``find`` finds for all batches; or for the first alone, where that is all, which the policy then says."""
+    stacks, against = find(truth, policy)
+    only_first = None
+    if against is not None and truth.also:
+        of_first, why = find(replace(truth, also=()), policy)
+        if why is None:
+            stacks, against, only_first = of_first, None, against
+    unproven = twin.unproven(only_first)
+    if what == "pipe":  # what a stage lacks is NaN there, which its first step notices
+        unproven = {name: why for name, why in unproven.items() if name not in twin.untried}
+    policy.unproven = {**policy.unproven, what: unproven}
+    return stacks, against
 
 
 def _blocks(proof: _Proof, ranks: Sequence[int]) -> tuple[list[BlockDraft], dict[str, str]]:
@@ -234,6 +268,13 @@ def _notes(whole: Mapping[str, str], against_pipeline: str | None) -> list[str]:
         if why != OUTSIDE:
             reasons.setdefault(why, []).append(_starred(path))
     return [proven, *(f"Whole, since {why}: {', '.join(dict.fromkeys(paths))}." for why, paths in reasons.items())]
+
+
+def _refused(policy: type[InferredPolicy]) -> Iterator[str]:
+    """What is noted of inputs with which a layout is not proven."""
+    for what, inputs in policy.unproven.items():
+        for name, why in inputs.items():
+            yield f"With {what}, batches that have {name} are refused: {why}."
 
 
 def _in_layers(model: nn.Module, path: str) -> bool:

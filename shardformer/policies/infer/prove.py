@@ -36,12 +36,17 @@ OPERATIONS = 16
 
 @dataclass(frozen=True)
 class Reference:
-    """The plain model, what it gives, and the gradients of the mean square of that."""
+    """The plain model, what it gives, and the gradients of the mean square of that.
+
+    Args:
+        also: the same of further batches, with inputs that the first one lacks (images).
+    """
 
     model: nn.Module
     run: Forward
     loss: float
     gradients: dict[str, Tensor | None]
+    also: tuple[Reference, ...] = ()
 
     @cached_property
     def allowed(self) -> dict[str, float]:
@@ -113,11 +118,13 @@ def difference(reference: Reference, shard: Callable[[nn.Module, ParallelContext
     def train(context: ParallelContext) -> None:
         model = copied(reference.model)
         shard(model, context)
-        loss = loss_of(reference.run(model))
-        if not abs(loss.item() - reference.loss) <= RELATIVE * abs(reference.loss):
-            raise Differs(f"the output differs: {loss.item():.6g} instead of {reference.loss:.6g}")
-        loss.backward()
-        compare_gradients(reference, model, state_of(model).coords)
+        for truth in (reference, *reference.also):
+            model.zero_grad()
+            loss = loss_of(truth.run(model))
+            if not abs(loss.item() - truth.loss) <= RELATIVE * abs(truth.loss):
+                raise Differs(f"the output differs: {loss.item():.6g} instead of {truth.loss:.6g}")
+            loss.backward()
+            compare_gradients(truth, model, state_of(model).coords)
 
     try:
         run_as_threads(train, **sizes, in_turn=True)

@@ -8,7 +8,6 @@ dim of each argument of a layer is the sequence's, where sizes alone would leave
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,7 +22,7 @@ from shardformer.layout.state import state_of
 from shardformer.mesh.context import ParallelContext
 from shardformer.policies.infer.prove import Reference, difference
 from shardformer.policies.infer.tokens import TokensIn
-from shardformer.policies.infer.twin import twin_or_copy_of
+from shardformer.policies.infer.twin import ONE_AT_A_TIME, twin_or_copy_of
 from shardformer.policies.policy import Policy
 from shardformer.sharding.apply import Sharding
 from shardformer.sharding.context import Learned, Sizes, not_dispatched
@@ -45,7 +44,6 @@ class ContextProof:
 
 
 _KNOWN: dict[Hashable, ContextProof] = {}
-_ONE_AT_A_TIME = threading.RLock()
 
 
 def prove_context(model: nn.Module, find: Find, sizes: Sizes, *, may_be_whole: bool = True) -> ContextProof:
@@ -60,7 +58,7 @@ def prove_context(model: nn.Module, find: Find, sizes: Sizes, *, may_be_whole: b
     said = config.to_json_string() if hasattr(config, "to_json_string") else None
     ring, group = min(sizes.ring, 2), min(sizes.group, 2)
     key = (type(model), said, ring, group, sizes.gathers, may_be_whole)
-    with _ONE_AT_A_TIME:
+    with ONE_AT_A_TIME:
         if key in _KNOWN:
             return _KNOWN[key]
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
@@ -75,7 +73,7 @@ def _prove(model: nn.Module, find: Find, sizes: Sizes, may_be_whole: bool) -> Co
         twin = twin_or_copy_of(model)
     except PolicyError as error:
         return ContextProof(error.what)
-    reference = Reference.of(twin.model, twin.run)
+    reference = twin.reference()
     found, source = find(twin.model, 1)  # once for all ranks: it may be inferred
     policy = copy.copy(found)
     policy.set_model(twin.model)
@@ -86,7 +84,7 @@ def _prove(model: nn.Module, find: Find, sizes: Sizes, may_be_whole: bool) -> Co
     def find_copy(*_: Any) -> tuple[Policy, str]:
         return copy.copy(found), source  # a user's own one is that of the model itself
 
-    def tried(learned: Learned) -> ContextProof:
+    def tried(learned: Learned, reference: Reference) -> ContextProof:
         runs: list[Any] = []
 
         def shard(model: nn.Module, context: ParallelContext) -> None:
@@ -102,11 +100,17 @@ def _prove(model: nn.Module, find: Find, sizes: Sizes, may_be_whole: bool) -> Co
 
     why = not_dispatched(twin.model)
     against = ""
-    for learned in _ways(twin.model, stacks, is_dispatched=why is None, may_be_whole=may_be_whole):
-        proof = tried(learned)
+    ways = list(_ways(twin.model, stacks, is_dispatched=why is None, may_be_whole=may_be_whole))
+    ways += [replace(way, reads_between=True) for way in ways]
+    for learned in ways:
+        proof = tried(learned, reference)
         if proof.against is None:
-            return proof
+            return replace(proof, learned=replace(proof.learned, unproven=twin.unproven(None)))
         against = against or proof.against
+    for learned in ways if reference.also else ():
+        proof = tried(learned, replace(reference, also=()))
+        if proof.against is None:
+            return replace(proof, learned=replace(proof.learned, unproven=twin.unproven(against)))
     if why is not None:
         against = f"it {why}, and {against or 'nothing was seen to mix tokens'}"
     return ContextProof(against)

@@ -7,9 +7,8 @@ of unlike numbers of samples.
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from shardformer.config import ShardConfig
 from shardformer.errors import PolicyError
 from shardformer.mesh.context import ParallelContext
 from shardformer.mesh.tensor_grid import NAMES, TensorGrid
-from shardformer.policies.infer.prove import Reference, difference
-from shardformer.policies.infer.twin import Twin, twin_of
+from shardformer.policies.infer.prove import difference
+from shardformer.policies.infer.twin import ONE_AT_A_TIME, Twin, twin_of
 from shardformer.policies.policy import Policy
 from shardformer.sharding.apply import Sharding
 from shardformer.sharding.grid import Samples, given_more, key_of, tensors_in
@@ -37,14 +36,15 @@ class GridProof:
     Args:
         against: why the model cannot be cut so; None where nobody could tell.
         samples: which dim of an attention's argument counts samples; None for one that is of no sample.
+        unproven: the inputs with which it cannot be, and why.
     """
 
     against: str | None
     samples: Samples = field(default_factory=dict)
+    unproven: Mapping[str, str] = field(default_factory=dict)
 
 
 _KNOWN: dict[Hashable, GridProof] = {}
-_ONE_AT_A_TIME = threading.RLock()
 
 
 def prove_grid(model: nn.Module, find: Find, grid: TensorGrid) -> GridProof:
@@ -59,7 +59,7 @@ def prove_grid(model: nn.Module, find: Find, grid: TensorGrid) -> GridProof:
     said = config.to_json_string() if hasattr(config, "to_json_string") else id(model)
     sizes = tuple(min(axis.size, 2) for axis in (grid.row, grid.column, grid.depth))
     key = (type(model), said, grid.mode, sizes)
-    with _ONE_AT_A_TIME:
+    with ONE_AT_A_TIME:
         if key not in _KNOWN:
             with torch.enable_grad(), torch.random.fork_rng(devices=[]):
                 _KNOWN[key] = _prove(model, find, grid.mode, dict(zip(NAMES, sizes, strict=True)))
@@ -72,7 +72,7 @@ def _prove(model: nn.Module, find: Find, mode: str, sizes: dict[str, int]) -> Gr
     except PolicyError as error:
         return GridProof(error.what)
     wider = _wider(twin)
-    reference = Reference.of(twin.model, wider)
+    reference = twin.reference(wider)
     total = sizes["row"] * sizes["column"] * sizes["depth"]
 
     found, source = find(twin.model, total)  # once for all ranks: it may be inferred
@@ -90,6 +90,9 @@ def _prove(model: nn.Module, find: Find, mode: str, sizes: dict[str, int]) -> Gr
         Sharding(model, config, find_copy, prove_grid=lambda *_: proof, fresh=True).shard()
 
     against = difference(reference, shard, tensor=total)
+    if against is not None and reference.also and difference(replace(reference, also=()), shard, tensor=total) is None:
+        return replace(proof, unproven=twin.unproven(against))
+    proof = replace(proof, unproven=twin.unproven(None))
     return proof if against is None else GridProof(against)
 
 

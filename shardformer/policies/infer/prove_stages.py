@@ -48,7 +48,8 @@ def stage_mismatch(reference: Reference, policy: type[RolePolicy], stacks: Seque
             return ONE_LAYER
         ends = {1, count // 2, count - 1, *(at for start in chain.starts for at in (start - 1, start))}
         for bound in sorted(ends & set(range(1, count))):
-            _compare(reference, chain, chain.spans([0, bound, count]))
+            for truth in (reference, *reference.also):
+                _compare(truth, chain, chain.spans([0, bound, count]))
     except Differs as difference:
         return str(difference)
     except ShardFormerError as error:

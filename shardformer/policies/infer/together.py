@@ -9,7 +9,7 @@ called, with one way after another to lay out an image, until one is taken.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -55,13 +55,20 @@ def in_text(model: nn.Module, made: Mapping[str, Tensor]) -> Iterator[Way]:
             yield {name: x for name, x in {**out, **own, **found}.items() if name in names}
 
 
+def values_in_text(model: nn.Module) -> list[str]:
+    """The inputs of the images and sounds that a model takes in its text."""
+    names, config = inspect.signature(model.forward).parameters, getattr(model, "config", None)
+    kinds = [kind for kind in MODALITIES if _method(model, f"get_{kind}_features") and _token(config, kind) is not None]
+    return [name for kind in kinds for name in _VALUES[kind] if name in names]
+
+
 def feature_width(model: nn.Module, made: Mapping[str, Tensor]) -> int:
     """How many numbers the model's features of an image have, where that is not as many as its text's; else 0."""
     features = _method(model, "get_image_features")
     if features is None or _token(getattr(model, "config", None), "image") is None:
         return 0
     for way in _ways("image", model, made):
-        if parts := _features(model, features, way):
+        if parts := _features(model, features, {**_asked(features, made), **way}):
             return 0 if parts[0].shape[-1] == text_width(model) else parts[0].shape[-1]
     return 0
 
@@ -71,8 +78,12 @@ def _taken(model: nn.Module, kind: str, made: Mapping[str, Tensor]) -> Iterator[
     features = _method(model, f"get_{kind}_features")
     if features is not None and _token(getattr(model, "config", None), kind) is not None:
         for way in _ways(kind, model, made):
-            if counts := _counted(model, features, way):
-                yield way, counts
+            parts = _features(model, features, {**_asked(features, made), **way})
+            # what projects them to the width of the text may be behind them
+            widths = dict.fromkeys([text_width(model), *(x.shape[-1] for x in parts[:1])])
+            for counts in dict.fromkeys(tuple(_counted(parts, way, width)) for width in widths):
+                if counts:
+                    yield way, list(counts)
 
 
 def _token(config: Any, kind: str) -> int | None:
@@ -80,6 +91,7 @@ def _token(config: Any, kind: str) -> int | None:
     return next((ids[name] for name in ids if name.startswith(f"{kind}_token")), None)
 
 
+_VALUES = {"image": ("pixel_values",), "audio": ("input_features", "input_values")}
 _LAYOUT = ("pixel_values", "spatial_shapes", "pixel_attention_mask", "input_features")
 
 
@@ -127,6 +139,11 @@ def _images(config: Any, made: Mapping[str, Tensor], names: set[str]) -> Iterato
         for shape in ((channels * (_number(vision, "temporal_patch_size") or 1) * patch**2,), (channels, patch, patch)):
             flat = torch.randn(patches, *shape, generator=generator)
             yield {"pixel_values": flat, "image_grid_thw": grids}
+    if "image_position_ids" in names and patch:
+        side = 2 * (_number(vision, "pooling_kernel_size") or 1)
+        places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).expand(samples, side**2, 2)
+        values = torch.rand(samples, side**2, 3 * patch**2, generator=generator)
+        yield {"pixel_values": values, "image_position_ids": places}
     if "spatial_shapes" in names and patch:
         shapes = torch.tensor([[4, 4], [2, 4]])[torch.arange(samples) % 2]
         mask = (torch.arange(16) < shapes.prod(-1, keepdim=True)).long()
@@ -150,13 +167,19 @@ def _features(model: nn.Module, features: Callable[..., Any], way: Way) -> list[
             given = features(**{name: x for name, x in cast.items() if name in known})
     except Exception:  # the way of another model
         return []
-    given = getattr(given, "pooler_output", given)
+    pooled = getattr(given, "pooler_output", None)
+    given = getattr(given, "last_hidden_state", given) if pooled is None else pooled
     return [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]
 
 
-def _counted(model: nn.Module, features: Callable[..., Any], way: Way) -> list[int]:
-    """How many features the model makes of what each sample has; nothing where it does not take them so."""
-    parts, width = _features(model, features, way), text_width(model)
+def _asked(features: Callable[..., Any], made: Mapping[str, Tensor]) -> Way:
+    """What the model's features of images cannot be made without, beside the images, such as a question about them."""
+    asked = [p.name for p in inspect.signature(features).parameters.values() if p.default is p.empty]
+    return {name: made[name] for name in asked if name in made and name not in _LAYOUT}
+
+
+def _counted(parts: Sequence[Tensor], way: Way, width: int) -> list[int]:
+    """How many features of this width the model makes of what each sample has; nothing where they do not fit."""
     units = _units(way)
     samples = len(units) or len(next(iter(way.values())))
     if len(parts) == 1 and units:

@@ -17,7 +17,7 @@ from torch import nn
 from shardformer.errors import PolicyError
 from shardformer.layers.norm import is_elementwise
 from shardformer.policies.infer.blame import LIBRARIES
-from shardformer.policies.infer.prove import Reference, mismatch
+from shardformer.policies.infer.prove import mismatch
 from shardformer.policies.infer.twin import twin_of
 from shardformer.policies.policy import Policy
 
@@ -71,7 +71,7 @@ def _against(model: nn.Module, policy: type[Policy], layers: list[str], foreign:
         lacks = _kinds(foreign) - _kinds(dict(foreign_in(twin.model, layers)))
         if lacks:
             return f"no small twin of the model has {', '.join(sorted(lacks))}"
-        reference = Reference.of(twin.model, twin.run)
+        reference = twin.reference()
     except PolicyError as error:
         return error.what
     except Exception as error:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -17,7 +18,7 @@ from shardformer.errors import PolicyError, first_line
 from shardformer.layers.dropout import silence_dropout
 from shardformer.lazy.materialize import copy_with_values, is_lazy
 from shardformer.policies.infer.prove import Reference, loss_of
-from shardformer.policies.infer.together import feature_width, in_text, text_width
+from shardformer.policies.infer.together import feature_width, in_text, text_width, values_in_text
 from shardformer.testing.zoo.inputs import (
     Forward,
     UnknownInputsError,
@@ -32,17 +33,50 @@ from shardformer.testing.zoo.measure import changed, numbers
 from shardformer.testing.zoo.shrink import SMALL_NUMEL, Shrinker
 
 PRECISIONS = (torch.float64, torch.float32)
+ONE_AT_A_TIME = threading.RLock()
+"""Ranks that are threads share the random states, which a comparison of forwards sets."""
+UNTRIED = "the layout was not tried, since no small batch could be made"
+"""Why a batch with an input is refused that the small model was never called with."""
 MOST_NUMEL = 10 * SMALL_NUMEL
 """Of one whose parts are not joined yet."""
 
 
 @dataclass(frozen=True)
+class Further:
+    """A call of a small model with inputs that its first batch lacks, images or sounds in its text, and their names."""
+
+    run: Forward
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Twin:
-    """A small model, what calls it with a batch, and that batch."""
+    """A small model, what calls it with a batch, and that batch.
+
+    Args:
+        further: calls with other inputs that it takes as well.
+        untried: inputs of images and sounds in its text that no call has, since no way to lay them out is known.
+    """
 
     model: nn.Module
     run: Forward
     batch: Mapping[str, Tensor]
+    further: tuple[Further, ...] = ()
+    untried: tuple[str, ...] = ()
+
+    def reference(self, run: Forward | None = None) -> Reference:
+        """What the model gives for its batch, or for that of another ``run``, and for the further ones."""
+        return replace(Reference.of(self.model, run or self.run), also=self.also())
+
+    def also(self) -> tuple[Reference, ...]:
+        """What the model gives for the further batches."""
+        return tuple(Reference.of(self.model, further.run) for further in self.further)
+
+    def unproven(self, against: str | None) -> dict[str, str]:
+        """The inputs with which a layout is not proven, and why: those that were not tried, and those of the further
+        calls where there is something ``against`` it."""
+        further = [name for each in self.further for name in each.names] if against is not None else []
+        return {**dict.fromkeys(self.untried, UNTRIED), **dict.fromkeys(further, against or "")}
 
     @property
     def samples(self) -> int:
@@ -69,7 +103,11 @@ def twin_of(model: nn.Module, batch: Mapping[str, Tensor] | None = None, *, toge
             twin = _made(make, dtype)
             if twin is not model and (lacks := kinds_of_layers(model) - kinds_of_layers(twin)):
                 raise ValueError(f"it lacks {len(lacks)} of the kinds of layers")
-            return Twin(twin, *_runs(twin, batch, together=together))
+            run, fed = _runs(twin, batch, together=together)
+            further = () if batch is not None or together else tuple(_further(twin, fed))
+            tried = {*fed, *(name for each in further for name in each.names)}
+            untried = [name for name in values_in_text(twin) if name not in tried] if batch is None else []
+            return Twin(twin, run, fed, further, tuple(untried))
         except UnknownInputsError:
             raise  # no other twin would be told
         except PolicyError as error:
@@ -196,7 +234,7 @@ def _runs(
                 if candidate is not given and getattr(run(native), "loss", None) is None:
                     continue
                 Reference.of(native, run).check_finite()
-                _train(twin, run)
+                _train(twin, run, runner(twin, candidate, seed=1))
                 return run, candidate
             except Exception as error:
                 problem = error if problem is None or candidate is given else problem
@@ -238,14 +276,30 @@ def first_batch(model: nn.Module) -> Mapping[str, Tensor]:
     raise problem
 
 
-def _train(twin: nn.Module, run: Forward) -> None:
+def _further(twin: nn.Module, fed: Mapping[str, Tensor]) -> Iterator[Further]:
+    """The first of the batches with images and sounds in their texts that the twin takes, where ``fed`` has none."""
+    for given in in_text(twin, dict(inputs_of(twin))):
+        names = tuple(name for name, x in given.items() if name not in fed and x.is_floating_point())
+        for candidate in (*labelled(twin, given), given) if names else ():
+            run = runner(twin, candidate)
+            try:
+                if candidate is not given and getattr(run(copy.deepcopy(twin)), "loss", None) is None:
+                    continue
+                Reference.of(copy.deepcopy(twin), run).check_finite()
+            except Exception:  # laid out for another model
+                continue
+            yield Further(run, names)
+            return
+
+
+def _train(twin: nn.Module, run: Forward, reseeded: Forward) -> None:
     """Puts the twin in training mode without dropout; or in eval mode, where it is random even so, or fails."""
     silence_dropout(twin.train())
     try:
         first, again = copy.deepcopy(twin), copy.deepcopy(twin)
         reference = Reference.of(first, run)
         reference.check_finite()
-        is_random = loss_of(run(again)).item() != reference.loss
+        is_random = any(loss_of(call(again)).item() != reference.loss for call in (run, reseeded))
     except Exception:
         is_random = True
     twin.train(not is_random)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import PolicyError
+from shardformer.testing.draws import drawing
 
 Forward = Callable[[nn.Module], Any]
 """Calls a model with a batch."""
@@ -120,8 +121,12 @@ def inputs_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     vocab = _field(config, "vocab_size", "text_config", "decoder", "encoder") or _words(model)
 
+    fields = vars(config) if hasattr(config, "__dict__") else {}
+    special = [x for n, x in fields.items() if n.endswith(("_token_id", "_token_index"))]  # of an image, without one
+
     def tokens(length: int) -> Tensor:
-        return torch.randint(5, max(6, (vocab or 0) - 8), (BATCH, length), generator=generator)
+        words = [word for word in range(5, max(6, (vocab or 0) - 8)) if word not in special] or [5]
+        return torch.tensor(words)[torch.randint(len(words), (BATCH, length), generator=generator)]
 
     if "input_ids" in names and vocab:
         yield "input_ids", tokens(LENGTH)
@@ -150,6 +155,10 @@ def inputs_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield "input_values", torch.randn(*shape, generator=generator)
     if "decoder_input_ids" in names and vocab:
         yield "decoder_input_ids", tokens(TARGET_LENGTH)
+    for name in names:  # a part with tokens of its own, such as qformer_input_ids
+        part = getattr(config, f"{name.removesuffix('_input_ids')}_config", None)
+        if name.endswith("_input_ids") and name != "decoder_input_ids" and (words := _field(part, "vocab_size")):
+            yield name, torch.randint(min(5, words - 1), words, (BATCH, LENGTH), generator=generator)
 
 
 def _words(model: nn.Module) -> int:
@@ -166,9 +175,17 @@ def _field(config: Any, name: str, *parts: str) -> Any:
     return next((value for value in found if isinstance(value, int | list | tuple)), None)
 
 
-def runner(model: nn.Module, batch: Mapping[str, Tensor]) -> Forward:
-    """What calls a model with the batch, in the precision of ``model``, without a cache."""
+def runner(model: nn.Module, batch: Mapping[str, Tensor], seed: int = 0) -> Forward:
+    """What calls a model with the batch, in the precision of ``model``, without a cache.
+
+    A forward that draws random numbers draws the same in each call.
+    """
     dtype = next(model.parameters()).dtype
     cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
     extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    return lambda m: m(**cast, **extra)
+
+    def run(m: nn.Module) -> Any:
+        with drawing(seed):
+            return m(**cast, **extra)
+
+    return run

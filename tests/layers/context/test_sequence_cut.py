@@ -77,3 +77,35 @@ def test_a_cross_entropy_is_that_of_the_full_tensor(weighs: bool, reduction: str
     for loss, gradient, own in run_as_threads(compute, sequence=RANKS):
         torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
         torch.testing.assert_close(gradient, own, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("trailing", [False, True])
+def test_positions_that_a_mask_picks_are_written_as_in_the_full_tensor(trailing: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.rand(B, S, generator=generator) > 0.6
+    added = torch.randn(int(mask.sum()), V, dtype=torch.float64, generator=generator)
+    weights = torch.randn(B, S, V, dtype=torch.float64, generator=generator)
+    key: Any = (mask, slice(None)) if trailing else mask
+
+    def changed(x: Any, more: Tensor) -> Any:
+        y = x.clone()
+        y[key] = y[key] * 2 + more
+        return y
+
+    whole, more = full().requires_grad_(), added.clone().requires_grad_()
+    expected = changed(whole, more)
+    (expected * weights).sum().backward()
+
+    def write(context: ParallelContext) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        local, x = cut(full(), context)
+        own = added.clone().requires_grad_()
+        y = changed(x, own)
+        y[mask.logical_not()] *= 1  # a number
+        (y.local * x.rows.take(weights, 1)).sum().mul(RANKS).backward()  # each rank's gradient counts P times
+        return y.full_tensor().detach(), local.grad, x.rows.take(whole.grad, 1), own.grad
+
+    found = run_as_threads(write, sequence=RANKS)
+    for y, grad, expected_grad, _ in found:
+        torch.testing.assert_close(y, expected.detach())
+        torch.testing.assert_close(grad / RANKS, expected_grad)
+    torch.testing.assert_close(torch.stack([own for *_, own in found]).mean(0), more.grad)

@@ -1,0 +1,111 @@
+"""What a script does to a loaded model before it is sharded: recorded, so that each rank makes its part of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import shardformer
+from shardformer.errors import ConfigError
+from shardformer.layout.state import specs_of, state_of
+from shardformer.lazy.calls import RecordedCall
+from shardformer.lazy.materialize import materialize
+from shardformer.lazy.pretrained import from_pretrained
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+
+SMALL = dict(vocab_size=96, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SMALL, tie_word_embeddings=request.param)
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def resized(model: Any) -> None:
+    model.resize_token_embeddings(101)
+
+
+def resized_plainly(model: Any) -> None:
+    model.resize_token_embeddings(101, mean_resizing=False)
+
+
+def smaller(model: Any) -> None:
+    model.resize_token_embeddings(90)
+
+
+def resized_twice(model: Any) -> None:
+    resized(model)
+    model.resize_token_embeddings(110, pad_to_multiple_of=8)
+
+
+def cast(model: Any) -> None:
+    resized(model.double())
+
+
+def initialized(model: Any) -> None:
+    def zero(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.5)
+
+    model.apply(zero)
+
+
+CHANGES = [resized, resized_plainly, smaller, resized_twice, cast, initialized]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_loaded_model_is_changed_as_one_of_transformers(change: Callable[[Any], None], folder: Path) -> None:
+    plain: Any = transformers.LlamaForCausalLM.from_pretrained(folder)
+    torch.manual_seed(3)
+    change(plain)
+    state = torch.get_rng_state()
+    model: Any = from_pretrained(transformers.LlamaForCausalLM, folder)
+    torch.manual_seed(3)
+    change(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.config.vocab_size == plain.config.vocab_size
+
+    whole = materialize(model)
+    assert not any(isinstance(value, RecordedCall) for value in vars(whole).values())
+    for name, p in plain.named_parameters(remove_duplicate=False):
+        found = whole.get_parameter(name)
+        assert found.dtype == p.dtype
+        torch.testing.assert_close(found, p, msg=name)
+
+
+def test_ranks_make_their_parts_of_resized_embeddings(folder: Path) -> None:
+    plain: Any = transformers.LlamaForCausalLM.from_pretrained(folder)
+    torch.manual_seed(3)
+    resized(plain)
+
+    def check(context: ParallelContext) -> None:
+        model: Any = from_pretrained(transformers.LlamaForCausalLM, folder)
+        torch.manual_seed(3 + context.rank)
+        model.resize_token_embeddings(101)
+        shardformer.shard_model(model, context=context)
+        specs, coords = specs_of(model), state_of(model).coords
+        assert specs["model.embed_tokens.weight"].shape == (101, SMALL["hidden_size"])
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p, specs[name].slice(plain.get_parameter(name), coords), msg=name)
+
+    run_as_threads(check, tensor=2, in_turn=True)
+
+
+def test_what_nothing_records_is_still_refused(folder: Path) -> None:
+    model: Any = from_pretrained(transformers.LlamaForCausalLM, folder)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(2.0)
+    resized(model)
+    with pytest.raises(ConfigError, match="written to after LazyInit ended"):
+        materialize(model)

@@ -1,0 +1,109 @@
+"""Models that draw random numbers in their forward: they are compared with themselves on the same draws."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import shardformer
+from shardformer.comm.collectives import all_reduce
+from shardformer.mesh.context import ParallelContext
+from shardformer.policies.infer.infer import infer
+from shardformer.policies.infer.twin import twin_of
+from shardformer.testing.draws import drawing, states
+from shardformer.testing.threads import run_as_threads
+from tests.policies.toy import ToyLM, toy_batch
+
+
+class Masked(ToyLM):
+    """Leaves out positions that it draws anew in each forward, in evaluation too."""
+
+    how = "torch"
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        if self.how == "torch":
+            kept = torch.rand(ids.shape) > 0.5
+        elif self.how == "numpy":
+            kept = torch.from_numpy(numpy.random.rand(*ids.shape)) > 0.5
+        else:
+            kept = torch.tensor([random.random() > 0.5 for _ in range(ids.numel())]).view(ids.shape)
+        x = x * kept[..., None]
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+@pytest.mark.parametrize("how", ["torch", "numpy", "python"])
+def test_a_model_that_draws_is_found_and_gives_what_the_plain_one_gives(how: str) -> None:
+    torch.manual_seed(0)
+    plain = Masked().double()
+    plain.how = how
+    ids = toy_batch(0)["ids"]
+    policy = infer(plain, batch={"ids": ids})
+    assert "Attention" in str(policy) and "MLP" in str(policy)
+    with drawing(5):
+        expected = plain(ids).detach()
+
+    def check(context: ParallelContext) -> None:
+        model = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context).eval()
+        with drawing(5):
+            torch.testing.assert_close(model(ids).detach(), expected)
+
+    run_as_threads(check, tensor=2, in_turn=True)
+
+
+def test_a_masked_autoencoder_is_cut_with_noise_in_the_batch_and_without() -> None:
+    sizes = dict(image_size=16, patch_size=8, hidden_size=24, intermediate_size=96, num_hidden_layers=1)
+    sizes |= dict(num_attention_heads=4, decoder_hidden_size=24, decoder_intermediate_size=96)
+    sizes |= dict(decoder_num_hidden_layers=1, decoder_num_attention_heads=4)
+    torch.manual_seed(0)
+    plain: Any = transformers.ViTMAEForPreTraining(transformers.ViTMAEConfig(**sizes)).double().train()
+    images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    batches = {"drawn": {"pixel_values": images}, "given": {"pixel_values": images, "noise": torch.rand(2, 4)}}
+    expected = {}
+    for name, batch in batches.items():
+        with drawing(3):
+            expected[name] = plain(**batch).loss.item()
+
+    def check(context: ParallelContext) -> None:
+        model: Any = shardformer.shard_model(copy.deepcopy(plain), context=context)
+        assert sum(p.numel() for p in model.parameters()) < 0.75 * plain.num_parameters()
+        for name, batch in batches.items():
+            with drawing(3):
+                assert model(**batch).loss.item() == pytest.approx(expected[name], rel=1e-9)
+
+    run_as_threads(check, tensor=2, in_turn=True)
+
+
+def test_ranks_that_take_turns_draw_numbers_of_their_own() -> None:
+    def draw(context: ParallelContext) -> list[float]:
+        found = []
+        for _ in range(3):
+            found += [torch.rand(()).item(), float(numpy.random.rand()), random.random()]
+            all_reduce(torch.ones(1), context.tensor)
+        return found
+
+    with drawing(1):
+        expected = [f() for _ in range(3) for f in (lambda: torch.rand(()).item(), numpy.random.rand, random.random)]
+    with drawing(1):
+        first, second = run_as_threads(draw, tensor=2, in_turn=True)
+    assert first == second == pytest.approx(expected)
+
+
+def test_finding_a_policy_leaves_the_random_states_as_they_were() -> None:
+    model = Masked()
+    before = states()
+    twin = twin_of(model, {"ids": toy_batch(0)["ids"]})
+    twin.run(twin.model)
+    after = states()
+    assert torch.equal(before[0], after[0]) and before[2] == after[2]
+    assert all(numpy.array_equal(a, b) for a, b in zip(before[1], after[1], strict=True))

@@ -1,0 +1,244 @@
+"""Images in a text: a layout is proven with them, or batches that have them are refused on all ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardformer
+from shardformer.errors import ConfigError, ShardFormerError
+from shardformer.layout.state import specs_of, state_of
+from shardformer.mesh.context import ParallelContext
+from shardformer.policies.infer.infer import infer_on
+from shardformer.policies.infer.twin import UNTRIED, twin_of
+from shardformer.policies.policy import Policy
+from shardformer.testing.threads import run_as_threads
+from tests.policies.toy import HIDDEN, Layer
+
+VOCAB, IMAGE, FEATURES, SIDE = 64, 7, 2, 4
+
+
+class Vision(nn.Module):
+    """(B, 3, 4, 4) -> two features for each image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(48, 48), nn.LayerNorm(48)) for _ in range(2))
+        self.out = nn.Linear(48, FEATURES * HIDDEN)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(p.device for _, p in self.named_parameters() if p.is_floating_point())
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = pixels.to(self.device, self.dtype).flatten(1)
+        for layer in self.layers:
+            x = x + layer(x)
+        features: Tensor = self.out(x)
+        return features.unflatten(-1, (FEATURES, HIDDEN))
+
+
+class Seer(nn.Module):
+    """A language model whose vision tower is registered behind its layers.
+
+    Args:
+        how: "plain"; "deep" adds features between the layers, too; "again" runs the layers twice with images.
+    """
+
+    def __init__(self, how: str = "plain") -> None:
+        super().__init__()
+        self.config = SimpleNamespace(
+            image_token_id=IMAGE, vocab_size=VOCAB, image_size=SIDE, num_channels=3, num_attention_heads=5
+        )
+        self.how = how
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.vision = Vision()
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embed
+
+    def get_image_features(self, pixel_values: Tensor) -> Tensor:
+        return self.vision(pixel_values)
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> Tensor:
+        x, mask, features = self.embed(input_ids), input_ids == IMAGE, None
+        if pixel_values is not None:
+            features = self.get_image_features(pixel_values)
+            if int(mask.sum()) != features.shape[:2].numel():
+                raise ValueError("images and their tokens do not match")
+            x = x.masked_scatter(mask[..., None].expand_as(x), features.to(x.dtype))
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if self.how == "deep" and features is not None and number < 2:
+                x = x.clone()
+                x[mask, :] = x[mask, :] + features.flatten(0, 1)
+        if self.how == "again" and features is not None:
+            for layer in self.layers:
+                x = layer(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def seer(how: str = "plain") -> Seer:
+    torch.manual_seed(0)
+    return Seer(how).double()
+
+
+def batch_of(images: bool = True) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(10, 60, (4, 8), generator=generator)
+    if not images:
+        return {"input_ids": ids}
+    ids[:, 2:4] = IMAGE
+    return {"input_ids": ids, "pixel_values": torch.randn(4, 3, SIDE, SIDE, generator=generator, dtype=torch.float64)}
+
+
+def loss_of(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+
+
+def policy_of(model: Seer) -> Policy:
+    twin = twin_of(model)
+    with torch.enable_grad():
+        return infer_on(twin.model, twin.run, twin)()
+
+
+def check(plain: Seer, policy: Policy, batch: dict[str, Tensor], **layout: Any) -> None:
+    """The loss and all gradients over these ranks are those of the plain model."""
+    expected = copy.deepcopy(plain)
+    loss = loss_of(expected(**batch), batch)
+    loss.backward()
+    gradients = {name: p.grad for name, p in expected.named_parameters()}
+
+    def run(context: ParallelContext) -> set[str]:
+        model = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context)
+        if context.pipe.size > 1:
+            found = shardformer.Pipeline(model, micro_batches=2, loss_fn=loss_of).step(batch)
+        else:
+            found = loss_of(model(**batch), batch)
+            found.backward()
+        torch.testing.assert_close(found.detach(), loss.detach())
+        specs, coords = specs_of(model), state_of(model).coords
+        for name, p in model.named_parameters():
+            if (grad := gradients[name]) is not None:
+                assert p.grad is not None, name
+                torch.testing.assert_close(p.grad, specs[name].slice(grad, coords), msg=name)
+        return {name for name, _ in model.named_parameters()}
+
+    assert set().union(*run_as_threads(run, **layout)) == set(gradients)
+
+
+@pytest.mark.parametrize("how", ["plain", "deep"])
+def test_stages_are_proven_with_images_and_train_as_one_device(how: str) -> None:
+    plain = seer(how)
+    policy: Any = policy_of(plain)
+    assert policy.against_pipeline is None and not policy.unproven["pipe"]
+    check(plain, policy, batch_of(), pipe=2)
+    check(plain, policy, batch_of(images=False), pipe=2)
+    check(plain, policy, batch_of(), tensor=2)
+
+
+@pytest.mark.filterwarnings("ignore:The attention of Seer cannot read")
+@pytest.mark.parametrize("how", ["plain", "deep"])
+def test_a_sequence_is_cut_in_which_there_are_images(how: str) -> None:
+    plain = seer(how)
+    policy = policy_of(plain)
+    check(plain, policy, batch_of(), sequence=2)
+    check(plain, policy, batch_of(images=False), sequence=2)
+
+
+def test_where_images_cannot_be_batches_with_them_are_refused_on_all_ranks() -> None:
+    plain = seer("again")
+    policy: Any = policy_of(plain)
+    assert policy.against_pipeline is None and "pixel_values" in policy.unproven["pipe"]
+    check(plain, policy, batch_of(images=False), pipe=2)
+
+    def refused(context: ParallelContext) -> None:
+        model = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context)
+        pipeline = shardformer.Pipeline(model, micro_batches=2, loss_fn=loss_of)
+        with pytest.raises(ConfigError, match="pixel_values for a Seer that is sharded"):
+            pipeline.step(batch_of())
+        pipeline.step(batch_of(images=False))
+
+    run_as_threads(refused, pipe=2)
+
+
+def test_a_policy_that_was_not_tried_with_images_gives_an_error_and_no_nan() -> None:
+    plain = seer()
+    twin = twin_of(plain)
+    with torch.enable_grad():
+        policy = infer_on(twin.model, twin.run)()
+
+    def step(context: ParallelContext) -> None:
+        model = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context)
+        shardformer.Pipeline(model, micro_batches=2, loss_fn=loss_of).step(batch_of())
+
+    with pytest.raises(ShardFormerError, match="computed of parameters that another stage holds"):
+        run_as_threads(step, pipe=2)
+
+
+class Strange(Seer):
+    """Takes its images in a way that nobody knows."""
+
+    def get_image_features(self, pixel_values: Tensor) -> Tensor:
+        if pixel_values.shape[1:] != (1, 48):
+            raise ValueError("another layout")
+        return self.vision(pixel_values[:, 0])
+
+
+@pytest.mark.filterwarnings("ignore:The attention of Strange cannot read")
+def test_images_that_could_not_be_tried_are_refused_over_sequences_and_never_nan_over_stages() -> None:
+    torch.manual_seed(0)
+    plain = Strange().double()
+    policy: Any = policy_of(plain)
+    assert policy.unproven["enable_sequence_parallelism"] == {"pixel_values": UNTRIED}
+    batch = {**batch_of(), "pixel_values": torch.randn(4, 1, 48, dtype=torch.float64)}
+
+    def refused(context: ParallelContext) -> None:
+        model = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context)
+        with pytest.raises(ConfigError, match="no small batch could be made"):
+            model(**batch)
+
+    def step(context: ParallelContext) -> None:
+        model = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context)
+        shardformer.Pipeline(model, micro_batches=2, loss_fn=loss_of).step(batch)
+
+    run_as_threads(refused, sequence=2)
+    with pytest.raises(ShardFormerError, match="computed of parameters that another stage holds"):
+        run_as_threads(step, pipe=2)
+
+
+def test_a_tower_of_another_stage_has_its_dtype_and_no_parameters_of_its_own() -> None:
+    plain = seer().float()
+    policy = policy_of(seer())
+
+    def check_dtype(context: ParallelContext) -> None:
+        model: Any = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context)
+        stages = state_of(model).stages
+        assert stages is not None
+        seen = [name for name, _ in model.named_parameters()]
+        with stages.placeholders.shown():
+            assert model.vision.dtype == torch.float32
+            assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+            assert [tuple(p.shape) for p in model.vision.parameters()] == [p.shape for p in plain.vision.parameters()]
+            model.to(torch.bfloat16)
+        stages.placeholders.follow(model)
+        with stages.placeholders.shown():
+            assert model.vision.dtype == torch.bfloat16
+        assert [name for name, _ in model.named_parameters()] == seen
+
+    run_as_threads(check_dtype, pipe=2)

@@ -1,0 +1,183 @@
+"""What torch puts around modules before a model is sharded, or after: it trains as the plain model does."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    CheckpointWrapper,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+
+import shardformer
+from shardformer.errors import ConfigError
+from shardformer.layout.state import specs_of, state_of
+from shardformer.mesh.context import ParallelContext
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import MAIN, Batches, Sample
+from shardformer.torch_compat import wrapped_name
+
+BATCH = Batches(MAIN["llama"])(0)
+LAYOUTS = [{"data": 2}, {"tensor": 2}, {"sequence": 2}, {"pipe": 2}, {"tensor": 2, "sequence": 2}]
+
+
+def plain() -> Any:
+    """Without a cache, to which a recomputation would add a second time in the plain model, too."""
+    torch.manual_seed(0)
+    model: Any = Sample("llama")().double().train()
+    model.config.use_cache = False
+    return model
+
+
+def wrap(model: Any, how: Any = checkpoint_wrapper) -> None:
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = how(layer)
+
+
+def norm_of(model: Any) -> Tensor:
+    """The gradient of a norm in the first layer, wherever that is."""
+    layer = model.model.layers[0]
+    return layer.input_layernorm.weight.grad
+
+
+def gradient(model: Any) -> Tensor | None:
+    if state_of(model).context.pipe.size > 1:
+        shardformer.Pipeline(model, micro_batches=2).step(BATCH)
+    else:
+        model(**BATCH).loss.backward()
+    return norm_of(model)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_checkpointing_by_torch_gives_the_gradients_of_the_plain_model(layout: dict[str, int], order: str) -> None:
+    model = plain()
+    model(**BATCH).loss.backward()
+    expected = norm_of(model)
+    model.zero_grad()
+
+    def check(context: ParallelContext) -> None:
+        own = copy.deepcopy(model)
+        if order == "before":
+            wrap(own)
+            wrappers = list(own.model.layers)
+        shardformer.shard_model(own, context=context)
+        if order == "after":
+            wrap(own)
+        else:
+            assert list(own.model.layers) == wrappers  # the same objects
+        assert all(isinstance(layer, CheckpointWrapper) for layer in own.model.layers)
+        found = gradient(own)
+        if context.pipe.rank == 0:
+            torch.testing.assert_close(found, expected)
+
+    run_as_threads(check, **layout)
+
+
+def test_a_sequence_is_cut_around_checkpoints_of_a_model_that_keeps_a_cache() -> None:
+    model = plain()
+    model.config.use_cache = True
+    batch = {name: x for name, x in BATCH.items() if name != "attention_mask"}
+    model(**batch).loss.backward()
+    expected = norm_of(model)
+    model.zero_grad()
+
+    def check(context: ParallelContext) -> None:
+        own = copy.deepcopy(model)
+        wrap(own)
+        shardformer.shard_model(own, context=context)
+        own(**batch).loss.backward()
+        torch.testing.assert_close(norm_of(own), expected)
+
+    run_as_threads(check, sequence=2)
+
+
+@pytest.mark.parametrize("how", ["offload", "twice", "reentrant", "attention"])
+def test_other_wrappers_too(how: str) -> None:
+    model = plain()
+    model(**BATCH).loss.backward()
+    expected = norm_of(model)
+    model.zero_grad()
+
+    def check(context: ParallelContext) -> None:
+        own = copy.deepcopy(model)
+        if how == "offload":
+            wrap(own, offload_wrapper)
+        elif how == "twice":
+            wrap(own)
+            wrap(own, offload_wrapper)
+        elif how == "reentrant":
+            wrap(own, lambda layer: checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.REENTRANT))
+        else:
+            for layer in own.model.layers:
+                layer.self_attn = checkpoint_wrapper(layer.self_attn)
+                layer.mlp.down_proj = checkpoint_wrapper(layer.mlp.down_proj)  # a module that is replaced
+        shardformer.shard_model(own, context=context)
+        torch.testing.assert_close(gradient(own), expected)
+
+    run_as_threads(check, tensor=2)
+
+
+def test_names_weights_and_steps_are_those_of_the_plain_model() -> None:
+    model = plain()
+    names = list(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = copy.deepcopy(model)
+    model(**BATCH).loss.backward()
+    optimizer.step()
+
+    def check(context: ParallelContext) -> None:
+        own = copy.deepcopy(before)
+        wrap(own)
+        shardformer.shard_model(own, context=context)
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+        gradient(own)
+        optimizer.step()
+        full = shardformer.full_state_dict(own)
+        assert list(full) == names
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(full[name], value)
+        own.load_state_dict(before.state_dict())
+
+    run_as_threads(check, tensor=2)
+
+
+def test_a_refused_model_keeps_its_wrappers() -> None:
+    def check(context: ParallelContext) -> None:
+        model = plain()
+        wrap(model)
+        layers = list(model.model.layers)
+        with pytest.raises(ConfigError):
+            shardformer.shard_model(model, context=context, tensor_parallel_mode="3d")
+        assert list(model.model.layers) == layers
+        assert all(wrapped_name(layer) and isinstance(layer._checkpoint_wrapped_module, nn.Module) for layer in layers)
+        model(**BATCH).loss.backward()
+
+    run_as_threads(check, tensor=2)
+
+
+def test_what_is_compiled_is_kept_around_layers_and_refused_where_it_cannot_be() -> None:
+    def check(context: ParallelContext) -> None:
+        model = plain()
+        wrap(model, lambda layer: torch.compile(layer, backend="eager"))
+        if context.pipe.size > 1:
+            with pytest.raises(ConfigError, match=r"model\.layers\.0 was compiled .* part of a pipeline"):
+                shardformer.shard_model(model, context=context)
+            return
+        outer = list(model.model.layers)
+        shardformer.shard_model(model, context=context)
+        assert list(model.model.layers) == outer
+        other = plain()
+        other.model.layers[0].mlp.down_proj = torch.compile(other.model.layers[0].mlp.down_proj, backend="eager")
+        with pytest.raises(ConfigError, match="is cut itself"):
+            shardformer.shard_model(other, context=context)
+        assert specs_of(plain())
+
+    run_as_threads(check, tensor=2)
+    run_as_threads(check, pipe=2)
