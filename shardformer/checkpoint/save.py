@@ -217,10 +217,11 @@ def begun(
         nonlocal is_new
         if world.rank == 0:
             is_new = folders.claim(root, step, tensors.model)
+            hidden.mkdir()  # of a name that is used once: ranks that see it see the same folder
 
-    def begin() -> None:
-        """A folder of a name that is used once: ranks that see it see the same folder."""
-        hidden.mkdir() if world.rank == 0 else folders.check_seen(hidden)
+    def see() -> None:
+        if world.rank > 0:
+            folders.check_seen(hidden)
 
     with tensors.zero.reading() if tensors.zero is not None else nullcontext():
         asked, holding = hold(tensors, check, optimizer, scheduler, extra)
@@ -228,7 +229,7 @@ def begun(
         hidden = root / asked[0].hidden
         try:
             all_do(claim, world, f"Saving into {root}")
-            all_do(begin, world, f"Saving into {root}")
+            all_do(see, world, f"Saving into {root}")
             index = Index(step, time.time(), tensors.sizes, values=holding.values)
             snapshot = Snapshot(world.rank, world.size, index)
             mine = shares(holding.cells, world)
@@ -237,6 +238,8 @@ def begun(
             hosts = len({each.host for each in asked})
             yield Job(tensors.model, snapshot, hidden, root, Keep.of(keep), world, hosts, is_new)
         except BaseException:
+            if world.rank == 0:
+                remove(hidden)
             if is_new:
                 release(root, tensors.model)
             raise

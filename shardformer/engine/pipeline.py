@@ -235,6 +235,7 @@ class Pipeline:
                 self._compares_factors = False
             in_fp64 = any(p.dtype == torch.float64 for p in self._model.parameters())
             head.loss = loss if in_fp64 else loss.float()
+            head.warn()
         return head
 
     def _refuse_compiled(self) -> None:

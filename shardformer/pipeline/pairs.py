@@ -78,21 +78,28 @@ class _GatherSamples(Function):
         return summed[begin : begin + ctx.lengths[ctx.axis.rank]], None, None
 
 
-def warn_of_pairs(loss_fn: Callable[..., Any], output: Any, batch: Any, size: int, into: str, *, gathers: bool) -> None:
-    """Warns of a loss that compares samples, where the batch is divided ``into`` micro-batches or over data ranks.
+def warn_of_pairs(found: str, into: str) -> None:
+    """Warns of a loss of which ``compared_samples`` found that it compares samples.
 
     Args:
-        gathers: whether a loss that calls ``gather_over_data`` is right: with one micro-batch.
+        into: what the batch is divided into, in words.
     """
-    found = _compares_samples(loss_fn, output, batch, size)
-    if found is None or (found == "gathers" and gathers):
-        return
     warnings.warn(
         f"The loss compares the samples of a batch with each other ({found}), and the batch is divided {into}: each "
         "part compares its own samples alone, so that loss and weights differ from those of one device. Use one "
         "micro-batch, and shardformer.gather_over_data in loss_fn; see docs/engine.md",
         stacklevel=2,
     )
+
+
+def compared_samples(loss_fn: Callable[..., Any], output: Any, batch: Any, size: int, *, gathers: bool) -> str | None:
+    """In words how it is known that a loss compares the samples of a batch; None where it is not known.
+
+    Args:
+        gathers: whether a loss that calls ``gather_over_data`` is right: with one micro-batch.
+    """
+    found = _compares_samples(loss_fn, output, batch, size)
+    return None if found == "gathers" and gathers else found
 
 
 @torch.no_grad()

@@ -91,7 +91,7 @@ class StageForward:
         self._chain, self._placeholders, self._tables = chain, placeholders, tuple(tables)
         self._checkpointed, self._random_stream = set(checkpointed), random_stream
         self._num_units = len(chain.units)
-        self._wrappers = wrappers
+        self._wrappers = dict(wrappers)
         self._units: dict[str, tuple[nn.Module, int, int]] = {}  # path -> where it stands, the stack and the first unit
         self._checked: set[int] = set()
         self.ended_well: bool | None = None  # whether the last layer gave numbers when it first ran, once it has
