@@ -88,7 +88,7 @@ class Agreement:
     def check(self, engine: Engine) -> None:
         """All ranks hear of what any asks for. Raises, on all, what failed on one. Communicates five numbers."""
         world, mine = engine.world, [int(self.failure is not None), *map(int, astuple(self._mine))]
-        failed, *asked = (any(column) for column in zip(*tell_at_step("the Trainer's hooks", world, mine), strict=True))
+        failed, *asked = (any(column) for column in zip(*tell_at_step("Trainer.agree", world, mine), strict=True))
         self._mine, self._heard = Asked(), self._heard | Asked(*asked)
         if failed:
             self.is_broken = True
