@@ -146,7 +146,9 @@ def loss_in(output: Any) -> Tensor | None:
         found = output.get("loss")
     elif found is None and isinstance(output, tuple | list) and output:
         found = output[0]
-    return found if isinstance(found, Tensor) and found.numel() == 1 else None
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        return None
+    return found.reshape(()) if found.dim() else found
 
 
 def _in_words(output: Any) -> str:

@@ -86,12 +86,6 @@ class Unloadable(torch.optim.lr_scheduler.StepLR):
         raise RuntimeError("this scheduler takes no state")
 
 
-class UnloadableSGD(torch.optim.AdamW):
-    def load_state_dict(self, state_dict: Any) -> None:
-        super().load_state_dict(state_dict)
-        raise RuntimeError("this optimizer takes no state")
-
-
 class Extra(nn.Linear):
     """A module with a state of its own, of which some value is refused."""
 
@@ -155,7 +149,6 @@ def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(zero: int | None, 
         engine.train_step(batch())
         scheduler = engine.scheduler
         if context.data.rank == 1:
-            scheduler.load_state_dict = Unloadable.load_state_dict.__get__(scheduler, type(scheduler))
             scheduler.load_state_dict = lambda state: 1 / 0
         before = {name: x.clone() for name, x in shardformer.full_state_dict(engine.model).items()}
         with pytest.raises((InputError, ZeroDivisionError)):
@@ -164,7 +157,7 @@ def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(zero: int | None, 
         assert all(now[name].equal(x) for name, x in before.items())
         assert engine.steps == 2 and scheduler.last_epoch == 2
 
-    run_as_threads(do, data=2, in_turn=True)
+    run_as_threads(do, data=2)
 
 
 class Refuses(shardformer.Hook):
@@ -181,7 +174,7 @@ class Refuses(shardformer.Hook):
 
 def test_a_hook_that_refuses_its_state_leaves_the_trainer_as_it_was(tmp_path: Any) -> None:
     engine = engine_of()
-    checkpoints = Checkpoint(tmp_path / "checkpoints", every=2)
+    checkpoints = Checkpoint(tmp_path / "checkpoints", every_steps=2)
     shardformer.Trainer(engine, hooks=[Refuses(), checkpoints]).fit(steps=2)
     other, hook = engine_of(), Refuses()
     before = state(other)
