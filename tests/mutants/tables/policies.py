@@ -169,8 +169,8 @@ MUTANTS = [
     mutant(
         "tied-weight-in-one-place",
         "shardformer/sharding/plan.py",
-        "if id(p) in cut and (id(module), name) not in named:",
-        "if id(p) in cut and (id(module), name) in named:",
+        "        if (id(plan.model.get_submodule(path)), name) not in named:\n",
+        "        if (id(plan.model.get_submodule(path)), name) in named:\n",
         "A policy that names one of two tied modules leaves the other with the whole weight.",
         first=("tests/sharding/test_plan.py::test_a_tied_weight_of_which_one_owner_is_not_named",),
     ),

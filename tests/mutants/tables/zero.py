@@ -94,8 +94,8 @@ MUTANTS = [
     mutant(
         "paused-backwards-never-summed",
         "shardformer/optim/optimizer.py",
-        "        self._agree_on_the_rest()\n        check_untouched(",
-        "        check_untouched(",
+        "        self.agree()\n        problem = self._take_edits()\n        for",
+        "        problem = self._take_edits()\n        for",
         "Where all backwards of a step ran in no_sync, their gradients are not used.",
         first=(
             "tests/optim/test_zero.py::test_gradients_of_backwards_that_were_all_in_no_sync_are_those_of_the_step",
@@ -105,8 +105,8 @@ MUTANTS = [
     mutant(
         "stage-3-keeps-old-parameters",
         "shardformer/optim/optimizer.py",
-        "        if self._walk is not None:\n            self._walk.put_away()\n        try:\n",
-        "        try:\n",
+        "            if self._walk is not None:\n                self._walk.put_away()\n            with",
+        "            with",
         "Stage 3 that keeps layers after their use (a pipeline, reshard_after_forward=False) trains on stale weights.",
         first=(
             "tests/optim/test_stage3.py::test_over_stages_and_data_ranks",

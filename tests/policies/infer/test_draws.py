@@ -42,6 +42,7 @@ class Masked(ToyLM):
         return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["torch", "numpy", "python"])
 def test_a_model_that_draws_is_found_and_gives_what_the_plain_one_gives(how: str) -> None:
     torch.manual_seed(0)
@@ -61,6 +62,7 @@ def test_a_model_that_draws_is_found_and_gives_what_the_plain_one_gives(how: str
     run_as_threads(check, tensor=2, in_turn=True)
 
 
+@pytest.mark.slow
 def test_a_masked_autoencoder_is_cut_with_noise_in_the_batch_and_without() -> None:
     sizes = dict(image_size=16, patch_size=8, hidden_size=24, intermediate_size=96, num_hidden_layers=1)
     sizes |= dict(num_attention_heads=4, decoder_hidden_size=24, decoder_intermediate_size=96)
