@@ -136,8 +136,8 @@ def test_a_type_that_cannot_be_fed_names_the_input(small: Any) -> None:
     with pytest.raises(ConfigError, match=r"ran with none of the batches.*; without bbox, .*TypeError") as caught:
         SmallOf("bros").config()
     assert "module:function" in caught.value.remedy
-    with pytest.raises(ConfigError, match=r"nothing is known of qformer_input_ids, which its forward needs"):
-        SmallOf("instructblip").config()
+    with pytest.raises(ConfigError, match=r"nothing is known of past_values, which its forward needs"):
+        SmallOf("patchtst").config()
 
 
 def test_a_contrastive_model_is_fed_pairs_that_differ(small: Any) -> None:
