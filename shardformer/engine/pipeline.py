@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import all_reduce, broadcast, broadcast_object, checksum, gather_numbers
+from shardformer.comm.collectives import (
+    all_reduce,
+    broadcast,
+    broadcast_object,
+    checksum,
+    gather_numbers,
+    gather_objects,
+)
 from shardformer.comm.values import numbers_in
 from shardformer.engine.batch import TARGET
 from shardformer.errors import ConfigError, InputError, expect
@@ -23,6 +30,7 @@ from shardformer.pipeline.flat import ids_of
 from shardformer.pipeline.head import Batch, Head, LossFn, NoOutput
 from shardformer.pipeline.loss import LossWeight, LossWeights
 from shardformer.pipeline.microbatches import batch_size_of, check_sizes, sizes_of, split_batch
+from shardformer.pipeline.placeholders import dtypes_of
 from shardformer.pipeline.runtime import Runtime, StepJob, Trace
 from shardformer.pipeline.schedule import Schedule, fitting_micro_batches, forward_only, make_schedule
 from shardformer.pipeline.stage_manager import PipelineStageManager
@@ -33,7 +41,7 @@ from shardformer.sharding.regions import uses_dropout
 from shardformer.sharding.stages import Stages, make_stages
 
 OF_OPTIMIZERS = ("steps", "options")
-OPTIONS = 6
+OPTIONS = 7
 """Where the number of an optimizer's options stands among those that stages compare."""
 
 
@@ -89,6 +97,7 @@ class Pipeline:
         self._takes_short = takes_short_batches
         self._stages: Stages = state.stages or _single_stage(model, state)
         self._found: dict[int, Any] = {}
+        self._kinds: tuple[int, ...] = ()  # of the stages' parameters, as stand-ins for them know it
         self._compares = bool(state.request.extra.get("check_inputs", True))
         manager, stage_forward = self._stages.manager, self._stages.stage_forward
         assert stage_forward is not None
@@ -310,25 +319,35 @@ class Pipeline:
         steps; and, unless ``check_inputs=False``, when they were not given the same batches: in the first call, and
         where they are watched in each.
         """
-        trains = tuple(p.requires_grad for p in self._model.parameters())
+        kinds = tuple((p.requires_grad, p.dtype) for p in self._model.parameters())
+        autocast = _autocast(self._context.device)
         shapes = [_shapes_of(part) for part in parts]
         axis, watch = self._stages.manager.axis, self._state.watch
         training = self._model.training
         if axis.size == 1:
-            return [(s, (backward, training, trains)) for s in shapes], seed
+            return [(s, (backward, training, autocast, kinds)) for s in shapes], seed
         given = [t for part in parts for _, t in tensors_of(part)] if self._compares else []
         seen = watch.batch(given) if watch is not None else _number([checksum(t) for t in given])
         self._compares = self._compares and watch is not None
         steps, options = (watch.steps, watch.options_of_stage()) if watch is not None else (0, 0)
-        mine = (_number(shapes), len(parts), backward, training, seen, steps, options, _number(trains), seed)
+        modes = backward, training, _number(autocast)
+        mine = (_number(shapes), len(parts), *modes, seen, steps, options, _number(kinds), seed)
         with self._runtime.named("before a step"):
             every = gather_numbers(mine, axis)
         if not all(theirs[OPTIONS] for theirs in every):
             every = [[*theirs[:OPTIONS], 0, *theirs[OPTIONS + 1 :]] for theirs in every]
         if any(theirs[:-2] != every[0][:-2] for theirs in every):
             raise _different(every, axis)
-        mode = (backward, training, tuple(theirs[-2] for theirs in every))
-        return [(s, mode) for s in shapes], next((theirs[-1] for theirs in every if theirs[-1]), 0)
+        stages = tuple(theirs[-2] for theirs in every)
+        self._take_dtypes(stages)
+        return [(s, (*modes, stages)) for s in shapes], next((theirs[-1] for theirs in every if theirs[-1]), 0)
+
+    def _take_dtypes(self, stages: tuple[int, ...]) -> None:
+        """What stands for other stages' parameters gets their dtypes, where a stage's parameters have changed."""
+        if stages != self._kinds:
+            everywhere = gather_objects(dtypes_of(self._model), self._stages.manager.axis)
+            self._stages.placeholders.take_dtypes(self._model, {n: d for each in everywhere for n, d in each.items()})
+            self._kinds = stages
 
     def _take_over_checkpointing(self) -> None:
         """``gradient_checkpointing_enable`` of transformers: here the spans of a stage are checkpointed instead."""
@@ -361,13 +380,26 @@ def _number(thing: Any) -> int:
     return int.from_bytes(hashlib.sha256(repr(thing).encode()).digest()[:7], "big")
 
 
+def _autocast(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast computes in; None outside of it."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
 def _next_seed() -> int:
     return 1 + int(numbers_in(torch.randint(2**62 - 1, (), device="cpu")))
 
 
 def _different(every: Sequence[Sequence[int]], axis: Axis) -> InputError:
     other = next(stage for stage, theirs in enumerate(every) if theirs[:-2] != every[0][:-2])
-    kinds = ("shapes of batches", "numbers of micro-batches", "calls", "modes of training", "batches", *OF_OPTIMIZERS)
+    kinds = (
+        "shapes of batches",
+        "numbers of micro-batches",
+        "calls",
+        "modes of training",
+        "settings of autocast",
+        "batches",
+        *OF_OPTIMIZERS,
+    )
     what, ours, theirs = next((kind, a, b) for kind, a, b in zip(kinds, every[0], every[other], strict=False) if a != b)
     if what in OF_OPTIMIZERS:
         ranks = axis.ranks[0], axis.ranks[other]
