@@ -121,7 +121,8 @@ class Pipeline:
                 are accumulated: every token that counts weighs the same, in whichever of them it is.
 
         Returns the loss of the whole batch, on every rank. Communicates over pipe, for each micro-batch and boundary,
-        its activations forward and their gradients backward, one small all-gather before and one broadcast behind.
+        its activations forward and their gradients backward, one small all-gather before and one broadcast behind; in
+        the first step, and after the model was converted, the dtypes of its parameters.
         """
         reducers = [reducer for reducer in self._state.reducers if not reducer.is_paused]
         keeper = self._state.gradients
@@ -343,11 +344,26 @@ class Pipeline:
         return [(s, (*modes, stages)) for s in shapes], next((theirs[-1] for theirs in every if theirs[-1]), 0)
 
     def _take_dtypes(self, stages: tuple[int, ...]) -> None:
-        """What stands for other stages' parameters gets their dtypes, where a stage's parameters have changed."""
-        if stages != self._kinds:
-            everywhere = gather_objects(dtypes_of(self._model), self._stages.manager.axis)
-            self._stages.placeholders.take_dtypes(self._model, {n: d for each in everywhere for n, d in each.items()})
-            self._kinds = stages
+        """What stands for other stages' parameters gets their dtypes, where a stage's parameters have changed.
+
+        Raises InputError on all stages where two of them hold one parameter in different dtypes.
+        """
+        if stages == self._kinds:
+            return
+        everywhere = gather_objects(dtypes_of(self._model), self._stages.manager.axis)
+        known: dict[str, tuple[int, torch.dtype]] = {}
+        for stage, dtypes in enumerate(everywhere):
+            for name, dtype in dtypes.items():
+                first = self._stages.parameters[name][0] if name in self._stages.parameters else name
+                other, before = known.setdefault(first, (stage, dtype))
+                if before != dtype:
+                    raise InputError(
+                        f"{first} is {before} on stage {other} and {dtype} on stage {stage}",
+                        rule="The stages that hold a parameter update the same numbers",
+                        remedy="Convert the whole model, model.to(dtype), or these weights by all of their names",
+                    )
+        self._stages.placeholders.take_dtypes(self._model, {n: d for each in everywhere for n, d in each.items()})
+        self._kinds = stages
 
     def _take_over_checkpointing(self) -> None:
         """``gradient_checkpointing_enable`` of transformers: here the spans of a stage are checkpointed instead."""

@@ -115,7 +115,8 @@ def output_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
     weight: Any = module.weight
     if not isinstance(module, nn.Linear):
-        return placeholder(*x.shape, module.embedding_dim, like=weight).contiguous()
+        width: Any = module.embedding_dim
+        return placeholder(*x.shape, width, like=weight).contiguous()
     out = placeholder(*x.shape[:-1], module.out_features, like=weight).contiguous()
     kind = x.device.type  # autocast converts what linears give, and not what tables give
     return out.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else out

@@ -149,7 +149,9 @@ class Runtime:
         waited = time.perf_counter() - began
         is_last = stage == job.schedule.last
         names = self._chain.carried(span.start)
-        run = StagePass(span, dict(zip(names, received, strict=True)), job.seeds[index])
+        # no leaves: autocast takes those for weights, keeps their copies in 16 bits and adds up gradients in these
+        given = [x.view_as(x) for x in received]
+        run = StagePass(span, dict(zip(names, given, strict=True)), job.seeds[index])
         if is_last:
             run.at_end = lambda: job.head.before(index)
         output, payload = self._stage_forward.run(self._model, run, lambda: self._model(**job.batches[index]))
