@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import all_reduce, broadcast, broadcast_object, checksum, gather_numbers
+from shardformer.comm.collectives import (
+    all_reduce,
+    broadcast,
+    broadcast_object,
+    checksum,
+    gather_numbers,
+    gather_objects,
+)
 from shardformer.comm.values import has_values, numbers_in
 from shardformer.engine.batch import TARGET
 from shardformer.errors import ConfigError, InputError, expect
@@ -22,6 +29,7 @@ from shardformer.pipeline.flat import ids_of
 from shardformer.pipeline.head import Batch, Head, LossFn, NoOutput
 from shardformer.pipeline.loss import LossWeight, LossWeights, no_sum_of_means
 from shardformer.pipeline.microbatches import batch_size_of, check_sizes, sizes_of, split_batch
+from shardformer.pipeline.placeholders import dtypes_of
 from shardformer.pipeline.runtime import Runtime, StepJob, Trace
 from shardformer.pipeline.schedule import Schedule, fitting_micro_batches, forward_only, make_schedule
 from shardformer.pipeline.stage_manager import PipelineStageManager
@@ -34,7 +42,7 @@ from shardformer.torch_compat import wrapped_name
 from shardformer.transformers_compat import keywords_of, with_mask_as_cached
 
 OF_OPTIMIZERS = ("steps", "options")
-STEPS, OPTIONS = 5, 6
+STEPS, OPTIONS = 6, 7
 """The places of an optimizer's steps and options among the numbers that stages compare."""
 
 
@@ -94,6 +102,7 @@ class Pipeline:
         self._is_checkpointed = False  # by transformers, as far as it was seen: a pipeline takes that over
         self._compares_factors = average_over_data and self._context.data.size > 1
         self._has_one_optimizer: bool | None = None  # the same on all stages, once their options were compared
+        self._kinds: tuple[int, ...] = ()  # of the stages' parameters, as stand-ins for them know it
         self._compares = bool(state.request.extra.get("check_inputs", True))
         manager, stage_forward = self._stages.manager, self._stages.stage_forward
         assert stage_forward is not None
@@ -117,7 +126,8 @@ class Pipeline:
                 are accumulated: every token that counts weighs the same, in whichever of them it is.
 
         Returns the loss of the whole batch, on every rank. Communicates over pipe, for each micro-batch and boundary,
-        its activations forward and their gradients backward, one small all-gather before and one broadcast behind.
+        its activations forward and their gradients backward, one small all-gather before and one broadcast behind; in
+        the first step, and after the model was converted, the dtypes of its parameters.
         """
         reducers = [reducer for reducer in self._state.reducers if not reducer.is_paused]
         keeper = self._state.gradients
@@ -328,23 +338,48 @@ class Pipeline:
         steps; and, unless ``check_inputs=False``, when they were not given the same batches: in the first call, and
         where they are watched in each.
         """
-        trains = tuple(p.requires_grad for p in self._model.parameters())
+        kinds = tuple((p.requires_grad, p.dtype) for p in self._model.parameters())
+        autocast = _autocast(self._context.device)
         shapes = [_shapes_of(part) for part in parts]
         axis, watch = self._stages.manager.axis, self._state.watch
         training = self._model.training
         if axis.size == 1:
-            return [(s, (backward, training, trains)) for s in shapes], seed
+            return [(s, (backward, training, autocast, kinds)) for s in shapes], seed
         given = [t for part in parts for _, t in tensors_of(part)] if self._compares else []
         seen = watch.batch(given) if watch is not None else _number([checksum(t) for t in given])
         self._compares = self._compares and watch is not None
         steps, options = (watch.rounds_of_stage(), watch.options_of_stage()) if watch is not None else (0, 0)
-        mine = (_number(shapes), len(parts), backward, training, seen, steps, options, _number(trains), seed)
+        modes = backward, training, _number(autocast)
+        mine = (_number(shapes), len(parts), *modes, seen, steps, options, _number(kinds), seed)
         with self._runtime.named("before a step"):
             every = self._comparable(gather_numbers(mine, axis))
         if any(theirs[:-2] != every[0][:-2] for theirs in every):
             raise _different(every, axis)
-        mode = (backward, training, tuple(theirs[-2] for theirs in every))
-        return [(s, mode) for s in shapes], next((theirs[-1] for theirs in every if theirs[-1]), 0)
+        stages = tuple(theirs[-2] for theirs in every)
+        self._take_dtypes(stages)
+        return [(s, (*modes, stages)) for s in shapes], next((theirs[-1] for theirs in every if theirs[-1]), 0)
+
+    def _take_dtypes(self, stages: tuple[int, ...]) -> None:
+        """What stands for other stages' parameters gets their dtypes, where a stage's parameters have changed.
+
+        Raises InputError on all stages where two of them hold one parameter in different dtypes.
+        """
+        if stages == self._kinds:
+            return
+        everywhere = gather_objects(dtypes_of(self._model), self._stages.manager.axis)
+        known: dict[str, tuple[int, torch.dtype]] = {}
+        for stage, dtypes in enumerate(everywhere):
+            for name, dtype in dtypes.items():
+                first = self._stages.parameters[name][0] if name in self._stages.parameters else name
+                other, before = known.setdefault(first, (stage, dtype))
+                if before != dtype:
+                    raise InputError(
+                        f"{first} is {before} on stage {other} and {dtype} on stage {stage}",
+                        rule="The stages that hold a parameter update the same numbers",
+                        remedy="Convert the whole model, model.to(dtype), or these weights by all of their names",
+                    )
+        self._stages.placeholders.take_dtypes(self._model, {n: d for each in everywhere for n, d in each.items()})
+        self._kinds = stages
 
     def _comparable(self, every: Sequence[Sequence[int]]) -> list[list[int]]:
         """What the stages said, without what they need not have in common (``shardformer.reduce.watch``)."""
@@ -395,13 +430,26 @@ def _number(thing: Any) -> int:
     return int.from_bytes(hashlib.sha256(repr(thing).encode()).digest()[:7], "big")
 
 
+def _autocast(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast computes in; None outside of it."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
 def _next_seed() -> int:
     return 1 + int(numbers_in(torch.randint(2**62 - 1, (), device="cpu")))
 
 
 def _different(every: Sequence[Sequence[int]], axis: Axis) -> InputError:
     other = next(stage for stage, theirs in enumerate(every) if theirs[:-2] != every[0][:-2])
-    kinds = ("shapes of batches", "numbers of micro-batches", "calls", "modes of training", "batches", *OF_OPTIMIZERS)
+    kinds = (
+        "shapes of batches",
+        "numbers of micro-batches",
+        "calls",
+        "modes of training",
+        "settings of autocast",
+        "batches",
+        *OF_OPTIMIZERS,
+    )
     what, ours, theirs = next((kind, a, b) for kind, a, b in zip(kinds, every[0], every[other], strict=False) if a != b)
     if what in OF_OPTIMIZERS:
         ranks = axis.ranks[0], axis.ranks[other]

@@ -88,7 +88,7 @@ class StageExchange:
     """
 
     def __init__(self, point_to_point: PointToPoint, tensor: Axis, device: torch.device) -> None:
-        self._point_to_point, self._tensor, self._device = point_to_point, tensor, device
+        self._point_to_point, self._tensor, self.device = point_to_point, tensor, device
         self.known: dict[tuple[int, Hashable], Shapes] = {}
         self.given: Mapping[tuple[int, Hashable], Shapes] = {}
         self._kept: dict[tuple[bool, int, int], list[Tensor]] = {}
@@ -138,11 +138,11 @@ class StageExchange:
                 )
             parts = [t.detach() for t in given]
             if receiver != self._point_to_point.axis.rank and is_new:
-                self._start(_header(shapes, self._device), receiver, "header")
+                self._start(_header(shapes, self.device), receiver, "header")
         else:
             wanted = [s for s in self.known[key] if s.trains]
             parts = [
-                torch.zeros(s.sizes, dtype=s.dtype, device=self._device) if t is None else t
+                torch.zeros(s.sizes, dtype=s.dtype, device=self.device) if t is None else t
                 for t, s in zip(tensors, wanted, strict=True)
             ]
             shapes = tuple(wanted)
@@ -200,7 +200,7 @@ class StageExchange:
                 return  # its own activation has not left yet, whose shapes it has
             posted.append(_Posted(incoming.expected.popleft()))
             if shapes is None:
-                header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self._device)
+                header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self.device)
                 posted[-1].header = header, self._point_to_point.receive(header, incoming.source, "header")
             else:
                 self._post(incoming.source, posted[-1], shapes)
@@ -209,7 +209,7 @@ class StageExchange:
         for shape in shapes:
             start, end = self._own_bounds(shape)
             sizes = (end - start,) if shape.is_cut else shape.sizes
-            part = torch.empty(sizes, dtype=shape.dtype, device=self._device)
+            part = torch.empty(sizes, dtype=shape.dtype, device=self.device)
             posted.parts.append(part)
             if part.numel():
                 posted.works.append(self._point_to_point.receive(part, source, _purpose(posted.action)))

@@ -18,15 +18,17 @@ from shardformer.comm.values import has_values
 
 
 class Placeholders:
-    """The stand-ins in a model, by module and name; they follow when the model moves."""
+    """The stand-ins in a model, by module and name. They have the device of this rank, and the dtype of the parameter
+    wherever it is."""
 
     def __init__(self) -> None:
         self.are_shown = False
         """Whether a stage runs: code that reads the dtype or device of a module then sees its stand-ins too."""
         self._names: dict[int, tuple[str, ...]] = {}  # of each module's parameters, as the plain model registers them
-        self._places: list[tuple[nn.Module, str]] = []
-        self._at: tuple[torch.device, torch.dtype] | None = None
+        self._places: list[tuple[nn.Module, str, tuple[str, ...]]] = []  # with all names in the model
+        self._device: torch.device | None = None
         self._held: tuple[nn.Module, str] | None = None
+        self._own: dict[str, torch.dtype] = {}
 
     def __len__(self) -> int:
         return len(self._places)
@@ -34,21 +36,22 @@ class Placeholders:
     def remove(self, model: nn.Module, held: Mapping[str, bool]) -> None:
         """Takes the parameters out that are not held here, by name. A module with several names is held by any."""
         wanted: dict[tuple[int, str], bool] = {}
+        names: dict[tuple[int, str], tuple[str, ...]] = {}
         modules = list(model.named_modules(remove_duplicate=False))
         for path, module in modules:
             for name in module._parameters:
-                key = (id(module), name)
-                wanted[key] = wanted.get(key, False) or held.get(f"{path}.{name}" if path else name, True)
+                key, full = (id(module), name), f"{path}.{name}" if path else name
+                wanted[key] = wanted.get(key, False) or held.get(full, True)
+                names[key] = (*names.get(key, ()), full)
         self._names = {id(module): tuple(module._parameters) for _, module in modules}
         for _, module in modules:
             for name, param in list(module._parameters.items()):
                 if param is not None and not wanted[id(module), name]:
                     del module._parameters[name]
                     module.__dict__[name] = _stand_in(param)
-                    self._places.append((module, name))
-        if (like := self._parameter_of(model)) is not None:
-            self._at = like.device, like.dtype  # from here on stand-ins follow the model
-        without = {id(module) for module, _ in self._places}
+                    self._places.append((module, name, names[id(module), name]))
+        self._own = dtypes_of(model)
+        without = {id(module) for module, _, _ in self._places}
         for _, module in modules:
             if any(id(inner) in without for inner in module.modules()):
                 module.__dict__["named_parameters"] = _NamedParameters(module, self)
@@ -69,20 +72,29 @@ class Placeholders:
     def has_any(self, module: nn.Module) -> bool:
         """Whether a parameter of the module's own, or of one inside of it, is elsewhere."""
         inside = {id(m) for m in module.modules()}
-        return any(id(m) in inside for m, _ in self._places)
+        return any(id(m) in inside for m, _, _ in self._places)
 
     def follow(self, model: nn.Module) -> None:
-        """After the model was moved to another device or dtype, which stand-ins are not: they are no parameters."""
+        """After the model was moved to another device, which stand-ins are not: they are no parameters."""
         like = self._parameter_of(model)
-        if like is None or (like.device, like.dtype) == self._at:
-            return
-        before, self._at = self._at, (like.device, like.dtype)
-        for module, name in self._places:
-            value = module.__dict__[name]
-            of_model = before is not None and value.dtype == before[1]
-            module.__dict__[name] = (
-                value.as_strided((), ()).to(like.device, like.dtype if of_model else None).expand(value.shape)
-            )
+        if like is not None and like.device != self._device:
+            self._device = like.device
+            for module, name, _ in self._places:
+                _move(module, name, like.device)
+
+    def take_dtypes(self, model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+        """After a conversion of the model: the stand-ins get the dtypes that the parameters have on their own stages.
+
+        Args:
+            dtypes: of the parameters of all stages, by name. One that is not there (a rank is traced alone) is taken to
+                be converted as this rank's parameters of its dtype were.
+        """
+        before, self._own = self._own, dtypes_of(model)
+        converted = {before[name]: dtype for name, dtype in self._own.items() if name in before}
+        for module, name, names in self._places:
+            known = next((dtypes[n] for n in names if n in dtypes), None)
+            now = module.__dict__[name].dtype
+            _move(module, name, known or converted.get(now, now))
 
     def _parameter_of(self, model: nn.Module) -> Tensor | None:
         """A parameter that is here. Where it stands is remembered: a stage may have many modules before its first."""
@@ -124,6 +136,16 @@ class _NamedParameters:
                     yield f"{path}.{name}" if path else name, value
 
 
+def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
+    """Of the parameters that are here, by all of their names."""
+    return {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _move(module: nn.Module, name: str, to: torch.device | torch.dtype) -> None:
+    value: Tensor = module.__dict__[name]
+    module.__dict__[name] = value.as_strided((), ()).to(to).expand(value.shape)
+
+
 def placeholder(*shape: int, like: Tensor) -> Tensor:
     """A tensor of one NaN that looks like ``shape``."""
     return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(shape)
@@ -140,9 +162,12 @@ def output_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     """What a table or a linear would give, without computing it: NaNs, to which a model may add in place."""
     x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
     weight: Any = module.weight
-    width: Any = module.out_features if isinstance(module, nn.Linear) else module.embedding_dim
-    shape = x.shape[:-1] if isinstance(module, nn.Linear) else x.shape
-    return placeholder(*shape, width, like=weight).contiguous()
+    if not isinstance(module, nn.Linear):
+        width: Any = module.embedding_dim
+        return placeholder(*x.shape, width, like=weight).contiguous()
+    out = placeholder(*x.shape[:-1], module.out_features, like=weight).contiguous()
+    kind = x.device.type  # autocast converts what linears give, and not what tables give
+    return out.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else out
 
 
 def has_nan(x: Any) -> bool:

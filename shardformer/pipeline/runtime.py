@@ -132,7 +132,8 @@ class Runtime:
         if action.kind is Kind.FORWARD:
             return self._forward(action)
         if action.kind is Kind.WEIGHT:
-            self._weights.pop((action.stage, action.micro_batch)).run()
+            with self._outside_of_autocast():
+                self._weights.pop((action.stage, action.micro_batch)).run()
             return 0.0
         return self._backward(action)
 
@@ -148,7 +149,9 @@ class Runtime:
         waited = time.perf_counter() - began
         is_last = stage == job.schedule.last
         names = self._chain.carried(span.start)
-        run = StagePass(span, dict(zip(names, received, strict=True)), job.seeds[index])
+        # no leaves: autocast takes those for weights, keeps their copies in 16 bits and adds up gradients in these
+        given = [x.view_as(x) for x in received]
+        run = StagePass(span, dict(zip(names, given, strict=True)), job.seeds[index])
         if is_last:
             run.at_end = lambda: job.head.before(index)
         output, payload = self._stage_forward.run(self._model, run, lambda: self._model(**job.batches[index]))
@@ -180,7 +183,8 @@ class Runtime:
             grads = self._exchange.gradients(stage, index, action.kind)
             waited = time.perf_counter() - began
         trains = [x for x in live.received if x.requires_grad]
-        arrived = self._go_back(action, outputs, grads, trains)
+        with self._outside_of_autocast():
+            arrived = self._go_back(action, outputs, grads, trains)
         if stage > 0:
             self._exchange.send(action, arrived, [])
         return waited
@@ -196,6 +200,11 @@ class Runtime:
         if pairs:
             torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
         return [x.grad for x in inputs]
+
+    def _outside_of_autocast(self) -> torch.autocast:
+        """A backward is outside of the autocast that its forward was in, as in a loop of your own: each operation goes
+        back in the dtype that it came in."""
+        return torch.autocast(self._exchange.device.type, enabled=False)
 
     @contextmanager
     def named(self, what: str) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -35,6 +37,9 @@ from shardformer.policies.paths import (
 from shardformer.policies.roles import MLP, Experts, Role, Stack, exit_of
 
 Replacement = SubModuleReplacementDescription
+ALIGNED = 8
+"""Each rank holds a multiple of so many features of an expert, where the whole expert does: torch's grouped matrix
+products take rows of a multiple of 16 bytes, in 16 bits too."""
 Columns = Mapping[str, dict[str, Any]]
 """Paths of linears, and the arguments of what takes their place."""
 
@@ -110,13 +115,17 @@ class LayerLowering:
         dims = self._expert_dims(experts, shapes)
         width = shapes[experts.down][dims[experts.down]]
         self._check_width(width, f"{experts.at}.{ups[0]}")
-        up_split = Split.fused([width] * experts.fused, self.axis.size)
+        unit = math.gcd(width, ALIGNED)
+        is_aligned = width // unit >= self.axis.size
+        unit = unit if is_aligned else 1
+        up_split = Split.fused([width] * experts.fused, self.axis.size, unit)
         if experts.interleaved:
-            up_split = Split.even(experts.fused * width, self.axis.size, experts.fused)
-        splits = dict.fromkeys(ups, up_split) | {experts.down: Split.even(width, self.axis.size)}
+            up_split = Split.even(experts.fused * width, self.axis.size, experts.fused * unit)
+        splits = dict.fromkeys(ups, up_split) | {experts.down: Split.even(width, self.axis.size, unit)}
         parameters = {join(experts.at, name): {dims[name]: split} for name, split in splits.items()}
         block = BlockDescription(experts.at, [], experts.at, summands=experts.summands)
-        return ModulePolicyDescription(blocks=[block], parameters=parameters)
+        attributes = {} if is_aligned else _computed_one_by_one(module, experts.at)
+        return ModulePolicyDescription(attribute_replacement=attributes, blocks=[block], parameters=parameters)
 
     def _expert_dims(self, experts: Experts, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int]:
         """Which dim of each parameter is cut. Raises PolicyError where none fits, or several do and none is said."""
@@ -166,6 +175,16 @@ class LayerLowering:
                 remedy="Name the parameters of the module; experts that are modules are an MLP with a * in its path",
             )
         return full
+
+
+def _computed_one_by_one(module: nn.Module, at: str) -> dict[str, Any]:
+    """What makes transformers compute each expert by a product of its own, which takes parts of any size."""
+    config: Any = getattr(module, "config", None)
+    if not hasattr(config, "_experts_implementation"):
+        return {}
+    config = copy.deepcopy(config)
+    config._experts_implementation = "eager"
+    return {join(at, "config"): config}
 
 
 def check_exits(stack: Stack, path: str, layers: Sequence[nn.Module]) -> None:

@@ -15,9 +15,10 @@ collectives it starts and waits for, and how much memory it holds.
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -182,11 +183,46 @@ def fake_tensors(*, padded: bool = False) -> Iterator[Callable[[Any], Any]]:
         yield copied
 
 
+class _Here(threading.local):
+    """How many blocks of ``_unpadded`` this thread is in."""
+
+    traces = 0
+
+
+_HERE = _Here()
+_PATCHING = threading.Lock()
+_TRACES = 0
+"""Those of all threads: the first changes transformers, and the last changes it back."""
+_UNDO = ExitStack()
+
+
 @contextmanager
 def _unpadded() -> Iterator[None]:
+    global _TRACES
     if find_spec("transformers") is None:
         yield
         return
+    with _PATCHING:
+        if not _TRACES:
+            _leave_masks_out(_UNDO)
+        _TRACES += 1
+    _HERE.traces += 1
+    try:
+        yield
+    finally:
+        _HERE.traces -= 1
+        with _PATCHING:
+            _TRACES -= 1
+            if not _TRACES:
+                _UNDO.close()
+
+
+def _leave_masks_out(undo: ExitStack) -> None:
+    """transformers makes no mask of a batch without values. In other threads it makes the masks that it always makes.
+
+    Args:
+        undo: gets what changes it back.
+    """
     from transformers import masking_utils
 
     make, find = masking_utils.sdpa_mask, masking_utils.find_packed_sequence_indices
@@ -194,18 +230,16 @@ def _unpadded() -> Iterator[None]:
     def mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """None where it is made of what is padded alone."""
         padded = attention_mask is None or has_values(attention_mask)
-        if not padded and make(*args, attention_mask=None, **kwargs) is None:
+        if _HERE.traces and not padded and make(*args, attention_mask=None, **kwargs) is None:
             return None
         return make(*args, attention_mask=attention_mask, **kwargs)
 
     names = [name for name, made in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.items() if made is make]
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    masking_utils.sdpa_mask = mask
-    for name in names:
-        masking_utils.AttentionMaskInterface.register(name, mask)
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices, masking_utils.sdpa_mask = find, make
+
+    def put(packed: Any, made: Any) -> None:
+        masking_utils.find_packed_sequence_indices, masking_utils.sdpa_mask = packed, made
         for name in names:
-            masking_utils.AttentionMaskInterface.register(name, make)
+            masking_utils.AttentionMaskInterface.register(name, made)
+
+    put(lambda position_ids: None if _HERE.traces else find(position_ids), mask)
+    undo.callback(put, find, make)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -40,18 +43,40 @@ class WithoutCasts(TorchFunctionMode):
 
     def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What a backward computes again, under checkpointing, is without casts too: its nodes run in this mode."""
-        module: Any = torch.autograd
-        run = module._engine_run_backward
-
-        def run_in_mode(*tensors: Any, **options: Any) -> Any:
-            with self:
-                return run(*tensors, **options)
-
-        module._engine_run_backward = run_in_mode
+        _lead_backwards()
+        before, _NOW.mode = _NOW.mode, self
         try:
             return func(*args, **kwargs)
         finally:
-            module._engine_run_backward = run
+            _NOW.mode = before
+
+
+class _Now(threading.local):
+    """The mode in which this thread starts a backward."""
+
+    mode: WithoutCasts | None = None
+
+
+_NOW = _Now()
+_PATCHING = threading.Lock()
+
+
+def _lead_backwards() -> None:
+    """From now on a backward runs in the mode of the thread that starts it; in other threads it stays torch's."""
+    module: Any = torch.autograd
+    with _PATCHING:
+        original = module._engine_run_backward
+        if hasattr(original, "of_torch"):
+            return
+
+        @wraps(original)
+        def run(*tensors: Any, **options: Any) -> Any:
+            with nullcontext() if _NOW.mode is None else _NOW.mode:
+                return original(*tensors, **options)
+
+        leading: Any = run
+        leading.of_torch = original
+        module._engine_run_backward = leading
 
 
 class RandomRounding(TorchDispatchMode):

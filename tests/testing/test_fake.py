@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from transformers import masking_utils
 
 from shardformer.comm.collectives import all_gather, gather_objects
 from shardformer.comm.recorder import Recorder
@@ -205,6 +208,34 @@ def test_every_other_rank_says_what_this_one_says() -> None:
     with fake_tensors():
         whole = all_gather(torch.zeros(3, 2), context.tensor, 1, full=7)
     assert isinstance(whole, FakeTensor) and whole.shape == (3, 7)
+
+
+def test_a_trace_leaves_the_masks_of_other_threads_as_they_are() -> None:
+    """Rows of two texts, while another thread traces; of two traces the first to begin ends first."""
+    model = Sample("llama", changes={"attn_implementation": "sdpa"})().eval()
+    ids = torch.arange(5, 15).view(1, 10)
+    rows = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]])}
+    with torch.no_grad():
+        expected = model(**rows).logits
+        assert not torch.equal(expected, model(input_ids=ids).logits)
+    made = masking_utils.sdpa_mask, masking_utils.find_packed_sequence_indices
+    begun, ended = threading.Barrier(3), threading.Event()
+
+    def trace(waits: threading.Event | None) -> None:
+        with fake_tensors():
+            begun.wait(20)
+            if waits is not None:
+                waits.wait(20)
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.submit(trace, None), threads.submit(trace, ended)
+        begun.wait(20)
+        first.result()
+        with torch.no_grad():
+            assert torch.equal(model(**rows).logits, expected)
+        ended.set()
+        second.result()
+    assert made == (masking_utils.sdpa_mask, masking_utils.find_packed_sequence_indices)
 
 
 def test_live_bytes_follow_what_is_made_and_what_goes() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -97,3 +101,44 @@ def test_the_noise_of_a_gradient_that_is_zero_is_the_rounding_of_what_cancels(po
 
 def plain_of(job: Job) -> Trajectory | None:
     return run_job(job)[0]
+
+
+class Casts(torch.autograd.Function):
+    """Whose backward casts what it is given, in its own time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: list[torch.dtype], wait: Callable[[], Any]) -> Tensor:
+        ctx.seen, ctx.wait = seen, wait
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.wait()
+        ctx.seen.append(grad.float().dtype)
+        return grad, None, None
+
+
+def test_a_backward_of_another_thread_has_its_casts() -> None:
+    """Two comparisons and a plain backward go on at the same time, and end one after the other."""
+    meeting, ends = threading.Barrier(3), [threading.Event() for _ in range(3)]
+    before = torch.autograd.backward
+
+    def run(number: int, *, is_wide: bool) -> torch.dtype:
+        seen: list[torch.dtype] = []
+
+        def wait() -> None:
+            meeting.wait(20)
+            assert number == 0 or ends[number - 1].wait(20)
+
+        x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+        with WithoutCasts() if is_wide else nullcontext():
+            Casts.apply(x, seen, wait).sum().backward()
+        ends[number].set()
+        return seen[0]
+
+    with ThreadPoolExecutor(3) as threads:
+        wide = [threads.submit(run, number, is_wide=number != 1) for number in range(3)]
+        assert [each.result() for each in wide] == [torch.float64, torch.float32, torch.float64]
+    seen: list[torch.dtype] = []
+    Casts.apply(torch.ones(2, dtype=torch.float64, requires_grad=True), seen, lambda: None).sum().backward()
+    assert seen == [torch.float32] and torch.autograd.backward is before

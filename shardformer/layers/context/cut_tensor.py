@@ -36,7 +36,7 @@ _INSIDE = threading.local()
 @contextlib.contextmanager
 def inside_model() -> Iterator[None]:
     """What is computed in here is of a model whose gradients are averaged over the ranks."""
-    before, _INSIDE.now = is_inside(), True
+    before, _INSIDE.now = getattr(_INSIDE, "now", False), True
     try:
         yield
     finally:
@@ -49,7 +49,8 @@ def enter_model(is_now: bool) -> None:
 
 
 def is_inside() -> bool:
-    return getattr(_INSIDE, "now", False)
+    """In a backward, too: what runs there is a part of the model that is computed again."""
+    return getattr(_INSIDE, "now", False) or torch._C._current_graph_task_id() >= 0
 
 
 @dataclass(frozen=True, eq=False)

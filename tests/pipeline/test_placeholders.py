@@ -1,0 +1,61 @@
+"""What stands for the parameters of other stages has their dtypes, and takes no memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.pipeline.placeholders import Placeholders, is_placeholder, output_of
+
+
+def parts() -> tuple[nn.Module, Placeholders]:
+    """A table and a head of another stage, and a layer of this one."""
+    model = nn.ModuleDict({"table": nn.Embedding(5, 4), "layer": nn.Linear(4, 4), "head": nn.Linear(4, 5)})
+    placeholders = Placeholders()
+    held = {name: name.startswith("layer") for name, _ in model.named_parameters()}
+    placeholders.remove(model, held)
+    return model, placeholders
+
+
+def stands(model: nn.Module, path: str) -> Tensor:
+    owner, _, name = path.rpartition(".")
+    value: Tensor = getattr(model.get_submodule(owner), name)
+    assert is_placeholder(value) and value.untyped_storage().nbytes() <= 8
+    return value
+
+
+def test_each_has_the_dtype_that_its_own_stage_says() -> None:
+    model, placeholders = parts()
+    model.to(torch.bfloat16)
+    dtypes = {"table.weight": torch.float16, "layer.weight": torch.bfloat16}
+    placeholders.take_dtypes(model, dtypes)
+    assert stands(model, "table.weight").dtype == torch.float16
+    assert stands(model, "table.weight").shape == (5, 4)
+
+
+def test_where_no_stage_says_it_is_converted_as_the_parameters_here_were() -> None:
+    """A rank that is traced alone hears of no other stage."""
+    model, placeholders = parts()
+    for dtype in (torch.bfloat16, torch.float64, torch.float32):
+        model.to(dtype)
+        placeholders.take_dtypes(model, {})
+        assert stands(model, "table.weight").dtype == stands(model, "head.bias").dtype == dtype
+
+
+def test_a_module_with_two_names_has_the_dtype_by_either() -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(5, 4), "layer": nn.Linear(4, 4)})
+    model["again"] = model["table"]
+    placeholders = Placeholders()
+    placeholders.remove(model, {"table.weight": False, "again.weight": False})
+    placeholders.take_dtypes(model, {"again.weight": torch.float16})
+    assert stands(model, "table.weight").dtype == torch.float16
+
+
+def test_what_a_linear_would_give_has_the_dtype_of_autocast_and_a_table_its_own() -> None:
+    linear, table = nn.Linear(4, 3), nn.Embedding(5, 4)
+    x, ids = torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            assert output_of(linear, (x,), {}).dtype == linear(x).dtype == dtype
+            assert output_of(table, (ids,), {}).dtype == table(ids).dtype == torch.float32
+    assert output_of(linear, (x,), {}).dtype == torch.float32 and is_placeholder(output_of(linear, (x,), {}))

@@ -1,0 +1,221 @@
+"""One backward in 16 bits, sharded and plain, both held against fp64: the sharded one is not further away.
+
+The bound is the error of the plain model in the same precision, of the same weights. Ranks that add up parts round once
+more each, so that all gradients together may be ``FACTOR`` times as far from fp64 as the plain ones, and those of one
+parameter ``FACTOR_OF_ONE`` times. What is left out, counted twice or computed in fewer bits is further away.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardformer
+from shardformer.comm.collectives import all_reduce
+from shardformer.engine.parallel import Parallel
+from shardformer.engine.pipeline import Pipeline
+from shardformer.mesh.context import ParallelContext, with_sequence, with_tensor
+from shardformer.mesh.sizes import total_of
+from shardformer.optim.settings import LossScale, Precision
+from shardformer.optim.zero import zero
+from shardformer.sharder import shard_model
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import counts_by_sample, num_samples, sample_loss
+from shardformer.verify.arithmetic import WithoutCasts
+from shardformer.verify.replay import Replay
+from shardformer.verify.run import _gathered, _gradient
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SCALE = 2.0**10
+"""Of the loss in fp16: the default is for larger models, whose gradients are smaller."""
+FACTOR, FACTOR_OF_ONE = 1.35, 2.5
+_COPYING = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where 16 bits come from.
+
+    Args:
+        kind: "zero", "engine" (both keep masters), "autocast" (in the user's loop), "converted" or "converted later"
+            (the model's parameters, before and after it is sharded).
+        options: of ``Parallel``: the stage of ZeRO, offload.
+        checkpointing: whether layers are computed again in the backward.
+    """
+
+    kind: str
+    precision: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    checkpointing: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.precision]
+
+    @property
+    def of_inputs(self) -> torch.dtype:
+        return torch.float32 if self.kind == "autocast" else self.dtype
+
+    @property
+    def scale(self) -> float:
+        return SCALE if self.precision == "fp16" else 1.0
+
+    @property
+    def asked(self) -> Precision:
+        """Each rank has a scale of its own, as processes have."""
+        return Precision(self.precision, loss_scale=LossScale(SCALE))
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", dtype=self.dtype) if self.kind == "autocast" else nullcontext()
+
+
+@dataclass
+class Found:
+    """What a backward leaves: the loss, and all gradients in fp64."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+@dataclass
+class Reference:
+    """A model with a batch: its gradients in fp64, and of the plain model in 16 bits.
+
+    Args:
+        head: the class of transformers, by which the loss is known.
+    """
+
+    model: nn.Module
+    batch: Mapping[str, Tensor]
+    head: str
+    _known: dict[Any, tuple[Found, Found]] = field(default_factory=dict)
+
+    def both(self, entry: Entry) -> tuple[Found, Found]:
+        """(in fp64, in 16 bits) of the weights that the 16 bits begin with."""
+        key = entry.kind == "autocast", entry.precision
+        if key not in self._known:
+            narrow = self._plain(copy.deepcopy(self.model).to(entry.of_inputs), entry)
+            exact = copy.deepcopy(self.model).to(entry.of_inputs).double()
+            if getattr(config := getattr(exact, "config", None), "_experts_implementation", None):
+                config._experts_implementation = "eager"  # type: ignore[union-attr]  # the others have no fp64
+            with WithoutCasts():
+                loss = sample_loss(exact, floats_in(floats_in(self.batch, entry.of_inputs), torch.float64))
+                loss.backward()
+            self._known[key] = Found(float(loss.detach()), _gradients(exact)), narrow
+        return self._known[key]
+
+    def _plain(self, model: nn.Module, entry: Entry) -> Found:
+        with entry.autocast():
+            loss = sample_loss(model, floats_in(self.batch, entry.of_inputs))
+        (loss * entry.scale).backward()
+        return Found(float(loss.detach()), {n: g / entry.scale for n, g in _gradients(model).items()})
+
+    def sharded(self, entry: Entry, layout: Mapping[str, Any]) -> Found:
+        """Over ranks that are threads. All have the same loss."""
+        parallel = Parallel(**layout)
+        axes = {name: size for name, size in parallel.sizes.items() if size is not None}
+        axes["sequence"] = total_of(parallel.sequence)
+
+        def run(context: ParallelContext) -> Found:
+            with _COPYING:
+                model = copy.deepcopy(self.model)
+            context = with_tensor(with_sequence(context, parallel.sequence), parallel.tensor)
+            return _Rank(self, entry, parallel, context).train(model)
+
+        first, *others = run_as_threads(run, **axes, in_turn=True)
+        assert all(other.loss == first.loss for other in others)
+        return first
+
+
+@dataclass
+class _Rank:
+    of: Reference
+    entry: Entry
+    parallel: Parallel
+    context: ParallelContext
+
+    def train(self, model: Any) -> Found:
+        entry, data = self.entry, self.context.data
+        batch = {n: x.chunk(data.size)[data.rank] if x.dim() else x for n, x in self.of.batch.items()}
+        batch = floats_in(batch, entry.of_inputs)
+        if entry.kind == "engine":
+            return self._engine(model, batch)
+        if entry.kind == "converted":
+            model = model.to(entry.dtype)
+        model = shard_model(model, config=self.parallel.shard_config(self.context))
+        if entry.checkpointing:
+            model.gradient_checkpointing_enable()
+        if entry.kind == "converted later":
+            model = model.to(entry.dtype)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        keeps = entry.kind == "zero" or "zero" in entry.options
+        if keeps:
+            asked = {"stage" if name == "zero" else name: value for name, value in entry.options.items()}
+            optimizer = zero(optimizer, model, **asked, precision=entry.asked if entry.kind == "zero" else "fp32")
+        if self.context.pipe.size > 1:
+            with entry.autocast():
+                loss, scale = self._pipeline(model).step(batch), 1.0
+        else:
+            with entry.autocast():
+                loss = sample_loss(model, batch)
+            scale = 1.0 if keeps else entry.scale
+            optimizer.backward(loss) if keeps else (loss * scale).backward()
+        return self._found(model, optimizer, loss, scale)
+
+    def _engine(self, model: Any, batch: Mapping[str, Tensor]) -> Found:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        parallel = replace(self.parallel, **self.entry.options, precision=self.entry.asked)
+        engine = shardformer.initialize(model, optimizer, parallel=parallel, context=self.context)
+        if self.entry.checkpointing:
+            engine.model.gradient_checkpointing_enable()
+        loss = engine(batch)
+        engine.backward(loss)
+        return self._found(engine.model, engine.optimizers[0], loss, 1.0, is_mean=True)
+
+    def _pipeline(self, model: nn.Module) -> Pipeline:
+        count = self.parallel.micro_batches or 2
+        weight = num_samples if counts_by_sample(self.of.head) else None
+        return Pipeline(
+            model, count, loss_fn=lambda out, part: sample_loss(Replay(model, out, part), part), loss_weight=weight
+        )
+
+    def _found(self, model: Any, optimizer: Any, loss: Tensor, scale: float, *, is_mean: bool = False) -> Found:
+        mean = loss.detach().double().clone()
+        if not is_mean:
+            mean = all_reduce(mean, self.context.data) / self.context.data.size
+        own = {n: _gradient(optimizer, n, p) for n, p in model.named_parameters()}
+        whole = _gathered(model, self.context, own)
+        return Found(float(mean), {n: g.detach().double() / scale for n, g in whole.items() if g is not None})
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def floats_in(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {n: x.to(dtype) if x.is_floating_point() else x for n, x in batch.items()}
+
+
+def assert_as_exact(reference: Reference, entry: Entry, layout: Mapping[str, Any]) -> str:
+    """Trains one step; raises AssertionError where the sharded model is further from fp64 than the plain one."""
+    exact, plain = reference.both(entry)
+    found, eps = reference.sharded(entry, layout), torch.finfo(entry.dtype).eps
+    assert abs(found.loss - exact.loss) <= FACTOR * abs(plain.loss - exact.loss) + eps * abs(exact.loss)
+    assert found.gradients.keys() == exact.gradients.keys()
+    wrong, errors = [], []
+    for name, g in exact.gradients.items():
+        ours, theirs = float((found.gradients[name] - g).norm()), float((plain.gradients[name] - g).norm())
+        errors.append((ours, theirs))
+        if not ours <= FACTOR_OF_ONE * (theirs + eps * float(g.norm())):
+            wrong.append(f"{name}: {ours:.2e}, plain {theirs:.2e}, of {float(g.norm()):.2e}")
+    ours, theirs = (sum(x * x for x in column) ** 0.5 for column in zip(*errors, strict=True))
+    assert not wrong, wrong
+    assert ours <= FACTOR * theirs, f"all: {ours:.2e}, plain {theirs:.2e}"
+    return f"{ours / theirs:.2f}"

@@ -1,0 +1,83 @@
+"""16 bits over every layout, of every family, from every entry point: as close to fp64 as the plain model is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from shardformer.layers.dropout import silence_dropout
+from shardformer.testing.zoo import MAIN, SMALL, Batches, Sample
+from tests.precision.crossing import Entry, Reference, assert_as_exact
+from tests.verify.deep import deep
+
+LAYOUTS: Mapping[str, dict[str, Any]] = {
+    "tensor": {"tensor": 2},
+    "uneven tensor": {"tensor": 3},
+    "sequence parallel": {"tensor": 2, "sequence_parallel": True},
+    "overlap": {"tensor": 2, "sequence_parallel": True, "sequence_overlap": True},
+    "ring": {"sequence": 2, "context_parallel": "ring"},
+    "ulysses": {"sequence": 2, "context_parallel": "ulysses"},
+    "2d": {"tensor": (2, 2), "tensor_mode": "2d"},
+    "2.5d": {"tensor": (2, 2, 2), "tensor_mode": "2.5d"},
+    "3d": {"tensor": (2, 2, 2), "tensor_mode": "3d"},
+    "data": {"data": 2},
+    "gpipe": {"pipe": 2, "schedule": "gpipe"},
+    "1f1b": {"pipe": 2, "schedule": "1f1b"},
+    "interleaved": {"pipe": 2, "schedule": "interleaved"},
+    "zbv": {"pipe": 2, "schedule": "zbv"},
+    "interleaved_zb": {"pipe": 2, "schedule": "interleaved_zb"},
+    "pipe, data and tensor": {"pipe": 2, "data": 2, "tensor": 2},
+    "kernels": {"tensor": 2, "flash_attention": True, "fused_normalization": True, "jit_fused": True},
+}
+ENTRIES: Mapping[str, Entry] = {
+    "zero 1 bf16": Entry("zero", "bf16", {"zero": 1}),
+    "autocast bf16": Entry("autocast", "bf16"),
+    "converted bf16": Entry("converted", "bf16"),
+    "zero 3 fp16": Entry("zero", "fp16", {"zero": 3}),
+    "converted later bf16": Entry("converted later", "bf16"),
+    "engine bf16": Entry("engine", "bf16"),
+    "zero 2 bf16, offload": Entry("zero", "bf16", {"zero": 2, "offload": "cpu"}),
+    "autocast fp16, checkpointing": Entry("autocast", "fp16", checkpointing=True),
+    "engine 3 bf16, checkpointing": Entry("engine", "bf16", {"zero": 3}, checkpointing=True),
+    "converted fp16": Entry("converted", "fp16"),
+    "zero 0 fp16, checkpointing": Entry("zero", "fp16", {"zero": 0}, checkpointing=True),
+    "engine 1 fp16, offload": Entry("engine", "fp16", {"zero": 1, "offload": "cpu"}),
+    "converted later fp16": Entry("converted later", "fp16"),
+    "autocast bf16, zero 3": Entry("autocast", "bf16", {"zero": 3}),
+    "engine bf16, activations on the host": Entry("engine", "bf16", {"activations": "host"}),
+}
+# What rounding makes another way through a model is no measure of rounding: T5's ReLU.
+CHANGES: Mapping[str, dict[str, Any]] = {"t5": {"feed_forward_proj": "gated-gelu"}}
+
+
+@cache
+def reference(family: str, *, is_deep: bool) -> Reference:
+    sample = deep(family) if is_deep else Sample(family)
+    torch.manual_seed(0)
+    model = Sample(family, changes={**sample.changes, **CHANGES.get(family, {})})().float().train()
+    silence_dropout(model)
+    head = MAIN[family]
+    return Reference(model, Batches(head)(0), head)
+
+
+# Every family meets every layout, and each entry point every layout.
+CASES = [
+    (family, layout, list(ENTRIES)[(4 * i + j) % len(ENTRIES)])
+    for i, family in enumerate(SMALL)
+    for j, layout in enumerate(LAYOUTS)
+]
+
+
+@pytest.mark.reduced
+@pytest.mark.parametrize(("family", "layout", "entry"), CASES)
+def test_a_step_is_as_exact_as_the_plain_one(family: str, layout: str, entry: str) -> None:
+    print(
+        family,
+        layout,
+        entry,
+        assert_as_exact(reference(family, is_deep="pipe" in LAYOUTS[layout]), ENTRIES[entry], LAYOUTS[layout]),
+    )

@@ -1,0 +1,207 @@
+"""16 bits over pipeline stages: one micro-batch is computed to the bit as by the plain model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardformer.engine.pipeline import Pipeline
+from shardformer.errors import InputError
+from shardformer.mesh.context import ParallelContext
+from shardformer.pipeline.stage_manager import PipelineStageManager
+from shardformer.sharder import shard_model
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import MAIN, Batches, Sample
+from shardformer.verify.run import _gathered
+from tests.precision.crossing import floats_in
+from tests.verify.deep import deep
+from tests.verify.variants import VARIANTS
+
+# Rotary positions of several kinds, ALiBi, learned positions, and relative position biases.
+UNTIED = ("llama", "chatglm", "gptj", "qwen3", "mistral")
+FAMILIES = (*UNTIED, "bloom", "falcon with ALiBi", "gpt2", "bert", "t5", "whisper")
+SUMS_OVER_LAYERS = ("t5", "whisper")
+"""The gradients of what several layers read, an encoder's states, are added up stage by stage: in another order."""
+Convert = Callable[[Any], Any]
+
+
+def halved(model: nn.Module) -> nn.Module:
+    return model.to(torch.bfloat16)
+
+
+def by_hand(model: nn.Module) -> nn.Module:
+    for p in model.parameters():
+        p.data = p.data.half()
+    return model
+
+
+def tables_alone(model: nn.Module) -> nn.Module:
+    """Tables in 16 bits, under autocast: positions have the dtype of what the table of another stage gives."""
+    for path, module in model.named_modules():
+        if "embed" in path.rpartition(".")[2] and getattr(module, "weight", None) is not None:
+            module.to(torch.bfloat16)
+    return model
+
+
+CONVERSIONS: Mapping[str, tuple[Convert, torch.dtype | None]] = {
+    "to": (halved, None),
+    "by hand": (by_hand, None),
+    "autocast": (lambda model: model, torch.bfloat16),
+    "autocast of tables in 16 bits": (tables_alone, torch.bfloat16),
+}
+
+
+def autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+
+
+def sample_of(family: str) -> Sample:
+    if family == "falcon with ALiBi":
+        return deep("falcon", **VARIANTS["falcon of groups with ALiBi"].changes)
+    return deep(family)
+
+
+def cut(model: nn.Module, context: ParallelContext, schedule: str = "1f1b") -> Any:
+    manager = PipelineStageManager(context, schedule)
+    return shard_model(copy.deepcopy(model), context=context, pipeline_stage_manager=manager)
+
+
+@pytest.mark.reduced
+@pytest.mark.parametrize(
+    ("family", "conversion"),
+    [(f, c) for f in FAMILIES for c in CONVERSIONS if f in UNTIED or c != "autocast of tables in 16 bits"],
+)
+def test_what_is_converted_after_sharding_is_computed_to_the_bit(family: str, conversion: str) -> None:
+    convert, dtype = CONVERSIONS[conversion]
+    sample = sample_of(family)
+    torch.manual_seed(0)
+    model = sample().float().train()
+    plain = convert(copy.deepcopy(model))
+    batch = floats_in(
+        Batches(MAIN[sample.family])(0), torch.float32 if dtype is not None else next(plain.parameters()).dtype
+    )
+    with autocast(dtype):
+        loss = plain(**batch).loss
+    loss.backward()
+    want = {n: p.grad for n, p in plain.named_parameters()}
+
+    def train(context: ParallelContext) -> None:
+        ours = convert(cut(model, context))
+        with autocast(dtype):
+            found = Pipeline(ours, 1).step(batch)
+        assert found == loss.detach().float()
+        grads = _gathered(ours, context, {n: p.grad for n, p in ours.named_parameters()})
+        assert grads.keys() == want.keys()
+        wrong = [n for n, g in want.items() if not _same(grads[n], g)]
+        assert family in SUMS_OVER_LAYERS or not wrong
+
+    run_as_threads(train, pipe=2, in_turn=True)
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b is None or (a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b))
+
+
+def test_a_model_may_change_between_steps() -> None:
+    """Stages remember the shapes of what they hand to each other, and of each dtype others."""
+    torch.manual_seed(0)
+    model = deep("llama")().float().train()
+    batch = Batches(MAIN["llama"])(0)
+    changes: list[tuple[Convert, torch.dtype | None]] = [
+        (nn.Module.float, None),
+        (nn.Module.float, torch.bfloat16),
+        (halved, None),
+        (nn.Module.half, None),
+        (nn.Module.float, torch.float16),
+        (nn.Module.float, None),
+    ]
+
+    def losses(model: Any, loss_of: Callable[[], Tensor]) -> list[float]:
+        found = []
+        for convert, dtype in changes:
+            convert(model)
+            model.zero_grad()
+            with autocast(dtype):
+                found.append(float(loss_of().detach()))
+        return found
+
+    plain = copy.deepcopy(model)
+    want = [losses(plain, lambda: plain(**batch).loss) for _ in range(2)]  # a conversion rounds the weights for good
+
+    def train(context: ParallelContext) -> None:
+        ours = cut(model, context)
+        pipeline = Pipeline(ours, 1)
+        assert losses(ours, lambda: pipeline.step(batch)) == want[0]
+        assert losses(ours, lambda: pipeline.evaluate(batch)) == want[1]
+
+    run_as_threads(train, pipe=2, in_turn=True)
+
+
+def test_tied_weights_of_two_dtypes_are_refused_on_all_stages() -> None:
+    """The table is converted, and with it on one device the head; on the last stage there is the head alone."""
+    torch.manual_seed(0)
+    model = deep("bloom")().float().train()
+    batch = Batches(MAIN["bloom"])(0)
+
+    def train(context: ParallelContext) -> None:
+        ours = cut(model, context)
+        if context.pipe.rank == 0:
+            ours.transformer.word_embeddings.to(torch.bfloat16)
+        with pytest.raises(InputError, match=r"word_embeddings.weight is torch.bfloat16 on stage 0 and torch.float32"):
+            Pipeline(ours, 2).step(batch)
+
+    run_as_threads(train, pipe=2, in_turn=True)
+
+
+def test_stages_under_different_autocast_are_refused_on_all() -> None:
+    torch.manual_seed(0)
+    model = deep("llama")().float().train()
+    batch = Batches(MAIN["llama"])(0)
+
+    def train(context: ParallelContext) -> None:
+        pipeline = Pipeline(cut(model, context), 2)
+        with (
+            autocast(torch.bfloat16 if context.rank else None),
+            pytest.raises(InputError, match="settings of autocast"),
+        ):
+            pipeline.step(batch)
+
+    run_as_threads(train, pipe=2, in_turn=True)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_backward_is_outside_of_autocast(schedule: str) -> None:
+    """Products that a forward computes in fp32, without autocast, go back in fp32."""
+    torch.manual_seed(0)
+    model = deep("llama")().float().train()
+    batch = Batches(MAIN["llama"])(0)
+
+    def widen(model: Any) -> Any:
+        for layer in model.model.layers:
+            layer.mlp.forward = in_fp32(layer.mlp.forward)
+        return model
+
+    def train(context: ParallelContext) -> None:
+        ours = widen(cut(model, context, schedule))
+        with autocast(torch.bfloat16):
+            Pipeline(ours, 2).step(batch)
+        for name, p in ours.named_parameters():
+            assert p.grad is not None
+            in_16_bits = torch.equal(p.grad, p.grad.bfloat16().float())
+            assert not (".mlp." in name and in_16_bits), name
+
+    run_as_threads(train, pipe=2, in_turn=True)
+
+
+def in_fp32(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def wide(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return forward(x.float())
+
+    return wide
