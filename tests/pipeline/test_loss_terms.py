@@ -184,6 +184,7 @@ def tokens() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+@pytest.mark.slow
 def test_the_loss_of_routers_is_that_of_the_batch_or_by_loss_weight_the_mean_of_the_micro_batches() -> None:
     def train(**options: Any) -> float:
         made = mixtral()
