@@ -15,6 +15,8 @@ from shardformer.errors import ConfigError
 from shardformer.mesh.context import ParallelContext
 from shardformer.testing.threads import run_as_threads
 
+pytestmark = pytest.mark.slow
+
 
 class Attention(nn.Module):
     def __init__(self, width: int) -> None:
