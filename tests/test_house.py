@@ -255,6 +255,7 @@ SHARED = {
     "policies.registry._REGISTERED": "what the user registers for the process",
     "reduce.watch._IS_SEEING": "set once, under a lock",
     "reduce.watch._SIGNS": "constants, the same whoever makes them",
+    "testing.fake._TRACES": "counted under a lock",
     "trainer.agreement._REPLACED": "handlers of signals, which a process has once, and its main thread sets",
 }
 """What changes at module level, and why ranks that are threads of one process may have it in common."""

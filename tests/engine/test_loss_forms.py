@@ -91,18 +91,11 @@ def test_over_two_stages_too(form: str) -> None:
         assert found == pytest.approx(expected, abs=1e-9)
 
 
-<<<<<<< HEAD
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["key", "itself"])
-def test_verify_takes_it(form: str) -> None:
-    assert verify(functools.partial(model, form), batch, data=2, tensor=1, dtype=torch.float64, steps=2).passed
-=======
 @pytest.mark.full
 def test_verify_takes_it() -> None:
     assert verify(
         functools.partial(model, "first of a tuple"), batch, data=2, tensor=1, dtype=torch.float64, steps=2
     ).passed
->>>>>>> h_engine
 
 
 NOT_LOSSES: dict[str, Any] = {
