@@ -246,12 +246,14 @@ SHARED = {
     "layout.state._TABLES": "read under a lock, and by the rank that asks alone",
     "layout.state._OWNERS": "by the identity of a parameter, of which its own rank alone asks",
     "lazy.recorder._IS_HOOKED": "set once, under a lock",
+    "mesh.presence._OF_PROCESS": "by the process, which has one thread that answers others",
     "policies.infer.given._KNOWN": "findings about classes and configs, made under a lock",
     "policies.infer.prove_context._KNOWN": "findings about classes and configs, made under a lock",
     "policies.infer.prove_grid._KNOWN": "findings about classes and configs, made under a lock",
     "policies.registry._REGISTERED": "what the user registers for the process",
     "reduce.watch._IS_SEEING": "set once, under a lock",
     "reduce.watch._SIGNS": "constants, the same whoever makes them",
+    "trainer.agreement._REPLACED": "handlers of signals, which the main thread alone sets",
 }
 """What changes at module level, and why ranks that are threads of one process may have it in common."""
 COLLECTIONS = re.compile(r"(dict|list|set|OrderedDict|defaultdict|Counter|deque|Weak\w+)")

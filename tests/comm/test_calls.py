@@ -110,7 +110,7 @@ def test_a_rank_may_come_late() -> None:
 
 
 def of_processes(folder: str, others: str) -> str:
-    presence.SURE_AFTER, presence.ASK_EVERY_S, presence.LOOK_EVERY_S, processes.ASK_AFTER_S = 2, 0.1, 0.05, 0.1
+    presence.SURE_AFTER_S, presence.LOOK_EVERY_S, processes.ASK_AFTER_S, processes.ASK_EVERY_S = 0.2, 0.05, 0.1, 0.1
     context = launch_from_torch(data=2)
     engine = made(context)
     said = ""
