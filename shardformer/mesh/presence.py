@@ -16,14 +16,20 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+ENDED = "ended"
 QUESTION = "shardformer/presence/question"
 """Where the number of questions is, in the launcher's store."""
-ASK_EVERY_S = 2.0
 LOOK_EVERY_S = 0.5
 END_S = 2.0
-SURE_AFTER = 8
-"""So many answers in a row that a process waits at one place: longer than one collective takes."""
-WAITS_IN = (os.path.join("torch", "distributed", ""), os.path.join("shardformer", "mesh", ""))
+SURE_AFTER_S = 15.0
+"""A process that has waited so long at one place does not come: longer than one collective takes."""
+FORGOTTEN_AFTER_S = 10.0
+WAITS_IN = (
+    os.path.join("torch", "distributed", "distributed_c10d.py"),
+    os.path.join("torch", "distributed", "c10d_logger.py"),
+    os.path.join("torch", "distributed", "_functional_collectives.py"),
+    os.path.join("shardformer", "mesh", ""),
+)
 """A thread whose innermost frame is in a file of these waits for other processes."""
 
 
@@ -36,7 +42,7 @@ class Presence:
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank = store, rank
         self._ends = threading.Event()
-        self._asked_at, self._has_left = 0.0, False
+        self._has_left = False
         self._thread = threading.Thread(target=self._answer, name="shardformer-presence", daemon=True)
         self._thread.start()
         atexit.register(self.end)
@@ -59,52 +65,65 @@ class Presence:
     def is_in(self, store: Any) -> bool:
         return self._store is store
 
-    def waiting(self, ranks: Collection[int]) -> dict[int, str]:
-        """Those of ``ranks`` that wait for others, or have ended, and where, as far as it is known."""
-        now = time.monotonic()
+    def ask(self) -> int:
+        """The number of a new question, which the threads of all processes answer."""
         with suppress(RuntimeError):
-            if now - self._asked_at >= ASK_EVERY_S:
-                self._asked_at = now
-                self._store.add(QUESTION, 1)
+            return int(self._store.add(QUESTION, 1))
+        return 0
+
+    def waiting(self, ranks: Collection[int], since: int) -> dict[int, str]:
+        """Those of ``ranks`` that wait for others, or have ended, and where, as far as it is known.
+
+        Args:
+            since: the question that the answers are not to be older than.
+        """
+        with suppress(RuntimeError):
             found = {}
             for rank in ranks:
                 if not self._store.check([_key(rank)]):
                     continue
-                count, _, place = self._store.get(_key(rank)).decode().partition(" ")
-                if count == "ended":
+                question, _, answer = self._store.get(_key(rank)).decode().partition(" ")
+                seconds, _, place = answer.partition(" ")
+                if question == ENDED:
                     found[rank] = "has come to the end of its script"
-                elif int(count) >= SURE_AFTER:
+                elif int(question) >= since and float(seconds) >= SURE_AFTER_S:
                     found[rank] = f"waits for other ranks in {place}"
             return found
         return dict.fromkeys(ranks, "cannot be asked, since the process that has the store is gone")
 
     def _answer(self) -> None:
-        """``COUNT PLACE``: at how many questions in a row the main thread waited at one place; 0 where it did not."""
-        number = before = None
-        count = 0
+        """``QUESTION SECONDS PLACE``: how long the main thread has waited in one call; -1 where it does not wait."""
+        number, asked_at = 0, 0.0
+        call: FrameType | None = None  # it is held, so that no other call has its address
+        since = 0.0
         while not self._ends.wait(LOOK_EVERY_S):
             try:
-                asked = self._store.add(QUESTION, 0)
+                now, asked = time.monotonic(), self._store.add(QUESTION, 0)
                 if asked == number:
+                    if now > asked_at + FORGOTTEN_AFTER_S:
+                        call = None
                     continue
-                here = _place_of_main()
-                count = 0 if here is None else count + 1 if here == before else 1
-                before, number = here, asked
-                self._store.set(_key(self._rank), f"{count} {'' if here is None else here[-1]}")
+                number, asked_at = asked, now
+                here = _call_of_main()
+                if here is not call:
+                    call, since = here, now
+                waited = f"{now - since:.1f} {_caller(call)}" if call is not None else "-1 "
+                self._store.set(_key(self._rank), f"{asked} {waited}")
+                here = None
             except RuntimeError:  # the process that has the store is gone
                 return
         if not self._has_left:
             with suppress(RuntimeError):
-                self._store.set(_key(self._rank), "ended")
+                self._store.set(_key(self._rank), ENDED)
 
 
-def _place_of_main() -> tuple[int, str] | None:
-    """(the call in which the main thread waits for other processes, the line that made it); None if it does not."""
+def _call_of_main() -> FrameType | None:
+    """The call in which the main thread waits for other processes; None if it does not."""
     at = sys._current_frames().get(threading.main_thread().ident or 0)
     call: FrameType | None = None
     while at is not None and any(part in at.f_code.co_filename for part in WAITS_IN):
         at, call = at.f_back, at
-    return None if call is None else (id(call), _caller(call))
+    return call
 
 
 def _caller(frame: FrameType) -> str:

@@ -21,6 +21,7 @@ from shardformer.mesh.transport import NOBODY, Lines, Meeting, Transport, Word, 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.25
 ASK_AFTER_S = 5.0
 """When ranks that have not come to a call are asked whether they wait for others."""
+ASK_EVERY_S = 2.0
 REST_S = 5.0
 """How long the rest is waited for when two ranks came to different calls: all are to hear of it."""
 
@@ -196,6 +197,7 @@ class ProcessGroupTransport:
     def _met(self, store: Any, name: str, number: int, asked: Presence) -> Meeting:
         """Waits for those that have not come while they may. What this call came to is left for those that are late."""
         begin, pause_s = time.monotonic(), FIRST_PAUSE_S
+        first, ask_at = 0, begin + ASK_AFTER_S
         differs_since: float | None = None
         while True:
             words = self._words(store, name, number)
@@ -207,7 +209,10 @@ class ProcessGroupTransport:
             absent = [rank for rank, word in zip(self._ranks, words, strict=True) if word is None]
             if differs_since is None and len({word.call for word in words if word is not None}) > 1:
                 differs_since = now
-            missing = asked.waiting(absent) if now - begin > ASK_AFTER_S else {}
+            if now > ask_at:
+                question, ask_at = asked.ask(), now + ASK_EVERY_S
+                first = first or question
+            missing = asked.waiting(absent, first) if ask_at > begin + ASK_AFTER_S else {}
             late = now - begin > store.timeout.total_seconds()
             if late or len(missing) == len(absent) or (differs_since is not None and now - differs_since > REST_S):
                 store.set(f"{name}/failed/{number}", "")

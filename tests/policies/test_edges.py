@@ -375,7 +375,7 @@ def test_what_the_first_rank_cannot_write_all_say(tmp_path: Path) -> None:
 
 
 def saved_by_one(folder: str) -> str:
-    presence.SURE_AFTER, presence.ASK_EVERY_S, processes.ASK_AFTER_S = 2, 0.1, 0.1
+    presence.SURE_AFTER_S, presence.LOOK_EVERY_S, processes.ASK_AFTER_S, processes.ASK_EVERY_S = 0.2, 0.1, 0.1, 0.1
     context = launch_from_torch()
     model: Any = shard_model(Sample("llama")(), context=context)
     if context.tensor.rank == 0:
