@@ -429,12 +429,12 @@ def test_a_grid_that_the_processes_do_not_fill(pool2: WorkerPool, sizes: Any, wo
 
 
 def _shard_over(**sizes: int) -> Refusal:
-    context, model = launch_from_torch(**sizes), ToyLM()
-    return refusal_of(lambda: shard_model(model, ToyPolicy, context=context), model)
+    context, model = launch_from_torch(**sizes), nn.Bilinear(4, 4, 2)
+    return refusal_of(lambda: shard_model(model, context=context), model)
 
 
 def test_an_axis_over_which_nothing_is_cut(pool2: WorkerPool) -> None:
-    refused(pool2.run(_shard_over, sequence=2), ConfigError, "sequence=2", "enable_sequence_parallelism")
+    refused(pool2.run(_shard_over, sequence=2), ConfigError, "sequence=2")
 
 
 def _lay_different_grids() -> Refusal:

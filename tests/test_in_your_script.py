@@ -18,7 +18,7 @@ from shardformer.testing.zoo import MAIN, Batches, Sample
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "in-your-script.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-PIECES = dict(re.findall(r"^## (.*?)\n.*?```python\n(.*?)```", TEXT, re.DOTALL | re.MULTILINE))
+PIECES = dict(re.findall(r"^## ([^\n]*)\n(?:(?!^## ).)*?```python\n(.*?)```", TEXT, re.DOTALL | re.MULTILINE))
 EPS = 1e-4
 ATOL = 2e-5
 PLAIN_STATE = "weights = shardformer.full_state_dict(model)"

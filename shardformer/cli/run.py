@@ -343,7 +343,7 @@ def _meeting(options: argparse.Namespace, endpoint: str) -> AbstractContextManag
     return Meeting(host, int(port), options.node_rank, int(options.nnodes.rpartition(":")[2]), "node").watched()
 
 
-def _launch(options: argparse.Namespace, command: str) -> int:
+def _launch(options: argparse.Namespace, command: str = "run") -> int:
     """Run the processes to their end; 0 when all ended well, else 1 after a last line that names the cause."""
     from torch.distributed import DistNetworkError
     from torch.distributed import run as torchrun

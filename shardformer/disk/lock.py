@@ -7,6 +7,7 @@ the same machine and has ended, or is of another machine and does not refresh th
 from __future__ import annotations
 
 import errno
+import fcntl
 import getpass
 import json
 import os
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardformer.disk.writing import Process, private_path, remove, write_new
+from shardformer.disk.writing import Process, write_new
 from shardformer.errors import ConfigError, InputError
 
 LOCK = ".shardformer.lock"
@@ -229,14 +230,19 @@ def _sign(path: Path) -> tuple[int, ...]:
 
 
 def _remove_stale(path: Path, stale: dict[str, Any]) -> None:
-    """Removes a lock whose owner is gone, unless another process has taken it over a moment ago."""
-    aside = private_path(path)
-    with suppress(FileNotFoundError):
-        path.rename(aside)
-        if _read(aside) != stale:
-            with suppress(OSError):
-                os.link(aside, path)
-        remove(aside)
+    """Removes a lock whose owner is gone, unless another process has taken it over a moment ago.
+
+    Processes of one machine do this one after the other: else one could remove the lock that another has just made.
+    """
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # not every network file system has such locks; ``check_held`` finds what is lost then
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        if _read(path) == stale:
+            with suppress(FileNotFoundError):
+                path.unlink()
+    finally:
+        os.close(folder)
 
 
 def _described(found: dict[str, Any]) -> str:

@@ -351,7 +351,7 @@ class _Meeting:
     """Where the workers find each other: a file for the pool's own group, a port for what a function initialises."""
 
     def __init__(self) -> None:
-        self._folder = TemporaryDirectory(prefix="shardformer-")
+        self._folder = TemporaryDirectory(prefix="shardformer-", ignore_cleanup_errors=True)  # a worker may still write
         self.store = os.path.join(self._folder.name, "store")
         self._socket = socket.socket()
         # Bound but not listening: the port is given to no one else, and rank 0 may still listen on it.

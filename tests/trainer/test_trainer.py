@@ -184,7 +184,9 @@ def test_what_a_signal_leads_to_is_told_at_once(number: signal.Signals, capfd: p
     assert trainer.signal is number
 
 
-def test_the_second_signal_does_what_it_did_before() -> None:
+def test_the_second_signal_does_what_it_did_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FOLDER, raising=False)
+
     class Asks(Hook):
         def before_forward(self, trainer: Trainer) -> None:
             signal.raise_signal(signal.SIGINT)
