@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardformer.errors import ConfigError
 from shardformer.layers.dropout import silence_dropout
 from shardformer.testing.zoo import MAIN, SMALL, Batches, Sample
 from tests.precision.crossing import Entry, Reference, assert_as_exact
@@ -54,6 +55,8 @@ ENTRIES: Mapping[str, Entry] = {
 CHANGES: Mapping[str, dict[str, Any]] = {
     "t5": {"feed_forward_proj": "gated-gelu"},
     "opt": {"activation_function": "gelu"},
+    "blip-2": {"text_config": {"activation_function": "gelu"}},
+    "sam": {"mask_decoder_config": {"hidden_act": "gelu"}},
 }
 
 
@@ -61,16 +64,20 @@ CHANGES: Mapping[str, dict[str, Any]] = {
 def reference(family: str, *, is_deep: bool) -> Reference:
     sample = deep(family) if is_deep else Sample(family)
     torch.manual_seed(0)
-    model = Sample(family, changes={**sample.changes, **CHANGES.get(family, {})})().float().train()
+    changes = dict(sample.changes)
+    for name, value in CHANGES.get(family, {}).items():
+        inside = changes.get(name, SMALL[family].get(name, {}))
+        changes[name] = {**inside, **value} if isinstance(value, dict) else value
+    model = Sample(family, changes=changes)().float().train()
     silence_dropout(model)
     head = MAIN[family]
     return Reference(model, Batches(head)(0), head)
 
 
-# Every family meets every layout, and each entry point every layout.
+# Every family meets every layout, and each entry point every layout. Not Swin V2: a ReLU is in its position bias.
 CASES = [
     (family, layout, list(ENTRIES)[(4 * i + j) % len(ENTRIES)])
-    for i, family in enumerate(SMALL)
+    for i, family in enumerate(name for name in SMALL if name != "swinv2")
     for j, layout in enumerate(LAYOUTS)
 ]
 
@@ -78,4 +85,14 @@ CASES = [
 @pytest.mark.reduced
 @pytest.mark.parametrize(("family", "layout", "entry"), CASES)
 def test_a_step_is_as_exact_as_the_plain_one(family: str, layout: str, entry: str) -> None:
-    assert_as_exact(reference(family, is_deep="pipe" in LAYOUTS[layout]), ENTRIES[entry], LAYOUTS[layout])
+    made = reference(family, is_deep="pipe" in LAYOUTS[layout])
+    if raises(family, layout, ENTRIES[entry]):
+        with pytest.raises((RuntimeError, ConfigError)):
+            made.sharded(ENTRIES[entry], LAYOUTS[layout])
+    else:
+        assert_as_exact(made, ENTRIES[entry], LAYOUTS[layout])
+
+
+def raises(family: str, layout: str, entry: Entry) -> bool:
+    """Swin cannot compute its layers again over a grid: an error of torch."""
+    return family == "swin" and layout in ("2d", "2.5d", "3d") and entry.checkpointing
