@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from shardformer.errors import ConfigError
 from shardformer.layers.dropout import silence_dropout
@@ -82,7 +83,10 @@ CASES = [
 ]
 
 
-@pytest.mark.reduced
+CASES.append(("blip-2", "ulysses", "zero 0 fp16, checkpointing"))  # several stacks, of which one stays whole
+
+
+@pytest.mark.reduced(layout=[layout for layout in LAYOUTS if layout not in ("2.5d", "3d")])  # of eight ranks
 @pytest.mark.parametrize(("family", "layout", "entry"), CASES)
 def test_a_step_is_as_exact_as_the_plain_one(family: str, layout: str, entry: str) -> None:
     made = reference(family, is_deep="pipe" in LAYOUTS[layout])
@@ -96,3 +100,39 @@ def test_a_step_is_as_exact_as_the_plain_one(family: str, layout: str, entry: st
 def raises(family: str, layout: str, entry: Entry) -> bool:
     """Swin cannot compute its layers again over a grid: an error of torch."""
     return family == "swin" and layout in ("2d", "2.5d", "3d") and entry.checkpointing
+
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=127, hidden_size=48, intermediate_size=72, num_hidden_layers=4, num_attention_heads=6,
+    num_key_value_heads=2, pad_token_id=0, use_cache=False,
+)  # fmt: skip
+
+
+@cache
+def derived(family: str) -> Reference:
+    """Soft caps and windows; a router, which chooses all experts: rounding would let it choose others."""
+    torch.manual_seed(0)
+    if family == "gemma2":
+        more = dict(head_dim=8, sliding_window=5, query_pre_attn_scalar=8)
+        model: Any = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, **more))
+    else:
+        config = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=4)
+        model = transformers.MixtralForCausalLM(config)
+    return Reference(model.train(), Batches("LlamaForCausalLM")(0), "LlamaForCausalLM")
+
+
+@pytest.mark.slow
+@pytest.mark.reduced(family=("gemma2", "mixtral"), layout=("1f1b",))
+@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+@pytest.mark.parametrize(
+    ("layout", "entry"),
+    [
+        ("1f1b", "engine bf16"),
+        ("zbv", "autocast bf16"),
+        ("uneven tensor", "zero 3 fp16"),
+        ("sequence parallel", "converted later bf16"),
+        ("ring", "zero 1 bf16"),
+    ],
+)
+def test_of_a_model_whose_policy_is_derived(family: str, layout: str, entry: str) -> None:
+    assert_as_exact(derived(family), ENTRIES[entry], LAYOUTS[layout])
