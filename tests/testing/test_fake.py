@@ -6,12 +6,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import masking_utils
@@ -219,22 +220,29 @@ def test_a_trace_leaves_the_masks_of_other_threads_as_they_are() -> None:
         expected = model(**rows).logits
         assert not torch.equal(expected, model(input_ids=ids).logits)
     made = masking_utils.sdpa_mask, masking_utils.find_packed_sequence_indices
-    begun, ended = threading.Barrier(3), threading.Event()
+    begun, ends = [threading.Event() for _ in range(2)], [threading.Event() for _ in range(2)]
 
-    def trace(waits: threading.Event | None) -> None:
+    def trace(number: int) -> None:
         with fake_tensors():
-            begun.wait(20)
-            if waits is not None:
-                waits.wait(20)
+            begun[number].set()
+            assert ends[number].wait(20)
 
-    with ThreadPoolExecutor(2) as threads:
-        first, second = threads.submit(trace, None), threads.submit(trace, ended)
-        begun.wait(20)
-        first.result()
+    def logits() -> Tensor:
         with torch.no_grad():
-            assert torch.equal(model(**rows).logits, expected)
-        ended.set()
-        second.result()
+            found: Tensor = model(**rows).logits
+            return found
+
+    traces: list[Future[None]] = []
+    with ThreadPoolExecutor(2) as threads:
+        for number in (0, 1):
+            traces.append(threads.submit(trace, number))
+            assert begun[number].wait(20)
+        assert torch.equal(logits(), expected)
+        ends[0].set()
+        traces[0].result()
+        assert torch.equal(logits(), expected)
+        ends[1].set()
+        traces[1].result()
     assert made == (masking_utils.sdpa_mask, masking_utils.find_packed_sequence_indices)
 
 
