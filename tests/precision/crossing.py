@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -41,6 +41,7 @@ FACTOR, FACTOR_OF_ONE = 1.35, 2.5
 NOTHING = 1e-12
 """Of the norm of all gradients: a gradient below it is 0 but for rounding (that of the bias of keys)."""
 _COPYING = threading.Lock()
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -123,35 +124,34 @@ class Reference:
 
     def refused(self, layout: Mapping[str, Any]) -> None:
         """Shards the model as it is. Raises what that is refused with."""
-        parallel = Parallel(**layout)
-        axes = {name: size for name, size in parallel.sizes.items() if size is not None}
-        axes["sequence"] = total_of(parallel.sequence)
 
-        def run(context: ParallelContext) -> None:
-            with _COPYING:
-                model = copy.deepcopy(self.model)
-            context = with_tensor(with_sequence(context, parallel.sequence), parallel.tensor)
+        def shard(model: nn.Module, parallel: Parallel, context: ParallelContext) -> None:
             model = shard_model(model, config=parallel.shard_config(context))
             if context.pipe.size > 1:
                 Pipeline(model, parallel.micro_batches or 2)
 
-        run_as_threads(run, **axes, in_turn=True)
+        self._on_ranks(layout, shard)
 
     def sharded(self, entry: Entry, layout: Mapping[str, Any]) -> Found:
-        """Over ranks that are threads. All have the same loss."""
+        """Trains on the ranks of a layout. All have the same loss."""
+        first, *others = self._on_ranks(
+            layout, lambda model, parallel, context: _Rank(self, entry, parallel, context).train(model)
+        )
+        assert all(other.loss == first.loss for other in others)
+        return first
+
+    def _on_ranks(self, layout: Mapping[str, Any], do: Callable[[nn.Module, Parallel, ParallelContext], R]) -> list[R]:
+        """Calls ``do`` with a copy of the model on each rank of a layout. Ranks are threads."""
         parallel = Parallel(**layout)
         axes = {name: size for name, size in parallel.sizes.items() if size is not None}
         axes["sequence"] = total_of(parallel.sequence)
 
-        def run(context: ParallelContext) -> Found:
+        def run(context: ParallelContext) -> R:
             with _COPYING:
                 model = copy.deepcopy(self.model)
-            context = with_tensor(with_sequence(context, parallel.sequence), parallel.tensor)
-            return _Rank(self, entry, parallel, context).train(model)
+            return do(model, parallel, with_tensor(with_sequence(context, parallel.sequence), parallel.tensor))
 
-        first, *others = run_as_threads(run, **axes, in_turn=True)
-        assert all(other.loss == first.loss for other in others)
-        return first
+        return run_as_threads(run, **axes, in_turn=True)
 
 
 @dataclass
