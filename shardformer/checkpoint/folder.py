@@ -31,7 +31,7 @@ from torch import nn
 
 from shardformer.checkpoint.files import INDEX, Index, order_of
 from shardformer.disk.lock import check_held, hold
-from shardformer.disk.writing import DROPPED, REPLACED, SAVING, private, private_path, remove, replace_text
+from shardformer.disk.writing import DROPPED, SAVING, exchange, private, private_path, remove, replace_text
 from shardformer.errors import ConfigError
 
 LATEST = "latest"
@@ -175,21 +175,11 @@ def finish(folder: Path, root: Path, index: Index, *, to_disk: bool) -> Path:
     Raises OSError, and InputError where another process has taken the folder over.
     """
     named = step_folder(root, index.step)
-    replaced = private_path(named, REPLACED)
     with _NAMING:
         check_held(root)
         index.number = 1 + max((order_of(each)[0] for each in _checkpoints_in(root)), default=0)
         index.write(folder, to_disk=to_disk)
-        is_there = os.path.lexists(named)
-        if is_there:
-            named.rename(replaced)
-        try:
-            folder.rename(named)
-        except BaseException:
-            if is_there:
-                replaced.rename(named)
-            raise
-        _move_others(replaced, named)
+        _move_others(exchange(folder, named), named)
         replace_text(root / LATEST, f"{named.name}\n", to_disk=to_disk)
     return named
 

@@ -113,6 +113,23 @@ def remove_left(folder: Path, name: str) -> None:
             remove(path)
 
 
+def exchange(new: Path, target: Path) -> Path:
+    """Gives a complete folder the name ``target``. Returns the private name of what had it before, if anything did.
+
+    Raises OSError; then ``target`` is as it was.
+    """
+    replaced, is_there = private_path(target, REPLACED), os.path.lexists(target)
+    if is_there:
+        target.rename(replaced)
+    try:
+        new.rename(target)
+    except BaseException:
+        if is_there:
+            replaced.rename(target)
+        raise
+    return replaced
+
+
 def remove(path: Path) -> None:
     """Removes what this package wrote under a private name; what cannot be removed stays. Follows no links."""
     if path.is_dir() and not path.is_symlink():

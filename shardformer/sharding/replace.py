@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from shardformer.disk.writing import REPLACED, private_in, private_path, remove, remove_left
+from shardformer.disk.writing import REPLACED, exchange, private_in, private_path, remove, remove_left
 from shardformer.errors import ConfigError
 
 CONFIG = "config.json"
@@ -49,17 +49,7 @@ def put_in_place(new: Path, target: Path) -> None:
         _move_into(new, target)
         return
     _link(kept, new)
-    replaced = private_path(target, REPLACED)
-    is_there = target.exists()
-    if is_there:
-        target.rename(replaced)
-    try:
-        new.rename(target)
-    except BaseException:
-        if is_there:
-            replaced.rename(target)
-        raise
-    _remove_replaced(replaced, target)
+    _remove_replaced(exchange(new, target), target)
 
 
 def _mend(target: Path, folder: Path) -> None:

@@ -82,9 +82,9 @@ MUTANTS = [
     ),
     mutant(
         "replaced-checkpoint-removed-first",
-        "shardformer/checkpoint/folder.py",
-        "        named.rename(replaced)\n",
-        "        shutil.rmtree(named)\n",
+        "shardformer/disk/writing.py",
+        "        target.rename(replaced)\n",
+        "        shutil.rmtree(target)\n",
         "A step that is saved again is lost if the process is killed at the wrong moment.",
         first=(
             "tests/checkpoint/test_damage.py::test_a_step_that_is_saved_again_is_there_until_the_disk_has_the_new_one",
