@@ -27,14 +27,19 @@ from shardformer.sharding.plan import Plan, make_plan
 from shardformer.sharding.stages import Stages
 
 
-def check_plain(model: nn.Module) -> None:
-    """Raises ConfigError for a model that is sharded already, even in part, or whose values cannot be had or cut."""
+def check_not_sharded(model: nn.Module) -> None:
+    """Raises ConfigError for a model that is sharded, even in part."""
     if any({ROOT, PART} & m.__dict__.keys() or isinstance(m, ParallelModule) for m in model.modules()):
         raise ConfigError(
             f"This {type(model).__name__} is sharded already",
             rule="A model is sharded once, and before anything is wrapped around it",
             remedy="Build the model again, or go on with the one that the first call returned",
         )
+
+
+def check_plain(model: nn.Module) -> None:
+    """Raises ConfigError for a model that is sharded already, even in part, or whose values cannot be had or cut."""
+    check_not_sharded(model)
     if made := next((name for name, p in model.named_parameters() if p.is_inference()), None):
         raise ConfigError(
             f"{made} of this {type(model).__name__} was made under torch.inference_mode()",

@@ -141,7 +141,7 @@ def _clip(context: ParallelContext, given: dict[str, Any]) -> Trace:
 
 def _with_model(function: Any, context: ParallelContext, given: dict[str, Any]) -> None:
     """Of what takes a model and gives something about it."""
-    model = shardformer.shard_model(fresh(), context=context)
+    model = fresh() if function is shardformer.infer else shardformer.shard_model(fresh(), context=context)
     names = list(inspect.signature(function).parameters)
     usual = {names[0]: model, **({"optimizer": sgd(model)} if "optimizer" in names else {})}
     function(**{**usual, **given})

@@ -27,6 +27,7 @@ from shardformer.policies.infer.write import python_of, role_source
 from shardformer.policies.paths import matching
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import Attention, Role, Stack
+from shardformer.sharding.checks import check_not_sharded
 from shardformer.sharding.plan import make_plan
 from shardformer.testing.zoo.inputs import Forward
 from shardformer.testing.zoo.layers import Made, kind_of
@@ -83,8 +84,11 @@ def infer(model: nn.Module | Any, batch: Mapping[str, Tensor] | None = None) -> 
         batch: keyword arguments of one forward, where they are not tokens or images alone. They must fit the twin: the
             model itself where it has up to 20 million parameters and its config cannot be shrunk.
 
-    Raises PolicyError when no twin can be built or run, and when no block of the model could be described.
+    Raises PolicyError when no twin can be built or run, and when no block of the model could be described; ConfigError
+    for a model that is sharded already.
     """
+    if isinstance(model, nn.Module):
+        check_not_sharded(model)
     with ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
         twin = twin_of(model if isinstance(model, nn.Module) else model_of(model), batch)
         return infer_on(twin.model, twin.run, twin)()
