@@ -75,7 +75,7 @@ class Engine:
         data: Batches | None = None,
         has_target: bool = False,
     ) -> None:
-        self.model, self.optimizers, self.pipeline = model, optimizers, pipeline
+        self._trains(model, optimizers, pipeline)
         self.parallel, self.context = parallel, context
         self.scheduler, self._scheduler_every = scheduler, scheduler_every
         self.data: Batches | None = None
@@ -91,6 +91,11 @@ class Engine:
         self.rebuild: Callable[[Any], Moved] | None = None
         if data is not None:
             self.take_data(data)
+
+    def _trains(self, model: nn.Module, optimizers: list[Optimizer], pipeline: Pipeline) -> None:
+        self.model, self.optimizers, self.pipeline = model, optimizers, pipeline
+        if (watch := state_of(model).watch) is not None:
+            watch.has_several_optimizers = sum(len(getattr(each, "inner", (each,))) for each in optimizers) > 1
 
     # --- a step
 
@@ -428,7 +433,7 @@ class Engine:
         context: ParallelContext,
     ) -> None:
         """Trains this model from here on."""
-        self.model, self.optimizers, self.pipeline = model, optimizers, pipeline
+        self._trains(model, optimizers, pipeline)
         self.parallel, self.context = parallel, context
         _ = self.world
         if self.data is not None:

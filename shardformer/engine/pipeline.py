@@ -34,7 +34,7 @@ from shardformer.pipeline.runtime import Runtime, StepJob, Trace
 from shardformer.pipeline.schedule import Schedule, fitting_micro_batches, forward_only, make_schedule
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.pipeline.targets import tensors_of
-from shardformer.reduce.watch import FACTS
+from shardformer.reduce.watch import FACTS, KIND_SHIFT
 from shardformer.sharding.guards import agree_on_step
 from shardformer.sharding.regions import uses_dropout
 from shardformer.sharding.stages import Stages, make_stages
@@ -101,7 +101,6 @@ class Pipeline:
         self._looks_at_loss = True  # in the first step
         self._is_checkpointed = False  # by transformers, as far as it was seen: a pipeline takes that over
         self._compares_factors = average_over_data and self._context.data.size > 1
-        self._has_one_optimizer: bool | None = None  # the same on all stages, once their options were compared
         self._kinds: tuple[int, ...] = ()  # of the stages' parameters, as stand-ins for them know it
         self._compares = bool(state.request.extra.get("check_inputs", True))
         manager, stage_forward = self._stages.manager, self._stages.stage_forward
@@ -384,14 +383,13 @@ class Pipeline:
     def _comparable(self, every: Sequence[Sequence[int]]) -> list[list[int]]:
         """What the stages said, without what they need not have in common (``shardformer.reduce.watch``)."""
         rows = [list(theirs) for theirs in every]
-        options = {row[OPTIONS] for row in rows}
-        if 0 not in options and self._has_one_optimizer is None:
-            self._has_one_optimizer = len(options) == 1
+        are_known = all(row[OPTIONS] for row in rows)
+        has_one_kind = len({row[OPTIONS] >> KIND_SHIFT for row in rows}) == 1
         trained = [row[STEPS] for row in rows if row[STEPS]]
         for row in rows:
-            if 0 in options or not self._has_one_optimizer:
+            if not (are_known and has_one_kind):
                 row[OPTIONS] = 0
-            if trained and (not row[STEPS] or self._has_one_optimizer is False):
+            if trained and (not row[STEPS] or (are_known and not has_one_kind)):
                 row[STEPS] = trained[0]
         return rows
 

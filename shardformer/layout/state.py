@@ -111,6 +111,8 @@ class Watches(Protocol):
     steps: int
     training: bool
     """Whether the forward that begins trains."""
+    has_several_optimizers: bool
+    """Whether the script trains the model with more than one, some of which may have no parameters on a stage."""
 
     def rounds_of_stage(self) -> int: ...
     def options_of_stage(self) -> int: ...

@@ -9,9 +9,9 @@ What is compared at every step of training, and along which ranks:
     options            x                 x           x        learning rates and other numbers of their groups
     weights            x                 x                    those that ranks hold alike: a part in each step
 
-Stages train different parameters, with different optimizers where a script has several, and on some of them nothing
-may train. They compare after how many batches optimizers stepped, and only where any did; and options only where each
-stage has one optimizer with one group, and all had the same options after the first step.
+Stages train different parameters, and on some of them nothing may train. They compare after how many batches optimizers
+stepped, and only where any did; and options only where each stage has one optimizer of the same class with one group,
+and the script has no others: several optimizers may have different options on purpose.
 
 The ranks that are given one batch compare whole numbers, beside those of their random states. Of weights they compare
 a sum under signs drawn at random, which differs by about as much as the weights do (Achlioptas, "Database-friendly
@@ -87,7 +87,8 @@ FACTS = {
     "options": Fact(
         "learning rates, or other options of the optimizer",
         "All ranks step with the same options",
-        "Step the scheduler on all ranks alike; a rate that follows a metric follows one that all ranks know",
+        "Step the scheduler on all ranks alike; a rate that follows a metric follows one that all ranks know. Give a "
+        "part of the model a rate of its own by groups of parameters, not by rank",
     ),
     "weights": Fact(
         "weights that ranks hold alike",
@@ -97,6 +98,7 @@ FACTS = {
     ),
 }
 ORDER = tuple(FACTS)
+KIND_SHIFT = 40
 
 
 @dataclass(eq=False)
@@ -108,6 +110,7 @@ class Watch:
     steps: int = 0
     options: tuple[Any, ...] = ()
     rounds: int = 0
+    has_several_optimizers: bool = False
     _has_stepped: bool = False
     _optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
     _turns: dict[str, int] = field(default_factory=dict)
@@ -146,11 +149,14 @@ class Watch:
     def options_of_stage(self) -> int:
         """A number of the optimizer's options, where one group has all parameters; 0 for any other optimizer.
 
-        Stages have other parameters, and where these are in groups each stage may have other groups.
+        Stages have other parameters, and where these are in groups each stage may have other groups. The bits from
+        ``KIND_SHIFT`` on are those of the optimizer's class.
         """
-        if len(self._optimizers) > 1:
+        has_one_group = len(self.options) == 2 and len(self.options[1]) == 1
+        if not has_one_group or len(self._optimizers) > 1 or self.has_several_optimizers:
             return 0
-        return _short(hash(self.options[1:])) or 1 if len(self.options) == 2 and len(self.options[1]) == 1 else 0
+        kind, numbers = _short(self.options[0]) % 2**15 + 1, _short(hash(self.options[1])) % 2**KIND_SHIFT
+        return int(kind << KIND_SHIFT | numbers)
 
     def batch(self, inputs: Collection[Any]) -> int:
         """A number of what a forward is given; on a GPU of its shapes, and of what the forward before was given."""

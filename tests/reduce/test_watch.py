@@ -84,18 +84,18 @@ CHANGES: dict[str, tuple[Change, str]] = {
 }
 
 
-def came_apart(change: Change | None, odd: int, sizes: dict[str, int], **options: Any) -> list[str]:
+def came_apart(change: Change | None, odd: int, sizes: dict[str, int], at: int = AT, **options: Any) -> list[str]:
     """What each rank says of a run in which one rank is changed at a step."""
 
     def do(context: ParallelContext) -> str:
         run = Run(context, **options)
         for step in range(STEPS + AT):
-            if change is not None and context.rank == odd and step == AT:
+            if change is not None and context.rank == odd and step == at:
                 change(run)
             try:
                 run.step(run.batch(step))
             except InputError as error:
-                assert step in (AT, AT + 1), "no later than with the next message"
+                assert step in (at, at + 1), "no later than with the next message"
                 return str(error)
         return ""
 
@@ -137,6 +137,39 @@ def test_stages_notice(name: str) -> None:
     assert all(words.get(name, said) in text for text in found), found
     if name == "skipped":
         assert all(re.search(r"Ranks 0 and 1, stages 0 and 1 of 2, .* \(\d, and rank 1 \d\)", text) for text in found)
+
+
+@pytest.mark.parametrize("name", ["weight_decay", "rate"])
+def test_stages_notice_other_options_from_the_first_step_on(name: str) -> None:
+    option = {"weight_decay": "weight_decay", "rate": "lr"}[name]
+    found = came_apart(lambda run: run.optimizer.param_groups[0].update({option: 0.5}), 1, {"pipe": 2}, at=0)
+    assert all("learning rates, or other options" in text for text in found), found
+
+
+def test_stages_may_have_optimizers_of_other_classes() -> None:
+    def other_class(run: Run) -> None:
+        run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+
+    assert set(came_apart(other_class, 1, {"pipe": 2}, at=0)) == {""}
+
+
+def test_an_engine_may_have_optimizers_of_which_each_stage_has_one_with_other_options() -> None:
+    def do(context: ParallelContext) -> int:
+        torch.manual_seed(0)
+        model = Sample("llama")().train()
+        parts: tuple[list[Any], list[Any]] = ([], [])
+        for name, param in model.named_parameters():
+            parts[any(part in name for part in ("layers.1.", "model.norm", "lm_head"))].append(param)
+        optimizers = [torch.optim.AdamW(part, lr=rate) for part, rate in zip(parts, (0.01, 0.1), strict=True)]
+        engine = shardformer.initialize(
+            model, optimizers, parallel=shardformer.Parallel(pipe=2, micro_batches=2), context=context
+        )
+        for step in range(3):
+            engine.backward(engine(Batches(MAIN["llama"])(step)))
+            engine.step()
+        return engine.steps
+
+    assert run_as_threads(do, pipe=2, in_turn=True) == [3, 3]
 
 
 @pytest.mark.parametrize(
