@@ -30,6 +30,12 @@ def load_transformers() -> Any:
     return transformers
 
 
+def configs_of(kind: Any) -> Collection[type] | None:
+    """The classes of config of which an ``AutoModel`` class builds a model; None for any other class."""
+    found: Collection[type] | None = getattr(kind, "_model_mapping", None)
+    return found
+
+
 def _leave_models_undocumented() -> None:
     utils = importlib.import_module("transformers.utils")
     importlib.import_module("transformers.utils.auto_docstring")
