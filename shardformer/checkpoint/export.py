@@ -27,6 +27,7 @@ from shardformer.disk.lock import release
 from shardformer.disk.writing import make_folder, path_of, private_path, remove, remove_left, write_new
 from shardformer.errors import ConfigError
 from shardformer.sharding.replace import put_in_place
+from shardformer.transformers_compat import save_code
 
 MAX_BYTES = 5 * 10**9
 """Of a file, unless one tensor is larger."""
@@ -214,7 +215,9 @@ def _finish(hidden: Path, target: Path, model: Any, files: dict[str, list[tuple[
 
 
 def _save_beside(folder: Path, model: Any, tokenizer: Any) -> None:
-    beside: list[Any] = [_config_of(model), getattr(model, "generation_config", None), tokenizer]
+    config = _config_of(model)
+    save_code(model, folder, config)
+    beside: list[Any] = [config, getattr(model, "generation_config", None), tokenizer]
     for thing in beside:
         if hasattr(thing, "save_pretrained"):
             thing.save_pretrained(folder)

@@ -110,12 +110,12 @@ def _tell_interrupted(trainer: Trainer) -> None:
     if not trainer.is_first:
         return
     if saved is None:
-        print(f"stopped behind step {trainer.step}; nothing is saved: see hooks.checkpoint in the config", flush=True)
+        print(f"stopped after step {trainer.step}; nothing is saved: see hooks.checkpoint in the config", flush=True)
     else:
         more = f" as of step {saved.saved_step}" if saved.saved_step != trainer.step else ""
         here = saved.folder.is_relative_to(Path.cwd())
         folder = saved.folder.relative_to(Path.cwd()) if here else saved.folder
-        print(f"stopped behind step {trainer.step}; saved in {folder}{more}: the same command resumes", flush=True)
+        print(f"stopped after step {trainer.step}; saved in {folder}{more}: the same command resumes", flush=True)
 
 
 def layout_of(config: RunConfig) -> Parallel:

@@ -15,6 +15,7 @@ from tokenizers.models import WordLevel
 
 import shardformer
 from shardformer.errors import ConfigError, ShardFormerError
+from shardformer.lazy.materialize import materialize
 from shardformer.runs.config import RunConfig
 from shardformer.runs.data import RunData
 from shardformer.runs.model_config import own_config
@@ -93,6 +94,17 @@ def test_code_of_a_folder_is_run_with_consent(folder: Path, tmp_path: Path, monk
     model = shardformer.from_pretrained(transformers.AutoModelForCausalLM, with_code(folder), trust_remote_code=True)
     assert type(model).__name__ == "OwnModel"
     assert dict(model.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+
+
+def test_an_export_has_the_code_of_its_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    kind = transformers.AutoModelForCausalLM
+    model = shardformer.from_pretrained(kind, with_code(folder), trust_remote_code=True)
+    materialize(model)
+    shardformer.export_pretrained(tmp_path / "export", model)
+    again = kind.from_pretrained(tmp_path / "export", trust_remote_code=True)
+    assert type(again).__name__ == "OwnModel"
+    assert [n for n, x in again.state_dict().items() if not torch.equal(x, model.state_dict()[n])] == []
 
 
 def with_tokenizer(folder: Path) -> Path:
