@@ -184,6 +184,17 @@ def start_checkpoint(
     return saving
 
 
+def check_savable(model: nn.Module, optimizer: Any = None, *, scheduler: Any = None, extra: Any = None) -> None:
+    """Raises, on all ranks, what ``save_checkpoint`` would refuse to write of a training run; writes nothing.
+
+    All ranks call it. Communicates names and sizes, as a save does.
+    """
+    tensors = ModelTensors(model)
+    come("check_savable", tensors.world)
+    with tensors.zero.reading() if tensors.zero is not None else nullcontext():
+        hold(tensors, lambda: None, optimizer, scheduler, extra)
+
+
 def _follow(saving: Saving, model: nn.Module) -> None:
     """Starts what a save leaves to a thread."""
     if (before := model.__dict__.get(SAVE)) is not None:

@@ -53,7 +53,7 @@ def read_config(file: str | Path, changes: Sequence[str] = ()) -> RunConfig:
     try:
         if path.exists() and not path.is_file() and not path.is_dir():  # a pipe: each process reads it, and would wait
             raise OSError("it is no regular file")
-        said = tomllib.loads(path.read_text(encoding="utf-8"))
+        said = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         near = nearest(path.name, (other.name for other in path.absolute().parent.glob("*.toml")))
         raise ConfigError(

@@ -186,6 +186,8 @@ class Trainer:
                 self._moment("setup")
                 self._moment("before_train")
                 self._position = self._data.state()
+                if self._saves:
+                    self.engine.check_save(**self._saved())
                 self._run(validate_every)
                 self._moment("after_train")
                 if self._agreement.take().save:
@@ -313,15 +315,19 @@ class Trainer:
         if not self._saves:
             return
         self._moment("before_save")
-        states = {name: hook.state() for name, hook in self._named_hooks().items()}
         for save in self._saves:
-            save(extra={HOOKS: states, USER: self.extra}, position=self._position)
+            save(**self._saved())
         self._moment("after_save")
+
+    def _saved(self) -> dict[str, Any]:
+        """What a checkpoint has beside what the engine saves."""
+        states = {name: hook.state() for name, hook in self._named_hooks().items()}
+        return {"extra": {HOOKS: states, USER: self.extra}, "position": self._position}
 
     def on_save(self, save: Callable[..., Any]) -> None:
         """Lets ``save(extra=, position=)`` be called where a checkpoint is asked for: for hooks that save.
 
-        Until ``fit`` ends; a hook says it in ``setup``.
+        Until ``fit`` ends; a hook says it in ``setup``. What cannot be saved is then refused before the first step.
         """
         self._saves.append(save)
 

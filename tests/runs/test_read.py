@@ -98,7 +98,7 @@ def test_what_cannot_be_is_told_with_its_key(changes: dict[str, Any], words: str
 
 def test_a_file_is_read_and_keys_are_changed(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('folder = "a"\n[model]\nname = "a"\n[data]\ntrain = "t.txt"\n', encoding="utf-8")
+    file.write_text('folder = "a"\n[model]\nname = "a"\n[data]\ntrain = "t.txt"\n', encoding="utf-8-sig")
     changes = [
         "model.name=gpt2",
         "parallel.tensor=2",
