@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Unpack, get_args, get_origin
@@ -28,6 +29,24 @@ def load_transformers() -> Any:
     if sys.flags.optimize >= 2:
         _leave_models_undocumented()
     return transformers
+
+
+def save_code(model: Any, folder: str | os.PathLike[str], config: Any) -> None:
+    """Copies the Python of a model that was loaded with ``trust_remote_code``, as ``save_pretrained`` does.
+
+    Args:
+        config: its ``auto_map`` then names the copy.
+    """
+    if getattr(model, "_auto_class", None) is not None:
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(model, folder, config=config)
+
+
+def configs_of(kind: Any) -> Collection[type] | None:
+    """The classes of config of which an ``AutoModel`` class builds a model; None for any other class."""
+    found: Collection[type] | None = getattr(kind, "_model_mapping", None)
+    return found
 
 
 def _leave_models_undocumented() -> None:

@@ -24,9 +24,10 @@ from shardformer.checkpoint.save import begun
 from shardformer.checkpoint.together import all_do, first_does
 from shardformer.comm.calls import come
 from shardformer.disk.lock import release
-from shardformer.disk.writing import private_path, remove, remove_left, write_new
+from shardformer.disk.writing import make_folder, path_of, private_path, remove, remove_left, write_new
 from shardformer.errors import ConfigError
 from shardformer.sharding.replace import put_in_place
+from shardformer.transformers_compat import save_code
 
 MAX_BYTES = 5 * 10**9
 """Of a file, unless one tensor is larger."""
@@ -57,22 +58,12 @@ def export_pretrained(
     Raises, on all ranks, ConfigError where the folder holds something else, or the weights that the model was loaded
     from, and InputError where the disk fails.
     """
-    target, tensors = Path(folder), ModelTensors(model)
-    place = Path(os.path.abspath(target))
-    world, what = tensors.world, f"Exporting to {target}"
+    tensors = ModelTensors(model)
+    world, what = tensors.world, f"Exporting to {folder}"
     come("export_pretrained", world)
-
-    def begin() -> str:
-        """Makes a hidden folder of a name that is used once: ranks that see it see the same folder."""
-        place.parent.mkdir(parents=True, exist_ok=True)
-        remove_left(place.parent, place.name)
-        hidden = private_path(place)
-        hidden.mkdir()
-        return hidden.name
-
-    all_do(lambda: _check_size(max_file_bytes), world, what)
-    all_do(lambda: check_target(target, tensors.model), world, what)
-    hidden = place.parent / first_does(begin, world, what)
+    target = all_do(lambda: _checked(folder, tensors.model, max_file_bytes), world, what)
+    place = Path(os.path.abspath(target))
+    hidden = place.parent / first_does(lambda: _begin(place), world, what)
     try:
         all_do(lambda: folders.check_seen(hidden), world, what)
         with begun(hidden / PARTS, model) as job:
@@ -96,13 +87,26 @@ def export_pretrained(
     return target
 
 
-def _check_size(max_file_bytes: int) -> None:
+def _checked(folder: Any, model: Any, max_file_bytes: int) -> Path:
+    """The path of a folder that may be written. Raises ConfigError."""
     if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes < 1:
         raise ConfigError(
             f"max_file_bytes={max_file_bytes!r}",
             rule="It is a number of bytes, one or more",
             remedy="Leave it out for files of 5 GB",
         )
+    target = path_of(folder)
+    check_target(target, model)
+    return target
+
+
+def _begin(place: Path) -> str:
+    """Makes a hidden folder of a name that is used once: ranks that see it see the same folder."""
+    make_folder(place.parent)
+    remove_left(place.parent, place.name)
+    hidden = private_path(place)
+    hidden.mkdir()
+    return hidden.name
 
 
 def check_target(target: Path, model: Any = None) -> None:
@@ -211,7 +215,9 @@ def _finish(hidden: Path, target: Path, model: Any, files: dict[str, list[tuple[
 
 
 def _save_beside(folder: Path, model: Any, tokenizer: Any) -> None:
-    beside: list[Any] = [_config_of(model), getattr(model, "generation_config", None), tokenizer]
+    config = _config_of(model)
+    save_code(model, folder, config)
+    beside: list[Any] = [config, getattr(model, "generation_config", None), tokenizer]
     for thing in beside:
         if hasattr(thing, "save_pretrained"):
             thing.save_pretrained(folder)

@@ -21,6 +21,7 @@ from shardformer.checkpoint.read import read_items
 from shardformer.checkpoint.together import all_do, first_does
 from shardformer.checkpoint.wanted import Wanted
 from shardformer.comm.calls import come
+from shardformer.disk.writing import path_of
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,11 @@ def load_and_take(
     """
     tensors = ModelTensors(model)
     come("load_checkpoint", tensors.world)
-    path, states = Path(folder), all_do(lambda: optimizers_of(optimizer, tensors), tensors.world, "Loading")
+    states = all_do(lambda: optimizers_of(optimizer, tensors), tensors.world, "Loading")
     tried: list[str] = []
-    found = first_does(lambda: [str(each) for each in folders.candidates(path)], tensors.world, f"Loading {path}")
+    found = first_does(
+        lambda: [str(each) for each in folders.candidates(path_of(folder))], tensors.world, f"Loading {folder}"
+    )
     for number, name in enumerate(found):
         try:
             loaded = Path(name)

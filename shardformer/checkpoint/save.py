@@ -25,7 +25,7 @@ from shardformer.checkpoint.snapshot import Snapshot, settle, write
 from shardformer.checkpoint.together import all_do
 from shardformer.comm.calls import come
 from shardformer.disk.lock import release
-from shardformer.disk.writing import remove
+from shardformer.disk.writing import path_of, remove
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.spec import Place
 from shardformer.mesh.axis import Axis
@@ -184,6 +184,17 @@ def start_checkpoint(
     return saving
 
 
+def check_savable(model: nn.Module, optimizer: Any = None, *, scheduler: Any = None, extra: Any = None) -> None:
+    """Raises, on all ranks, what ``save_checkpoint`` would refuse to write of a training run; writes nothing.
+
+    All ranks call it. Communicates names and sizes, as a save does.
+    """
+    tensors = ModelTensors(model)
+    come("check_savable", tensors.world)
+    with tensors.zero.reading() if tensors.zero is not None else nullcontext():
+        hold(tensors, lambda: None, optimizer, scheduler, extra)
+
+
 def _follow(saving: Saving, model: nn.Module) -> None:
     """Starts what a save leaves to a thread."""
     if (before := model.__dict__.get(SAVE)) is not None:
@@ -203,15 +214,17 @@ def begun(
     keep: Any = None,
 ) -> Iterator[Job]:
     """What is to be written, while the values are where they are. The first rank's process has the folder then."""
-    root, tensors = Path(folder), ModelTensors(model)
+    root, tensors = Path(), ModelTensors(model)
     world, is_new = tensors.world, False
 
     def check() -> Asked:
         """What this rank was asked for, where that can be."""
+        nonlocal root
+        root = path_of(folder)
         _check_step(step)
         Keep.of(keep)
         _check_free(tensors.model.__dict__.get(SAVE))
-        return Asked(str(root), step, platform.node(), folders.hidden_folder(root, step).name)
+        return Asked(str(Path(folder)), step, platform.node(), folders.hidden_folder(root, step).name)
 
     def claim() -> None:
         nonlocal is_new

@@ -68,7 +68,8 @@ def end_soon(options: argparse.Namespace) -> Iterator[None]:
             max(seconds - LOOKS_BEFORE_S, seconds / 2), _look, [pids, death_sig or signal.SIGTERM, seconds]
         )
         looks.daemon = True
-        looks.start()
+        if signals <= 1:  # the second one asks for what happens then
+            looks.start()
         try:
             plain(self, death_sig, seconds)
         finally:

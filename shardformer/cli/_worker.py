@@ -21,17 +21,23 @@ import traceback
 import types
 
 GRACE_S = 2.0
+TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
+"""As in ``shardformer.errors``, which is not imported before the script asks for it."""
 
 
 def record_failure(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
     """``sys.excepthook``: print the traceback without the frames of this file, and leave a note to the launcher.
 
-    An error of ours is not printed, as the launcher says it once for all ranks; SHARDFORMER_TRACEBACK=1 prints it too.
+    An error of ours is not printed, as the launcher reports it once for all ranks; nor is Ctrl-C, which each rank gets.
+    SHARDFORMER_TRACEBACK=1 prints both.
     """
     now = time.time()
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         trace = trace.tb_next
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and issubclass(kind, KeyboardInterrupt) and os.environ.get(TRACEBACK_VARIABLE, "0") in ("", "0"):
+        _leave_place(path, kind.__name__, traceback.extract_tb(trace))
+        return
     ours = _parts(error)
     if not ours or not path or sys.modules["shardformer.errors"].wants_traceback():
         sys.__excepthook__(kind, error.with_traceback(trace), trace)
@@ -53,9 +59,13 @@ def record_place() -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if path and frame and not os.path.exists(path):
-        now = time.time()
-        at = {"at": _own_frame(traceback.extract_stack(frame)), "rank": int(os.environ.get("RANK", "0"))}
-        _leave(path, "", {"py_callstack": "", "timestamp": str(int(now)), "time_s": now} | at)
+        _leave_place(path, "", traceback.extract_stack(frame))
+
+
+def _leave_place(path: str, message: str, stack: traceback.StackSummary) -> None:
+    now = time.time()
+    at = {"at": _own_frame(stack), "rank": int(os.environ.get("RANK", "0"))}
+    _leave(path, message, {"py_callstack": "", "timestamp": str(int(now)), "time_s": now} | at)
 
 
 def _leave(path: str, message: str, extra: dict[str, object]) -> None:

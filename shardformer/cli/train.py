@@ -26,7 +26,11 @@ def train(
     config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The run, in TOML.")],
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Another value for a key, as parallel.tensor=2. Repeatable."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Another value for a key, as parallel.tensor=2; none removes it. Repeatable.",
+        ),
     ] = None,
     processes: Annotated[
         int | None,

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardformer.disk.writing import Process, write_new
+from shardformer.disk.writing import Process, make_folder, write_new
 from shardformer.errors import ConfigError, InputError
 
 LOCK = ".shardformer.lock"
@@ -67,7 +67,7 @@ def hold(folder: Path, holder: Any) -> bool:
 
     Returns whether ``holder`` did not hold it before. Raises ConfigError where another process has the folder, OSError.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     key = os.path.realpath(folder)
     with _OWN.acquiring:
         lock = _OWN.locks.get(key)

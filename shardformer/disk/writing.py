@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from shardformer.errors import ConfigError
+
 SAVING, REPLACED, DROPPED = "saving", "replaced", "dropped"
 """What a private name is for: what is being written, what was there before, and what is being deleted."""
 _PRIVATE = re.compile(
@@ -86,6 +88,41 @@ def _started(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
+def path_of(folder: str | os.PathLike[str]) -> Path:
+    """The absolute path of what a user names, with ~ for the home folder, as a shell has it.
+
+    A program may change its folder while a thread of it writes. Links and .. are left as they are.
+
+    Raises ConfigError for what is no path.
+    """
+    text = folder if isinstance(folder, (str, os.PathLike)) else None
+    if text is None or not isinstance(text := os.fspath(text), str) or not text or "\0" in text:
+        raise ConfigError(
+            f"{folder!r:.80} is not the path of a folder",
+            rule="A folder is named by a text that is not empty, or a pathlib.Path",
+            remedy="Pass a path such as 'run/checkpoints'",
+        )
+    return Path(os.path.expanduser(text)).absolute()
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder, and those above it, where there is none.
+
+    Raises ConfigError where a file, or a link that leads nowhere, is in the way, OSError where it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        other = next((p for p in (folder, *folder.parents) if os.path.lexists(p) and not p.is_dir()), None)
+        if other is None:
+            raise
+        raise ConfigError(
+            f"{folder} cannot be made: {other} is {'a link to no folder' if other.is_symlink() else 'a file'}",
+            rule="Files are written into a folder, which is made where there is none",
+            remedy="Give the path of another folder, or move that one away",
+        ) from error
+
+
 def private_path(path: Path, kind: str = SAVING) -> Path:
     """A name next to ``path`` that nothing has and that no other process will use."""
     machine, pid, start = Process.this()
@@ -132,10 +169,10 @@ def exchange(new: Path, target: Path) -> Path:
 
 def remove(path: Path) -> None:
     """Removes what this package wrote under a private name; what cannot be removed stays. Follows no links."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
             path.unlink()
 
 

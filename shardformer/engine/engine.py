@@ -18,7 +18,7 @@ from shardformer.checkpoint.export import export_pretrained
 from shardformer.checkpoint.folder import Keep
 from shardformer.checkpoint.load import Loaded, load_and_take
 from shardformer.checkpoint.move import Moved
-from shardformer.checkpoint.save import Saving, save_checkpoint, start_checkpoint
+from shardformer.checkpoint.save import Saving, check_savable, save_checkpoint, start_checkpoint
 from shardformer.comm.calls import come, come_to_step
 from shardformer.comm.collectives import all_reduce, gather_objects
 from shardformer.comm.values import is_true
@@ -361,6 +361,11 @@ class Engine:
         )
         self._saving = made if isinstance(made, Saving) else None
         return None if isinstance(made, Saving) else made
+
+    def check_save(self, *, extra: Any = None, position: Any = None) -> None:
+        """Raises, on all ranks, what ``save`` would refuse to write, so that this is known before training."""
+        said = packed(self.steps, self.skipped, position, extra)
+        check_savable(self.model, self.optimizer, scheduler=self.scheduler, extra=said)
 
     def wait(self) -> Path | None:
         """Waits for the checkpoint that is written in the background. Returns its path; None where there is none."""

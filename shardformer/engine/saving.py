@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from shardformer.checkpoint.folder import found_in
 from shardformer.checkpoint.load import Loaded
 from shardformer.checkpoint.together import first_does
 from shardformer.disk.lock import hold
+from shardformer.disk.writing import path_of
 from shardformer.mesh.axis import Axis
 
 PLACE, USER = "engine", "user"
@@ -38,10 +38,14 @@ def take_folder(folder: str | os.PathLike[str], owner: object, world: Axis) -> N
 
     Raises, on all ranks, ConfigError where another process saves into it, InputError where it cannot be written to.
     """
-    first_does(lambda: hold(Path(folder), owner), world, f"Saving into {folder}")
+    first_does(lambda: hold(path_of(folder), owner), world, f"Saving into {folder}")
 
 
 def holds_checkpoint(folder: str | os.PathLike[str], world: Axis) -> bool:
     """Whether a folder has a checkpoint, as the first rank sees it."""
-    path = Path(folder)
-    return first_does(lambda: path.is_dir() and bool(found_in(path)), world, f"Looking into {folder}")
+
+    def look() -> bool:
+        path = path_of(folder)
+        return path.is_dir() and bool(found_in(path))
+
+    return first_does(look, world, f"Looking into {folder}")

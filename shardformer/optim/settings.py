@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -230,7 +231,7 @@ class Offload:
     @property
     def folder(self) -> str | None:
         """Of the files; None without any."""
-        return None if self.to in (None, HOST) else self.to[len(DISK) :]
+        return None if self.to is None or self.to == HOST else os.path.expanduser(self.to[len(DISK) :])
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields, is_dataclass
 from functools import reduce
 from operator import or_
@@ -9,7 +10,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator
 
 from shardformer.engine.parallel import Parallel
 from shardformer.errors import ConfigError
@@ -19,10 +20,26 @@ Task = Literal["causal", "masked", "sequence_to_sequence", "classification", "im
 Format = Literal["text", "jsonl", "datasets", "images"]
 
 
+PATHS = ("folder", "name", "train", "validation", "tokenizer")
+"""Keys that may name a file or a folder: no shell replaces the ~ in them."""
+
+
 class Table(BaseModel):
     """A table of the file; a key that it does not have is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _of_key(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses an empty text or list, and replaces ~ in a path."""
+        if value in ("", []) or (isinstance(value, list) and "" in value):
+            raise ValueError("It is empty: write a value, or leave the key out")
+        if info.field_name not in PATHS:
+            return value
+        if isinstance(value, list):
+            return [os.path.expanduser(each) if isinstance(each, str) else each for each in value]
+        return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 class ModelTable(Table):
@@ -59,8 +76,9 @@ class DataTable(Table):
     validation: str | list[str] | None = Field(default=None, description="Data of the same form to try the model on.")
     format: Format | None = Field(
         default=None,
-        description="`text`: plain text; `jsonl`: a JSON object a line; `datasets`: the name or the folder of a data "
-        "set of the library `datasets`; `images`. By default what the names end in, and a folder holds images.",
+        description="`text`: plain text; `jsonl`: JSON objects, one on each line or in one list; `datasets`: the name "
+        "or the folder of a data set of the library `datasets`; `images`. By default what the names end in, and a "
+        "folder holds images.",
     )
     batch_size: int = Field(default=8, ge=1, description="Samples of a step, over all processes.")
     sequence: int = Field(default=128, ge=2, description="Tokens of a sample, at most.")
@@ -73,7 +91,7 @@ class DataTable(Table):
     pair: str | None = Field(default=None, description="The field of a second text, for `classification` of pairs.")
     target: str = Field(default="target", description="The field of the text to write, for `sequence_to_sequence`.")
     label: str = Field(default="label", description="The field of the class, for `classification`.")
-    image: str = Field(default="image", description="The field of the image, in `datasets`.")
+    image: str = Field(default="image", description="The field of the image in `datasets`, or of its path in `jsonl`.")
     split: str = Field(default="train", description="Which part of `datasets` is trained on.")
     validation_split: str | None = Field(
         default=None,
@@ -105,7 +123,7 @@ ParallelTable = create_model(
 class OptimizerTable(Table):
     """What updates the weights. Further keys are arguments of the optimizer, such as `betas` and `weight_decay`."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
     name: str = Field(default="AdamW", description="A class of `torch.optim`, or `LAMB`, `LARS`, `HybridAdam`.")
     lr: float = Field(default=1e-4, gt=0, description="The learning rate.")
@@ -152,8 +170,13 @@ class TrainingTable(Table):
 class RunConfig(Table):
     """A whole run."""
 
-    folder: str = Field(default="run", description="Where records, checkpoints and the trained model lie.")
-    seed: int = Field(default=0, ge=0, description="Of weights, of the order of the data, and of all that is drawn.")
+    folder: str = Field(
+        default="run",
+        description="Where records, checkpoints and the trained model lie. In paths, ~ is the home folder.",
+    )
+    seed: int = Field(
+        default=0, ge=0, lt=2**63, description="Of weights, of the order of the data, and of all that is drawn."
+    )
     model: ModelTable
     data: DataTable
     parallel: ParallelTable = ParallelTable()  # type: ignore[valid-type]
@@ -174,7 +197,7 @@ class RunConfig(Table):
             raise ConfigError(
                 f"training.steps = {training.steps} and training.epochs = {training.epochs}",
                 rule="A run ends after a number of steps, or of epochs",
-                remedy="Leave one of the two out",
+                remedy="Leave one of the two out; on the command line, --set training.epochs= removes a key",
             )
         if training.validate_every is not None and data.validation is None and data.validation_split is None:
             raise ConfigError(
@@ -188,6 +211,7 @@ class RunConfig(Table):
         """Raises ConfigError for a key that is set and can have no effect beside the others."""
         task, layout = self.model.task, self.layout
         images, tensor = task == "image_classification", total_of(layout.tensor, "tensor")
+        changes = self.schedule.name != "constant" or 0 < self.schedule.warmup < 1
         of_data_sets = (self.data.format == "datasets", "data.format = 'datasets'")
         used = {
             "data.pair": (task == "classification", "model.task = 'classification'"),
@@ -198,6 +222,7 @@ class RunConfig(Table):
             "data.tokenizer": (not images, "a task of texts"),
             "data.split": of_data_sets,
             "data.validation_split": of_data_sets,
+            "schedule.steps": (changes, "a warm-up or a schedule whose rates depend on it"),
             "schedule.final": (self.schedule.name != "constant", "schedule.name = 'linear' or 'cosine'"),
             "parallel.tensor_mode": (tensor > 1, "parallel.tensor = 2 or more"),
             "parallel.sequence_parallel": (tensor > 1, "parallel.tensor = 2 or more"),

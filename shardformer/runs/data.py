@@ -9,9 +9,9 @@ from typing import Any
 
 from shardformer.errors import ConfigError
 from shardformer.runs.config import RunConfig
-from shardformer.runs.images import Images, Look, images_in
+from shardformer.runs.images import Images, Look, as_image, images_in
 from shardformer.runs.samples import Classified, Padded, Stretches, Written, as_numbers, check_mask, classes_of
-from shardformer.runs.sources import column, format_of, labels_in, names_of, read_rows, read_texts
+from shardformer.runs.sources import column, format_of, labels_in, names_of, read_rows, read_texts, texts_in
 from shardformer.runs.tokens import Tokens, joined, tokens_of
 
 IMAGE_SIZE = 224
@@ -27,6 +27,7 @@ class RunData:
         collate: samples -> batch; None: as ``Batches`` does it.
         tokens: None for images.
         classes: their names, where there are some.
+        look: of images.
     """
 
     title: str
@@ -35,6 +36,12 @@ class RunData:
     collate: Callable[[Sequence[Any]], Any] | None = None
     tokens: Tokens | None = None
     classes: Sequence[Any] | None = None
+    look: Look | None = None
+
+    @property
+    def beside(self) -> Any:
+        """What an export has beside the model, to turn texts or images into its inputs; None for bytes."""
+        return self.look if self.tokens is None else self.tokens.tokenizer
 
 
 def data_of(config: RunConfig, image_size: int | None = None, names: Sequence[str] = ()) -> RunData:
@@ -74,12 +81,30 @@ def _rows(config: RunConfig, validation: bool) -> Any:
     split = data.validation_split or data.split if validation else data.split
     kind = format_of(data, names)
     if kind in ("text", "images") and not (kind == "images" and config.model.task == "image_classification"):
-        raise ConfigError(
-            f"model.task = {config.model.task!r} with data of the format {kind!r}",
-            rule="Classes and targets stand in fields of rows: data.format is 'jsonl' or 'datasets'",
-            remedy="Give such data, or another task",
-        )
+        raise _no_rows(config.model.task, kind, names)
     return read_rows(data, kind, names, split)
+
+
+def _no_rows(task: str, kind: str, names: Sequence[str]) -> ConfigError:
+    what = f"model.task = {task!r} with {', '.join(map(repr, names))}, which is read as {kind}"
+    if kind == "images":
+        return ConfigError(
+            what,
+            rule="A folder is read as images, unless data.format says otherwise",
+            remedy="Name the files in it, or write data.format = 'datasets' for a folder that save_to_disk wrote, or "
+            "model.task = 'image_classification'",
+        )
+    if task == "image_classification":
+        return ConfigError(
+            what,
+            rule="Images are in a folder with a folder for each class, or in rows that name their files and classes",
+            remedy="Give such a folder, or rows in JSON lines or a data set",
+        )
+    return ConfigError(
+        what,
+        rule="This task needs rows with fields: a text and its class, or a text and its target",
+        remedy="Give JSON lines or a data set; or, for plain text, use model.task = 'causal' or 'masked'",
+    )
 
 
 def _language(config: RunConfig, tokens: Tokens, *, validation: bool) -> Any:
@@ -89,9 +114,9 @@ def _language(config: RunConfig, tokens: Tokens, *, validation: bool) -> Any:
         texts = read_texts(names)
     else:
         rows = _rows(config, validation)
-        texts = column(rows, data.text, "data.text")
+        texts = texts_in(rows, data.text, "data.text")
         if task == "sequence_to_sequence":
-            return Written(texts, column(rows, data.target, "data.target"), tokens, data.sequence)
+            return Written(texts, texts_in(rows, data.target, "data.target"), tokens, data.sequence)
     return Stretches(joined(texts, tokens), data.sequence, task, tokens)
 
 
@@ -103,9 +128,9 @@ def _classified(config: RunConfig, tokens: Tokens, names: Sequence[str]) -> RunD
         rows = _rows(config, validation)
         labels, own = labels_in(rows, data.label)
         classes = classes or classes_of(labels, _order(own, names))
-        pairs = column(rows, data.pair, "data.pair") if data.pair is not None else None
+        pairs = texts_in(rows, data.pair, "data.pair") if data.pair is not None else None
         numbers = as_numbers(labels, classes, "validation" if validation else "training")
-        made.append(Classified(column(rows, data.text, "data.text"), pairs, numbers, tokens, data.sequence))
+        made.append(Classified(texts_in(rows, data.text, "data.text"), pairs, numbers, tokens, data.sequence))
     validation_data = made[1] if len(made) > 1 else None
     return RunData(_title(config), made[0], validation_data, Padded(tokens.pad), tokens, classes)
 
@@ -123,11 +148,11 @@ def _image_data(config: RunConfig, size: int, known: Sequence[str]) -> RunData:
         names = names_of(data, validation=validation)
         if data.format == "datasets" or not Path(names[0]).is_dir():
             rows = _rows(config, validation)
-            images: Sequence[Any] = column(rows, data.image, "data.image")
+            images: Sequence[Any] = [as_image(each) for each in column(rows, data.image, "data.image")]
             labels, own = labels_in(rows, data.label)
         else:
             images, labels = images_in(names)
             own = []
         classes = classes or classes_of(labels, _order(own, known))
         made.append(Images(images, as_numbers(labels, classes, "validation" if validation else "training"), look))
-    return RunData(_title(config), made[0], made[1] if len(made) > 1 else None, None, None, classes)
+    return RunData(_title(config), made[0], made[1] if len(made) > 1 else None, None, None, classes, look)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
+import os
 import re
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from shardformer.errors import ConfigError, nearest
+from pydantic import TypeAdapter, ValidationError
+
+from shardformer.errors import ConfigError, first_line, nearest
 from shardformer.runs.config import RunConfig
 from shardformer.runs.updates import check_arguments
 from shardformer.trainer import hooks as included
@@ -45,11 +50,34 @@ def _made(config: RunConfig, name: str, arguments: dict[str, Any]) -> Hook:
     if "folder" in inspect.signature(kind).parameters:
         arguments = {"folder": str(config.path / FOLDERS.get(name, name)), **arguments}
     check_arguments(kind, arguments, f"hooks.{name}")
+    _check_types(kind, arguments, f"hooks.{name}")
     arguments = dict(arguments)
+    if isinstance(folder := arguments.get("folder"), str):
+        arguments["folder"] = os.path.expanduser(folder)
     several = [p.name for p in inspect.signature(kind).parameters.values() if p.kind is p.VAR_POSITIONAL]
     given = [value for name in several for value in arguments.pop(name, ())]
     hook: Hook = kind(*given, **arguments)
     return hook
+
+
+def _check_types(kind: Any, arguments: dict[str, Any], where: str) -> None:
+    """Raises ConfigError for a value that is not of the type that the class declares, where it declares one."""
+    parameters = inspect.signature(kind).parameters
+    for argument, value in arguments.items():
+        try:
+            adapter = TypeAdapter(get_type_hints(kind.__init__)[argument])
+        except Exception:  # no type, one that only a type checker knows, or a class that is not plain data
+            continue
+        if parameters[argument].kind is inspect.Parameter.VAR_POSITIONAL:
+            continue  # a type for each of them
+        try:
+            adapter.validate_json(json.dumps(value, default=str), strict=True)
+        except ValidationError as error:
+            raise ConfigError(
+                f"{where}.{argument} = {value!r:.80}",
+                rule="; or ".join(dict.fromkeys(each["msg"] for each in error.errors())),
+                remedy="Correct the value",
+            ) from error
 
 
 def _kind(name: str) -> Any:
@@ -73,6 +101,7 @@ def _kind(name: str) -> Any:
 
 
 def _module(file: str, name: str) -> Any:
+    file = os.path.expanduser(file)
     spec = importlib.util.spec_from_file_location(Path(file).stem, file) if Path(file).is_file() else None
     if spec is None or spec.loader is None:
         raise ConfigError(
@@ -81,5 +110,14 @@ def _module(file: str, name: str) -> Any:
             remedy="Correct the path",
         )
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
+        where = f", line {lines[-1]}" if lines else ""
+        raise ConfigError(
+            f"hooks.{name!r}: {file}{where}: {type(error).__name__}: {first_line(error)}",
+            rule="The file of a hook is imported before the run begins",
+            remedy="Correct the file",
+        ) from error
     return module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,10 @@ from shardformer.errors import InputError
 from shardformer.runs.sources import IMAGES
 
 HALF = (0.5, 0.5, 0.5)
+FILE, PROCESSOR = "preprocessor_config.json", "ViTImageProcessor"
+"""What transformers reads an image processor from, and the class that does no more than ``Look``."""
+BICUBIC = 3
+"""As PIL resizes an image that is not told how."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +35,21 @@ class Look:
     @classmethod
     def of(cls, model: str, size: int) -> Look:
         """As a model's folder says in its preprocessor_config.json, where there is one."""
-        file = Path(model) / "preprocessor_config.json"
+        file = Path(model) / FILE
         if not file.is_file():
             return cls(size)
         said = json.loads(file.read_text(encoding="utf-8"))
         return cls(size, said.get("image_mean") or HALF, said.get("image_std") or HALF)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Writes it for an image processor of transformers: without the file, an exported model takes no image."""
+        side = {"height": self.size, "width": self.size}
+        said = {
+            "image_processor_type": PROCESSOR, "do_resize": True, "size": side, "resample": BICUBIC,
+            "do_rescale": True, "rescale_factor": 1 / 255,
+            "do_normalize": True, "image_mean": list(self.mean), "image_std": list(self.std),
+        }  # fmt: skip
+        Path(folder, FILE).write_text(json.dumps(said, indent=2), encoding="utf-8")
 
     def __call__(self, image: Any) -> Tensor:
         """(channel, height, width) of an image of PIL."""
@@ -68,6 +83,19 @@ class Images(Dataset[dict[str, Any]]):
                 remedy="Take the file out of the folder",
             ) from error
         return {"pixel_values": pixels, "labels": self._labels[index]}
+
+
+def as_image(value: Any) -> Any:
+    """The image in a row: one of PIL, or the path of a file. Raises InputError for anything else."""
+    if isinstance(value, str):
+        return Path(value).expanduser()
+    if not hasattr(value, "convert"):
+        raise InputError(
+            f"A row has {value!r:.60} as its image",
+            rule="An image is a file, named by its path, or one that the library datasets has decoded",
+            remedy="Correct data.image, or the rows",
+        )
+    return value
 
 
 def images_in(names: Sequence[str]) -> tuple[list[Path], list[str]]:

@@ -14,6 +14,17 @@ from shardformer.runs.data import RunData
 from shardformer.transformers_compat import load_transformers
 
 Fields = Mapping[str, Any]
+_KEPT = (
+    "Weights are kept in fp32, and a step computes in parallel.precision",
+    "Write parallel.precision = 'bf16' or 'fp16' for a step in 16 bits, or leave it out",
+)
+DECIDED_BY = {
+    "dtype": _KEPT,
+    "torch_dtype": _KEPT,
+    "architectures": ("model.task and model.head choose the class that is trained", "Write it as model.head"),
+    "model_type": ("The type of a model is that of model.name", "Write it as model.name"),
+}
+"""Fields of a config that a run does not read -> the rule, and what to write instead."""
 
 
 def own_config(config: RunConfig, more: Fields | None = None) -> Any:
@@ -29,6 +40,7 @@ def own_config(config: RunConfig, more: Fields | None = None) -> Any:
     Raises ConfigError where it cannot be read, for a field that it does not have, and for values that do not fit.
     """
     found, saved = _as_saved(config)
+    _check_used(config.model.config)
     _check_fields(found, config.model.config)
     fields = _with(found, config.model.config, more or {})
     return _built(config, found, saved, fields) if fields else found
@@ -50,7 +62,7 @@ def _as_saved(config: RunConfig) -> tuple[Any, Fields]:
             f"model.name = {name!r}: {first_line(error)}",
             rule="It is a folder that save_pretrained wrote, a config.json, a name on the hub, or with random = true a "
             "model type of transformers",
-            remedy=consent_or(nearest(name, types) if random or name in types else "Correct the name", error),
+            remedy=consent_or(_remedy(name, types, random=random), error),
         ) from error
     if not random and Path(name).is_file():
         raise ConfigError(
@@ -61,13 +73,37 @@ def _as_saved(config: RunConfig) -> tuple[Any, Fields]:
     return found, saved
 
 
-def _is_config(thing: Any) -> bool:
-    return hasattr(thing, "to_dict") and hasattr(thing, "attribute_map")
+def _remedy(name: str, types: Sequence[str], *, random: bool) -> str:
+    if random:
+        return nearest(name, types)
+    if name in types:
+        return "Write model.random = true to begin with random weights, or give a folder that holds the weights"
+    return "Correct the name"
+
+
+def _part(found: Any, name: str) -> Any:
+    """The config inside of another one that has this name; None for any other field."""
+    thing = vars(found).get(found.attribute_map.get(name, name))
+    return thing if hasattr(thing, "to_dict") and hasattr(thing, "attribute_map") else None
 
 
 def _known(found: Any) -> list[str]:
+    """Its fields, by all their names; of what a property keeps under a private name, such as ``attn_implementation``,
+    the name of the argument."""
     settable = [name for name, kind in inspect.getmembers(type(found)) if isinstance(kind, property) and kind.fset]
-    return [*found.to_dict(), *found.attribute_map, *settable]
+    return [*found.to_dict(), *found.attribute_map, *(name.removeprefix("_") for name in settable)]
+
+
+def _check_used(fields: Fields) -> None:
+    """Raises ConfigError for a field that has no effect here: another key of the run decides."""
+    for name in fields:
+        if name in DECIDED_BY:
+            rule, remedy = DECIDED_BY[name]
+            raise ConfigError(
+                f"model.config has {name} = {fields[name]!r:.60}, which has no effect in a run",
+                rule=rule,
+                remedy=remedy,
+            )
 
 
 def _check_fields(found: Any, fields: Fields, where: str = "model.config") -> None:
@@ -80,8 +116,8 @@ def _check_fields(found: Any, fields: Fields, where: str = "model.config") -> No
                 rule=f"The config of {found.model_type} has no such field",
                 remedy=nearest(field, known),
             )
-        part = getattr(found, field, None)
-        if isinstance(value, Mapping) and _is_config(part):
+        part = _part(found, field)
+        if isinstance(value, Mapping) and part is not None:
             _check_fields(_of_type(part, value), value, f"{where}.{field}")
 
 
@@ -112,8 +148,8 @@ def _merged(found: Any, saved: Fields, fields: Fields) -> dict[str, Any]:
     alias = found.attribute_map
     merged = {alias.get(name, name): value for name, value in saved.items()}
     for name, value in fields.items():
-        part, before = getattr(found, name, None), merged.get(alias.get(name, name))
-        if isinstance(value, Mapping) and _is_config(part) and _of_type(part, value) is part:
+        part, before = _part(found, name), merged.get(alias.get(name, name))
+        if isinstance(value, Mapping) and part is not None and _of_type(part, value) is part:
             value = _merged(part, before if isinstance(before, Mapping) else {}, value)
         merged[alias.get(name, name)] = value
     if "num_labels" in fields and len(merged.get("id2label") or {}) != fields["num_labels"]:
@@ -124,12 +160,13 @@ def _merged(found: Any, saved: Fields, fields: Fields) -> dict[str, Any]:
 def _built(config: RunConfig, found: Any, saved: Fields, fields: Fields) -> Any:
     """A config of the same class with other fields.
 
-    A file also holds what the class derived when it was written, such as the kind of each layer. Where the class
-    refuses that together with the new fields, it derives it anew.
+    Of a model type the fields are those that the run sets, by the names that it has for them: what the class derives
+    may depend on the name. A file also holds what the class derived when it was written, such as the kind of each
+    layer. Where the class refuses that together with the new fields, it derives it anew.
 
     Raises ConfigError for values that transformers refuses.
     """
-    kind, merged = type(found), _merged(found, saved, fields)
+    kind, merged = type(found), _merged(found, saved, fields) if saved else fields
     problem: Exception | None = None
     for left_out in _ways(kind, found, saved, fields):
         try:
@@ -195,7 +232,7 @@ def from_data(config: RunConfig, data: RunData, saved: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if data.tokens is not None and data.tokens.is_bytes and config.model.random:
         names = ["pad_token_id", "bos_token_id", "eos_token_id"]
-        if config.model.task == "sequence_to_sequence":
+        if getattr(saved, "is_encoder_decoder", False):
             names.append("decoder_start_token_id")
         fields |= {"vocab_size": data.tokens.size, **dict.fromkeys(names, data.tokens.pad)}
     if data.classes is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,13 +12,40 @@ from pydantic import BaseModel, ValidationError
 from shardformer.errors import ConfigError, nearest
 from shardformer.runs.config import RunConfig
 
+OF_TRAINER = {
+    "adam_beta1": ["optimizer.betas"],
+    "adam_beta2": ["optimizer.betas"],
+    "adam_epsilon": ["optimizer.eps"],
+    "bf16": ["parallel.precision = 'bf16'"],
+    "dataloader_drop_last": ["data.drop_last"],
+    "dataloader_num_workers": ["data.workers"],
+    "eval_steps": ["training.validate_every"],
+    "fp16": ["parallel.precision = 'fp16'"],
+    "gradient_accumulation_steps": ["parallel.micro_batches", "parallel.micro_batch_size"],
+    "gradient_checkpointing": ["parallel.checkpoint_layers, with parallel.pipe = 2 or more"],
+    "learning_rate": ["optimizer.lr"],
+    "lr_scheduler_type": ["schedule.name"],
+    "max_length": ["data.sequence"],
+    "max_seq_length": ["data.sequence"],
+    "max_steps": ["training.steps"],
+    "num_train_epochs": ["training.epochs"],
+    "optim": ["optimizer.name"],
+    "output_dir": ["folder, above all tables"],
+    "per_device_train_batch_size": ["data.batch_size, which counts the samples of all processes"],
+    "save_steps": ["hooks.checkpoint.every_steps"],
+    "save_total_limit": ["hooks.checkpoint.keep"],
+    "warmup_ratio": ["schedule.warmup, below 1"],
+    "warmup_steps": ["schedule.warmup"],
+}
+"""What ``TrainingArguments`` of transformers calls a key -> what it is here."""
+
 
 def read_config(file: str | Path, changes: Sequence[str] = ()) -> RunConfig:
     """The run that a TOML file says.
 
     Args:
         changes: keys that are to have another value, as ``parallel.tensor=2``; the value is written as in TOML, and
-            what is not TOML is a word.
+            what is not TOML is a word. ``training.epochs=`` removes a key.
 
     Raises ConfigError for a file that cannot be read, and for what cannot be in it.
     """
@@ -26,7 +53,7 @@ def read_config(file: str | Path, changes: Sequence[str] = ()) -> RunConfig:
     try:
         if path.exists() and not path.is_file() and not path.is_dir():  # a pipe: each process reads it, and would wait
             raise OSError("it is no regular file")
-        said = tomllib.loads(path.read_text(encoding="utf-8"))
+        said = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         near = nearest(path.name, (other.name for other in path.absolute().parent.glob("*.toml")))
         raise ConfigError(
@@ -71,7 +98,10 @@ def _change(said: dict[str, Any], change: str) -> None:
             raise ConfigError(
                 f"--set {change}", rule=f"{part} is no table in the file", remedy=f"Write [{part}] in the file"
             )
-    table[name] = value
+    if text.strip():
+        table[name] = value
+    else:
+        table.pop(name, None)
 
 
 def _in_four_parts(error: ValidationError, where: str) -> ConfigError:
@@ -83,8 +113,8 @@ def _in_four_parts(error: ValidationError, where: str) -> ConfigError:
     if first["type"] == "extra_forbidden":
         return ConfigError(
             f"{where} has {key} = {first['input']!r:.80}",
-            rule=f"There is no such key in {'the file' if len(place) == 1 else place[-2]}",
-            remedy=nearest(name, table.model_fields if table is not None else ()),
+            rule=f"There is no such key in {'the file' if len(place) == 1 else f'[{place[-2]}]'}",
+            remedy=_meant(name, table),
         )
     if first["type"] == "missing":
         return ConfigError(
@@ -93,14 +123,46 @@ def _in_four_parts(error: ValidationError, where: str) -> ConfigError:
             remedy=f"Write {name} in [{'.'.join(place[:-1])}]" if len(place) > 1 else f"Write a table [{name}]",
         )
     found = first["input"]
-    here = [e["msg"] for e in error.errors() if _without_unions(map(str, e["loc"])) == _without_unions(place)]
+    here = [
+        e["msg"].removeprefix("Value error, ")
+        for e in error.errors()
+        if _without_unions(map(str, e["loc"])) == _without_unions(place)
+    ]
     known = str(first.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
     said = _said_of(table, name)
     return ConfigError(
         f"{where} has {key} = {found!r:.80}",
         rule="; or ".join(dict.fromkeys(here)) + (f". {said}" if said else ""),
-        remedy=nearest(str(found), known) if first["type"] == "literal_error" else "Correct the value",
+        remedy=nearest(str(found), known) if first["type"] == "literal_error" else _value_for(first),
     )
+
+
+def _value_for(error: Mapping[str, Any]) -> str:
+    """What to write in the place of a value that pydantic refuses."""
+    limits = error.get("ctx", {})
+    for name, words in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
+        if name in limits:
+            return f"Write a number of {words} {limits[name]}"
+    of_type = {
+        "int_type": "Write a whole number, without quotes and without a point",
+        "float_type": "Write a number, without quotes",
+        "bool_type": "Write true or false, without quotes",
+        "string_type": "Write it in quotes",
+    }
+    return of_type.get(error["type"], "Correct the value")
+
+
+def _meant(name: str, table: type[BaseModel] | None) -> str:
+    """Where a key is that stands in the wrong table, or that the Trainer of transformers calls so."""
+    tables = {key: _table_at([key, ""]) for key in RunConfig.model_fields}
+    every = [f"{key}.{field}" for key, each in tables.items() if each is not None for field in each.model_fields]
+    places = OF_TRAINER.get(name, [key for key in (*RunConfig.model_fields, *every) if key.rpartition(".")[2] == name])
+    if places:
+        return f"Write it as {' or '.join(places)}"
+    if table is RunConfig:
+        near = nearest(name, [*RunConfig.model_fields, *every])
+        return f"{near} A key is under the name of its table, as [data] or data.batch_size"
+    return nearest(name, table.model_fields if table is not None else ())
 
 
 def _without_unions(place: Iterable[str]) -> list[str]:

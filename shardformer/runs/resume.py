@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
+from shardformer.disk.writing import make_folder, remove_left, replace_text
 from shardformer.errors import ConfigError
 from shardformer.runs.config import RunConfig, ScheduleTable
 from shardformer.runs.updates import shares_of
 from shardformer.trainer.hook import Hook, Run
 
 FILE = "run.json"
-FIXED = ("model", "optimizer")
-"""Tables whose keys have no effect on a run that is resumed: weights and optimizer are those that it saved."""
+FIXED = ("model", "optimizer", "seed")
+"""Keys, and tables of keys, without effect on a run that is resumed: weights, optimizer and order of the data are those
+that it saved."""
 CHECKED_STEPS = 10_000
 """For how many steps, at most, rates are compared."""
 SHOWN = 6
@@ -47,6 +48,8 @@ class Resume(Hook):
 
     def setup(self, trainer: Run) -> None:
         if self._before is None:
+            if trainer.is_first and trainer.step == 0 and (self._config.path / FILE).exists():
+                print(f"begins anew: {self._config.path} has files of an earlier run, and no checkpoint", flush=True)
             return
         before = self._before["config"]
         changes = {key: values for key, values in _differences(before, self._own)}
@@ -66,14 +69,9 @@ class Resume(Hook):
     def before_train(self, trainer: Run) -> None:
         if trainer.is_first:
             folder = self._config.path
-            folder.mkdir(parents=True, exist_ok=True)
-            fresh = folder / f".{FILE}-{os.getpid()}"
-            try:
-                with fresh.open("x", encoding="utf-8") as file:
-                    json.dump(self._own, file, indent=2)
-                fresh.replace(folder / FILE)
-            finally:
-                fresh.unlink(missing_ok=True)
+            make_folder(folder)
+            remove_left(folder, FILE)
+            replace_text(folder / FILE, json.dumps(self._own, indent=2))
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
@@ -91,7 +89,7 @@ def _check_fixed(changes: Mapping[str, Any], folder: str) -> None:
         if key.partition(".")[0] in FIXED:
             raise ConfigError(
                 f"{key} = {_shown(now)}, and the run in {folder!r} has {_shown(before)}",
-                rule="A run that is resumed goes on with the weights and the optimizer that it saved",
+                rule="A run that is resumed goes on with the weights, optimizer and order of the data that it saved",
                 remedy=f"Write {key} = {_shown(before)} to resume it, or another folder to begin a new run",
             )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from shardformer.engine.build import initialize
 from shardformer.engine.engine import Engine
 from shardformer.engine.parallel import Parallel
 from shardformer.engine.parts import grid_of, num_processes
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, ShardFormerError, first_line
 from shardformer.mesh.context import ParallelContext
 from shardformer.runs.config import RunConfig
 from shardformer.runs.data import RunData, data_of
@@ -44,20 +46,42 @@ def train(config: RunConfig) -> dict[str, float]:
     if config.training.export:
         first_does(lambda: _check_export(config, config.path / EXPORT), trainer.engine.world, "Training")
     epochs = None if config.training.steps is not None else config.training.epochs or 1
-    values = trainer.fit(
-        steps=config.training.steps,
-        epochs=epochs,
-        validation=data.validation,
-        validate_every=config.training.validate_every,
-    )
+    with _first_step(config, trainer):
+        values = trainer.fit(
+            steps=config.training.steps,
+            epochs=epochs,
+            validation=data.validation,
+            validate_every=config.training.validate_every,
+        )
+    _tell_unless_trained(config, trainer)
     if trainer.was_interrupted:
         _tell_interrupted(trainer)
         # who waits for it hears that it is not through
         raise SystemExit(128 + (trainer.signal or signal.SIGTERM))
     if config.training.export:
-        tokenizer = data.tokens.tokenizer if data.tokens is not None else None
-        trainer.engine.export(config.path / EXPORT, tokenizer)
+        trainer.engine.export(config.path / EXPORT, data.beside)
     return values
+
+
+@contextmanager
+def _first_step(config: RunConfig, trainer: Trainer) -> Iterator[None]:
+    """Raises ConfigError where the model or the optimizer fails before a step is made: they do not fit the run.
+
+    What no check can know before is known then: transformers accepts fields of a config that do not fit each other.
+    """
+    try:
+        yield
+    except (ShardFormerError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if trainer.loss is not None:
+            raise
+        fields = f" with model.config = {config.model.config!r:.200}" if config.model.config else ""
+        raise ConfigError(
+            f"The first step failed{fields}: {type(error).__name__}: {first_line(error)}",
+            rule="The model runs on batches of the data, and the optimizer updates it",
+            remedy="Correct model.config, model.task, model.head or optimizer, whichever this is about",
+        ) from error
 
 
 def _check_export(config: RunConfig, folder: Path) -> None:
@@ -74,17 +98,24 @@ def _check_export(config: RunConfig, folder: Path) -> None:
     check_target(folder)
 
 
+def _tell_unless_trained(config: RunConfig, trainer: Trainer) -> None:
+    if trainer.is_first and trainer.loss is None and not trainer.was_interrupted:
+        key = "training.steps" if config.training.steps is not None else "training.epochs"
+        done = f"{trainer.step} of {trainer.num_steps} steps are done"
+        print(f"nothing to train: {done}; raise {key} to go on", flush=True)
+
+
 def _tell_interrupted(trainer: Trainer) -> None:
     saved = next((hook for hook in trainer.hooks if isinstance(hook, Checkpoint) and hook.saved_step > 0), None)
     if not trainer.is_first:
         return
     if saved is None:
-        print(f"stopped behind step {trainer.step}; nothing is saved: see hooks.checkpoint in the config", flush=True)
+        print(f"stopped after step {trainer.step}; nothing is saved: see hooks.checkpoint in the config", flush=True)
     else:
         more = f" as of step {saved.saved_step}" if saved.saved_step != trainer.step else ""
-        print(
-            f"stopped behind step {trainer.step}; saved in {saved.folder}{more}: the same command resumes", flush=True
-        )
+        here = saved.folder.is_relative_to(Path.cwd())
+        folder = saved.folder.relative_to(Path.cwd()) if here else saved.folder
+        print(f"stopped after step {trainer.step}; saved in {folder}{more}: the same command resumes", flush=True)
 
 
 def layout_of(config: RunConfig) -> Parallel:
@@ -112,7 +143,7 @@ def data_and_model_of(config: RunConfig) -> tuple[RunData, nn.Module]:
     model = model_of(config, data, saved)
     check_task(config, model)
     if config.training.export:
-        check_export(model, data.tokens.tokenizer if data.tokens is not None else None)
+        check_export(model, data.beside)
     return data, model
 
 

@@ -137,11 +137,18 @@ def classes_of(labels: Sequence[Any], names: Sequence[str] = ()) -> list[Any]:
             remedy="Correct the data, or data.label",
         )
     found = set(labels)
+    classes: list[Any] = sorted(found)
     if kinds == {str} and found <= set(names):
-        return list(names)
-    if kinds == {int} and found <= set(range(len(names))):
-        return list(range(len(names)))
-    return sorted(found)
+        classes = list(names)
+    elif kinds == {int} and found <= set(range(len(names))):
+        classes = list(range(len(names)))
+    if len(classes) < 2:
+        raise InputError(
+            f"All labels are {classes[0]!r}",
+            rule="A classification has two classes or more: with one, transformers trains a regression",
+            remedy="Correct the data, or data.label",
+        )
+    return classes
 
 
 def as_numbers(labels: Sequence[Any], classes: Sequence[Any], which: str) -> list[int]:

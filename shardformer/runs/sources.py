@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,11 @@ from shardformer.errors import ConfigError, InputError, first_line, nearest
 from shardformer.runs.config import DataTable
 
 SUFFIXES = {".txt": "text", ".md": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
+TABLES = {".csv", ".tsv", ".parquet", ".arrow", ".xlsx"}
+_CONVERT = (
+    "Convert it to JSON lines: pandas.read_csv(file).to_json('data.jsonl', orient='records', lines=True, "
+    "force_ascii=False), or read_parquet"
+)
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 Rows = Sequence[Mapping[str, Any]]
 
@@ -31,38 +37,64 @@ def format_of(data: DataTable, names: Sequence[str]) -> str:
     raise ConfigError(
         f"What is in {', '.join(map(repr, names))} cannot be told from the name{'s' * (len(names) > 1)}",
         rule=f"A name ends in {', '.join(SUFFIXES)}, or is a folder of images",
-        remedy="Write data.format = 'text', 'jsonl', 'datasets' or 'images'",
+        remedy=_CONVERT
+        if any(Path(name).suffix.lower() in TABLES for name in names)
+        else "Write data.format = 'text', 'jsonl', 'datasets' or 'images'",
     )
 
 
 def read_texts(names: Sequence[str]) -> list[str]:
     """The text of each file. Raises InputError for one that cannot be read, or is empty."""
-    texts = []
-    for name in names:
-        try:
-            texts.append(Path(name).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise _unreadable(name, getattr(error, "strerror", None) or str(error)) from error
-        if not texts[-1].strip():
+    texts = [_read(name) for name in names]
+    for name, text in zip(names, texts, strict=True):
+        if not text.strip():
             raise InputError(f"{name!r} is empty", rule="A text has words", remedy="Give another file")
     return texts
 
 
+def _read(name: str) -> str:
+    """A file of text, without the byte order mark that some editors write in front."""
+    try:
+        return Path(name).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"The data {name!r} is not in UTF-8: {error.reason} at byte {error.start}",
+            rule="Files of text and of JSON are read as UTF-8",
+            remedy="Convert it, for example with iconv --from-code LATIN1 --to-code UTF-8",
+        ) from error
+    except OSError as error:
+        raise _unreadable(name, error.strerror or str(error)) from error
+
+
 def read_rows(data: DataTable, kind: str, names: Sequence[str], split: str) -> Rows:
-    """The rows of lines of JSON, or of a data set."""
-    return _read_lines(names) if kind == "jsonl" else _read_datasets(names, split)
+    """The rows of files of JSON, or of a data set."""
+    return _read_files(names) if kind == "jsonl" else _read_datasets(names, split)
 
 
 def column(rows: Rows, name: str, key: str) -> list[Any]:
     """The values under one name. Raises InputError for a row that has none; ``key`` of the config says the name."""
     for number, row in enumerate(rows):
         if row.get(name) is None:
+            is_there = name in row
             raise InputError(
-                f"Row {number + 1} of the data has no {name!r}",
+                f"Row {number + 1} of the data has {'nothing (null) as' if is_there else 'no'} {name!r}",
                 rule=f"{key} = {name!r} says which field is read, and every row has it",
-                remedy=nearest(name, map(str, row)),
+                remedy="Correct that row, or leave it out" if is_there else nearest(name, map(str, row)),
             )
     return [row[name] for row in rows]
+
+
+def texts_in(rows: Rows, name: str, key: str) -> list[str]:
+    """The texts under one name. Raises InputError for a row that has none, or something else."""
+    values = column(rows, name, key)
+    for number, value in enumerate(values):
+        if not isinstance(value, str):
+            raise InputError(
+                f"Row {number + 1} of the data has {value!r:.60} as {name!r}, which is not a text",
+                rule=f"{key} = {name!r} says which field holds the text, a string",
+                remedy=f"Write such values as strings, or name another field with {key}",
+            )
+    return values
 
 
 def labels_in(rows: Rows, name: str) -> tuple[list[Any], list[str]]:
@@ -74,33 +106,37 @@ def labels_in(rows: Rows, name: str) -> tuple[list[Any], list[str]]:
     return [names[label] if isinstance(label, int) and 0 <= label < len(names) else label for label in labels], [*names]
 
 
-def _read_lines(names: Sequence[str]) -> list[Mapping[str, Any]]:
-    rows: list[Mapping[str, Any]] = []
-    for name in names:
-        try:
-            lines = Path(name).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise _unreadable(name, getattr(error, "strerror", None) or str(error)) from error
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise _no_row(name, number, line, str(error)) from error
-            if not isinstance(row, dict):
-                raise _no_row(name, number, line, "it is no object")
-            rows.append(row)
+def _read_files(names: Sequence[str]) -> list[Mapping[str, Any]]:
+    rows = [row for name in names for row in _rows_of(name, _read(name))]
     if not rows:
         raise InputError(f"There is no row in {', '.join(names)}", rule="Data has rows", remedy="Give another file")
     return rows
 
 
+def _rows_of(name: str, text: str) -> list[Mapping[str, Any]]:
+    """One list of objects, or an object a line: other characters at which ``splitlines`` splits may be in a text."""
+    with suppress(ValueError):
+        found = json.loads(text) if text.lstrip().startswith("[") else None
+        if isinstance(found, list) and all(isinstance(row, dict) for row in found):
+            return found
+    return [_row(name, number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+
+
+def _row(name: str, number: int, line: str) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise _no_row(name, number, line, str(error)) from error
+    if not isinstance(row, dict):
+        raise _no_row(name, number, line, "it is no object")
+    return row
+
+
 def _no_row(name: str, number: int, line: str, why: str) -> InputError:
     return InputError(
         f"{name}, line {number}: {line!r:.60} is no row: {why}",
-        rule='Each line is a JSON object, such as {"text": "words"}',
-        remedy="Correct the line, or say data.format if the file is of another form",
+        rule='Each line is a JSON object, such as {"text": "words"}; or the file is one list of such objects',
+        remedy="Correct the line, or set data.format if the file is of another form",
     )
 
 
@@ -134,14 +170,17 @@ def _read_datasets(names: Sequence[str], split: str) -> Rows:
             remedy="Correct data.train or data.split",
         ) from error
     rows: Rows = found
+    if not len(rows):
+        raise InputError(f"The data set {name!r} has no row", rule="Data has rows", remedy="Correct data.split")
     return rows
 
 
 def _unreadable(name: str, why: str) -> InputError:
     folder = Path(name).absolute().parent
-    near = nearest(Path(name).name, (other.name for other in folder.glob("*")) if folder.is_dir() else ())
+    others = [other.name for other in folder.glob("*") if other.name != Path(name).name] if folder.is_dir() else []
+    near = nearest(Path(name).name, others)
     return InputError(
         f"The data {name!r} cannot be read: {why}",
-        rule="data.train and data.validation name files that are there, in UTF-8",
+        rule="data.train and data.validation name files that are there",
         remedy=near if near.startswith("Did") else "Correct the path",
     )

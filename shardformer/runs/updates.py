@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardformer.errors import ConfigError, nearest
+from shardformer.errors import ConfigError, first_line, nearest
 from shardformer.optim.hybrid import HybridAdam
 from shardformer.optim.layerwise import LAMB, LARS
 from shardformer.runs.config import OptimizerTable, ScheduleTable
@@ -64,9 +64,10 @@ def _made(
 def _built(kind: Any, arguments: Mapping[str, Any], groups: list[Any]) -> Optimizer:
     try:
         found: Optimizer = kind(groups, **arguments)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # each class checks its arguments in its own way
+        shown = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
         raise ConfigError(
-            f"{kind.__name__} does not take {', '.join(f'{n} = {v!r}' for n, v in arguments.items())}: {error}",
+            f"{kind.__name__} does not take {shown}: {first_line(error)}",
             rule="The keys of optimizer are its arguments",
             remedy="Correct the value",
         ) from error

@@ -41,11 +41,12 @@ def replace_folder(folder: str | os.PathLike[str], write: Callable[[Path], objec
 def put_in_place(new: Path, target: Path) -> None:
     """Lets a folder that is complete take the place of ``target``; what else was in there is kept.
 
-    The folder is exchanged, unless other folders are in it, which other processes may write into, or it cannot be
-    renamed: then its files are replaced one after the other. Raises OSError.
+    The folder is exchanged, unless other folders are in it, which other processes may write into, or this process works
+    in it, or it cannot be renamed: then its files are replaced one after the other. Raises OSError.
     """
     kept = kept_of(target, new)
-    if new.parent != target.parent or any(path.is_dir() and not path.is_symlink() for path in kept):
+    is_current = target.exists() and os.path.samefile(target, os.curdir)
+    if is_current or new.parent != target.parent or any(path.is_dir() and not path.is_symlink() for path in kept):
         _move_into(new, target)
         return
     _link(kept, new)

@@ -50,7 +50,7 @@ class Failure:
     def in_words(self, rank: int) -> ShardFormerError:
         error, hook = self.error, self.hook
         if isinstance(error, ShardFormerError):
-            what = error.what if hook is None else f"{error.what} (said by the hook {type(hook).__name__})"
+            what = error.what if hook is None else f"{error.what} (reported by the hook {type(hook).__name__})"
             return type(error)(what, rule=error.rule, remedy=error.remedy)
         where = self.where if hook is None else f"The hook {type(hook).__name__} ({self.where})"
         return InputError(

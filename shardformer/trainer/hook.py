@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shardformer.checkpoint.load import Loaded
 from shardformer.engine.engine import Engine
+from shardformer.errors import ConfigError
 
 MOMENTS = (
     "setup",
@@ -57,12 +58,24 @@ class Run(Protocol):
     def seconds(self) -> float: ...
     @property
     def is_first(self) -> bool: ...
+    @property
+    def has_validation(self) -> bool: ...
     def stop(self, why: str = ...) -> None: ...
     def validate(self) -> None: ...
     def save(self) -> None: ...
     def on_save(self, save: Any) -> None: ...
     def load(self, folder: Any) -> Loaded: ...
     def agree(self) -> None: ...
+
+
+def check_validates(hook: Hook, trainer: Run) -> None:
+    """Raises ConfigError for a hook that acts behind a validation alone, in a run without validation data."""
+    if not trainer.has_validation:
+        raise ConfigError(
+            f"{type(hook).__name__} in a run without validation data",
+            rule="It acts on what a validation gives",
+            remedy="Pass fit(validation=data), or data.validation in the file of a run; or leave the hook out",
+        )
 
 
 class Hook:

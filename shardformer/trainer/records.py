@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardformer.disk.lock import hold, release
-from shardformer.disk.writing import new_file, remove_left, replace_text, write_all
+from shardformer.disk.writing import new_file, path_of, remove_left, replace_text, write_all
 from shardformer.errors import ConfigError, InputError, nearest
 
 FILE = "records.jsonl"
@@ -60,7 +60,7 @@ class RecordWriter:
     """
 
     def __init__(self, folder: str | Path, resume_at: int | None = None) -> None:
-        self._folder = folder = Path(folder)
+        self._folder = folder = path_of(folder)
         if folder.is_file():
             raise ConfigError(
                 f"{str(folder)!r} is a file",

@@ -20,7 +20,7 @@ from shardformer.engine.engine import Engine, needs_metric
 from shardformer.engine.modes import modes_of, set_modes, start_training
 from shardformer.errors import ConfigError
 from shardformer.mesh.finishing import is_ended
-from shardformer.trainer.agreement import Agreement
+from shardformer.trainer.agreement import Agreement, Asked
 from shardformer.trainer.hook import Hook
 from shardformer.trainer.hooks.progress import Progress
 from shardformer.trainer.hooks.throughput import Throughput
@@ -121,6 +121,11 @@ class Trainer:
         """Whether this is the process that prints and writes what all know."""
         return self.engine.is_first
 
+    @property
+    def has_validation(self) -> bool:
+        """Whether ``fit`` was given data to try the model on."""
+        return self._validation is not None
+
     def stop(self, why: str = "a hook asked for it") -> None:
         """The run ends on all ranks before the next step."""
         self._agreement.ask(stop=True)
@@ -181,6 +186,8 @@ class Trainer:
                 self._moment("setup")
                 self._moment("before_train")
                 self._position = self._data.state()
+                if self._saves:
+                    self.engine.check_save(**self._saved())
                 self._run(validate_every)
                 self._moment("after_train")
                 if self._agreement.take().save:
@@ -265,17 +272,23 @@ class Trainer:
     def _between_steps(self) -> None:
         """What was asked for since the last step, by any rank."""
         self.agree()
-        asked = self._agreement.take()
-        if asked.signal:
-            self._moment("on_signal")
-            self.stopped_by, self.was_interrupted = "a signal", True
+        asked = self._asked()
         if asked.validate:
             self._validate()
-        asked |= self._agreement.take()
+        asked |= self._asked()
         if asked.save:
             self._save()
         if asked.stop and self.stopped_by is None:
             self.stopped_by = self._why or "a hook of another rank asked for it"
+
+    def _asked(self) -> Asked:
+        """What all ranks have heard of since the last time; a signal ends the run, also one that came meanwhile."""
+        asked = self._agreement.take()
+        if asked.signal and not self.was_interrupted:
+            self._moment("on_signal")
+            self.stopped_by, self.was_interrupted = "a signal", True
+            asked |= self._agreement.take()
+        return asked
 
     def _validate(self) -> None:
         if self._validation is None:
@@ -302,15 +315,19 @@ class Trainer:
         if not self._saves:
             return
         self._moment("before_save")
-        states = {name: hook.state() for name, hook in self._named_hooks().items()}
         for save in self._saves:
-            save(extra={HOOKS: states, USER: self.extra}, position=self._position)
+            save(**self._saved())
         self._moment("after_save")
+
+    def _saved(self) -> dict[str, Any]:
+        """What a checkpoint has beside what the engine saves."""
+        states = {name: hook.state() for name, hook in self._named_hooks().items()}
+        return {"extra": {HOOKS: states, USER: self.extra}, "position": self._position}
 
     def on_save(self, save: Callable[..., Any]) -> None:
         """Lets ``save(extra=, position=)`` be called where a checkpoint is asked for: for hooks that save.
 
-        Until ``fit`` ends; a hook says it in ``setup``.
+        Until ``fit`` ends; a hook says it in ``setup``. What cannot be saved is then refused before the first step.
         """
         self._saves.append(save)
 

@@ -138,6 +138,16 @@ def test_what_no_export_wrote_is_not_overwritten(file: str, tmp_path: Path) -> N
     assert [(f.name, f.read_bytes()) for f in path.iterdir()] == [(file, before)]
 
 
+def test_an_export_into_the_current_folder_leaves_the_process_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        export_pretrained(".", nn.Linear(2, 2))
+        assert Path("model.safetensors").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
 def test_a_link_to_a_folder_is_left_alone(tmp_path: Path) -> None:
     export_pretrained(tmp_path / "real", nn.Linear(2, 3))
     before = (tmp_path / "real" / "model.safetensors").read_bytes()

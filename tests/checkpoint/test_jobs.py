@@ -100,6 +100,26 @@ def test_a_job_whose_folder_was_taken_over_while_it_wrote_names_nothing(
     assert not [path for path in tmp_path.iterdir() if private(path)]
 
 
+def test_a_save_in_the_background_goes_to_the_folder_that_was_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    goes_on, write = threading.Event(), snapshot.write_boxes
+
+    def waiting(*arguments: Any, **options: Any) -> Any:
+        assert goes_on.wait(10)
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(snapshot, "write_boxes", waiting)
+    saving = start_checkpoint("checkpoints", net(), step=1)
+    monkeypatch.chdir(tmp_path / "other")
+    goes_on.set()
+    assert saving.wait() == tmp_path / "checkpoints/step-00000001"
+    assert steps(tmp_path / "checkpoints") == [1]
+    assert not [*(tmp_path / "other").iterdir()]
+
+
 def test_a_rank_whose_files_are_gone_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = snapshot.write_boxes
 

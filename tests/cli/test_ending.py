@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from argparse import Namespace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 
 from shardformer.cli._ending import AT_ONCE_S, ENDS_S, FINISHES_S, STUCK, VARIABLE, _look, end_soon
+from shardformer.cli._worker import record_failure
 from shardformer.mesh.finishing import FOLDER, finishes_on_signals, is_ended
 
 PROCESS: Any = SimpleNamespace(pids=lambda: {0: os.getpid()}, error_files={})
@@ -50,6 +52,23 @@ def test_what_saves_has_time_after_a_signal_and_not_after_a_failure(saves: bool,
     expected = [(ENDS_S, True), (FINISHES_S, False), (AT_ONCE_S, False)]
     assert waits == (expected if saves else [(ENDS_S, True), (ENDS_S, False)])
     assert FOLDER not in os.environ
+
+
+def test_ctrl_c_is_not_printed_by_each_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("RANK", "3")
+    for traceback, printed in (("0", False), ("1", True)):
+        monkeypatch.setenv("SHARDFORMER_TRACEBACK", traceback)
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            record_failure(KeyboardInterrupt, error, error.__traceback__)
+        assert ("KeyboardInterrupt" in capsys.readouterr().err) == printed
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert (message["message"], message["extraInfo"]["rank"]) == ("KeyboardInterrupt", 3)
+    assert "test_ending.py" in message["extraInfo"]["at"]
 
 
 def test_the_time_that_is_asked_for_counts(waits: list[Any]) -> None:

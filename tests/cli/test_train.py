@@ -119,6 +119,6 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(folder: Path) -> N
     out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGINT, err
     assert "Ctrl-C: finishing step 2 and saving (press again to stop at once)" in err
-    assert "stopped behind step 2; saved in run/checkpoints: the same command resumes" in out
+    assert "stopped after step 2; saved in run/checkpoints: the same command resumes" in out
     assert err.strip().endswith("shardformer train: ended by SIGINT")
     assert [path.name for path in (folder / "run/checkpoints").glob("step-*")] == ["step-00000002"]

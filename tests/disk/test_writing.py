@@ -10,14 +10,18 @@ import pytest
 from shardformer.disk.writing import (
     SAVING,
     Process,
+    make_folder,
     new_file,
+    path_of,
     private,
     private_path,
+    remove,
     remove_left,
     replace_text,
     replacing,
     write_new,
 )
+from shardformer.errors import ConfigError
 
 
 def test_a_private_name_is_used_once_and_says_whose_it_is(tmp_path: Path) -> None:
@@ -28,6 +32,33 @@ def test_a_private_name_is_used_once_and_says_whose_it_is(tmp_path: Path) -> Non
     assert (found.kind, found.name, found.owner) == (SAVING, "step-00000005", Process.this())
     assert private(tmp_path / ".saving-step-00000005") is None
     assert len(private_path(tmp_path / ("x" * 250)).name) < 255
+
+
+def test_a_path_of_a_user_is_absolute_and_begins_in_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    assert path_of("~/a") == Path("/home/me/a")
+    assert path_of("link/../a") == tmp_path / "link/../a", "a link may lead elsewhere"
+    for wrong in ("", "a\0b", None, 3, b"a"):
+        with pytest.raises(ConfigError, match="is not the path of a folder"):
+            path_of(wrong)  # type: ignore[arg-type]
+
+
+def test_what_is_in_the_way_of_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    make_folder(tmp_path / "a/b")
+    make_folder(tmp_path / "a/b")
+    for other, kind in (("file", "a file"), ("link", "a link to no folder"), ("loop", "a link to no folder")):
+        for folder in (tmp_path / other, tmp_path / other / "x/y"):
+            with pytest.raises(ConfigError, match=f"{tmp_path / other} is {kind}"):
+                make_folder(folder)
+    with pytest.raises(OSError, match="too long"):
+        make_folder(tmp_path / ("x" * 300))
+    remove(tmp_path / ("x" * 300))
 
 
 def test_only_what_killed_processes_of_this_machine_left_is_removed(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tokenizers.models import WordLevel
 
 import shardformer
 from shardformer.errors import ConfigError, ShardFormerError
+from shardformer.lazy.materialize import materialize
 from shardformer.runs.config import RunConfig
 from shardformer.runs.data import RunData
 from shardformer.runs.model_config import own_config
@@ -24,11 +25,16 @@ from shardformer.runs.tokens import tokens_of
 from shardformer.testing.zoo.shrink import model_class
 from shardformer.verify.model_source import find_model
 
-CODE = """
-from transformers import LlamaConfig, LlamaForCausalLM
+CONFIG_CODE = """
+from transformers import LlamaConfig
 
 class OwnConfig(LlamaConfig):
     model_type = "own"
+"""
+CODE = """
+from transformers import LlamaForCausalLM
+
+from .own_config import OwnConfig
 
 class OwnModel(LlamaForCausalLM):
     config_class = OwnConfig
@@ -67,9 +73,19 @@ class Asked:
     read = fileno = readline
 
 
+def copy_code_into(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where transformers copies the code of a folder, and imports it from: not from where it did in another test."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder))
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not path.endswith("modules")])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
 def with_code(folder: Path) -> Path:
+    (folder / "own_config.py").write_text(CONFIG_CODE)
     (folder / "own.py").write_text(CODE)
-    change(folder, model_type="own", auto_map={"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"})
+    auto_map = {"AutoConfig": "own_config.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    change(folder, model_type="own", auto_map=auto_map)
     return folder
 
 
@@ -88,11 +104,22 @@ def test_code_of_a_folder_is_not_run_without_consent_and_nobody_is_asked(
 
 
 def test_code_of_a_folder_is_run_with_consent(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    copy_code_into(tmp_path / "modules", monkeypatch)
     plain = transformers.LlamaForCausalLM.from_pretrained(folder)
     model = shardformer.from_pretrained(transformers.AutoModelForCausalLM, with_code(folder), trust_remote_code=True)
     assert type(model).__name__ == "OwnModel"
     assert dict(model.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+
+
+def test_an_export_has_the_code_of_its_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_code_into(tmp_path / "modules", monkeypatch)
+    kind = transformers.AutoModelForCausalLM
+    model = shardformer.from_pretrained(kind, with_code(folder), trust_remote_code=True)
+    materialize(model)
+    shardformer.export_pretrained(tmp_path / "export", model)
+    again = kind.from_pretrained(tmp_path / "export", trust_remote_code=True)
+    assert type(again).__name__ == "OwnModel"
+    assert [n for n, x in again.state_dict().items() if not torch.equal(x, model.state_dict()[n])] == []
 
 
 def with_tokenizer(folder: Path) -> Path:
@@ -113,7 +140,7 @@ def run_of(folder: Path, **model: Any) -> RunConfig:
 def test_a_run_says_whether_code_beside_its_model_may_run(
     folder: Path, tmp_path: Path, random: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    copy_code_into(tmp_path / "modules", monkeypatch)
     monkeypatch.setattr(sys, "stdin", Asked())
     monkeypatch.setattr("builtins.input", Asked().readline)
     with_tokenizer(with_code(folder))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+from transformers import AutoImageProcessor
 
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.runs.data import data_of
@@ -113,7 +116,15 @@ def test_data_sets_of_the_library(tmp_path: Path) -> None:
         ({"train": "text.bin"}, "causal", r"cannot be told from the name.*data.format"),
         ({"train": "bad.jsonl"}, "causal", r"bad.jsonl, line 2"),
         ({"train": "rows.jsonl", "text": "txt"}, "causal", r"no 'txt'.*Did you mean 'text'"),
-        ({"train": "text.txt"}, "classification", r"'classification' with data of the format 'text'"),
+        ({"train": "text.txt"}, "classification", r"'classification' with 'text.txt', which is read as text"),
+        ({"train": "."}, "causal", r"read as images.*data.format = 'datasets'"),
+        ({"train": "rows.csv"}, "classification", r"Convert it to JSON lines"),
+        ({"train": "latin.txt"}, "causal", r"'latin.txt' is not in UTF-8: .* at byte 1.*Convert it"),
+        ({"train": "rows.jsonl", "text": "score"}, "causal", r"Row 1 of the data has 0.5 as 'score', which is not a"),
+        ({"train": "rows.jsonl", "pair": "score"}, "classification", r"0.5 as 'score'.*data.pair"),
+        ({"train": "rows.jsonl", "target": "score"}, "sequence_to_sequence", r"0.5 as 'score'.*data.target"),
+        ({"train": "rows.jsonl", "text": "none"}, "causal", r"Row 1 of the data has nothing \(null\) as 'none'"),
+        ({"train": "others.jsonl"}, "classification", r"All labels are 'ugly'.*two classes"),
         ({"train": "rows.jsonl", "label": "score"}, "classification", r"labels are of float"),
         ({"train": "rows.jsonl", "validation": "others.jsonl"}, "classification", r"validation data has the label"),
         ({"train": "text.txt", "tokenizer": "no/folder"}, "causal", r"tokenizer 'no/folder' cannot be loaded"),
@@ -128,10 +139,46 @@ def test_data_that_cannot_be_is_told(
     write_text(tmp_path)
     (tmp_path / "empty.txt").write_text("\n", encoding="utf-8")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n', encoding="utf-8")
-    write_rows(tmp_path, [{**row, "score": 0.5} for row in labelled()])
+    write_rows(tmp_path, [{**row, "score": 0.5, "none": None} for row in labelled()])
+    write_rows(tmp_path, [], "rows.csv")
+    (tmp_path / "latin.txt").write_bytes("dé ".encode("latin-1") * 20)
     write_rows(tmp_path, [{"text": "a", "label": "ugly"}], "others.jsonl")
     with pytest.raises(ShardFormerError, match=words):
         data_of(config(tmp_path, "gpt2", changes, model={"task": task}))
+
+
+@pytest.mark.parametrize("form", ["lines", "list", "crlf", "mark"])
+def test_a_text_has_any_character_that_json_has(form: str, tmp_path: Path) -> None:
+    words = ["one\u2028two", "three\x85four\x0bfive", "six\u2029"]
+    rows = [json.dumps({"text": word}, ensure_ascii=False) for word in words]
+    whole = {"list": f" [{', '.join(rows)}]", "crlf": "\r\n".join(rows)}.get(form, "\n".join(rows))
+    (tmp_path / "rows.jsonl").write_bytes(whole.encode("utf-8-sig" if form == "mark" else "utf-8"))
+    found = data_of(config(tmp_path, "gpt2", {"train": str(tmp_path / "rows.jsonl"), "sequence": 2}))
+    expected = [*"\0".join(words).encode()]
+    tokens = [int(token) for i in range(len(found.train)) for token in found.train[i]["input_ids"]]
+    assert tokens == [NOTHING if byte == 0 else byte for byte in expected][: len(tokens)]
+    assert len(tokens) >= len(expected) - 1
+
+
+def test_an_image_processor_of_transformers_sees_what_the_model_was_trained_on(tmp_path: Path) -> None:
+    made = config(tmp_path, "vit", {"train": write_images(tmp_path)}, model={"task": "image_classification"})
+    found = data_of(made, 32)
+    found.beside.save_pretrained(tmp_path)
+    processor = AutoImageProcessor.from_pretrained(tmp_path)
+    with Image.open(tmp_path / "images/cat/0.png") as image:
+        pixels = processor(image, return_tensors="pt")["pixel_values"][0]
+    torch.testing.assert_close(pixels, found.train[0]["pixel_values"], atol=0.02, rtol=0)
+
+
+def test_rows_name_files_of_images(tmp_path: Path) -> None:
+    files = sorted(Path(write_images(tmp_path)).glob("*/*"))
+    rows = write_rows(tmp_path, [{"image": str(file), "label": file.parent.name} for file in files])
+    found = data_of(config(tmp_path, "vit", {"train": rows}, model={"task": "image_classification"}), 32)
+    assert found.classes == ["cat", "dog"]
+    assert found.train[0]["pixel_values"].shape == (3, 32, 32)
+    wrong = write_rows(tmp_path, [{"image": 3, "label": "cat"}], "wrong.jsonl")
+    with pytest.raises(InputError, match=r"has 3 as its image"):
+        data_of(config(tmp_path, "vit", {"train": wrong}, model={"task": "image_classification"}), 32)
 
 
 def test_unlike_names_say_no_format(tmp_path: Path) -> None:

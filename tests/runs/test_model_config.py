@@ -42,6 +42,9 @@ def plain(found: Any) -> dict[str, Any]:
         ("modernbert", FEW),
         ("gemma2", FEW),
         ("gpt2", FEW),  # other names for its fields
+        ("t5", {"num_hidden_layers": 2}),  # from which it derives less than from num_layers
+        ("embedding_gemma2_text", {"num_key_value_heads": 2}),  # has others in some layers
+        ("bert", {"attn_implementation": "eager"}),
         ("bert", {"id2label": {"0": "no", "1": "yes", "2": "perhaps"}}),
         ("clip", {"text_config": {"hidden_size": 64}}),
     ],

@@ -10,6 +10,7 @@ import pytest
 
 from shardformer.engine.parallel import Parallel
 from shardformer.errors import ConfigError
+from shardformer.optim.settings import Offload
 from shardformer.runs.config import ParallelTable, RunConfig
 from shardformer.runs.read import config_of, read_config
 
@@ -49,6 +50,22 @@ def test_a_layout_has_the_fields_of_parallel() -> None:
         ({"parallel__tensor": 0}, r"tensor=0"),
         ({"parallel__precision": "bf17"}, r"bf17"),
         ({"parallel__chunks": 2}, r"pipe=1"),
+        ({"training__epochs": 1.5}, r"training\.epochs = 1\.5.*Write a whole number"),
+        ({"optimizer__lr": "5e-5"}, r"optimizer\.lr = '5e-5'.*Write a number, without quotes"),
+        ({"training__export": "yes"}, r"training\.export = 'yes'.*Write true or false"),
+        ({"training__steps": 0}, r"training\.steps = 0.*Write a number of at least 1"),
+        ({"training__max_grad_norm": 1.0}, r"no such key in \[training\].*Write it as parallel\.max_grad_norm"),
+        ({"batch_size": 2}, r"Write it as data\.batch_size"),
+        ({"training__gradient_accumulation_steps": 2}, r"parallel\.micro_batches or parallel\.micro_batch_size"),
+        ({"data__max_length": 2}, r"Write it as data\.sequence"),
+        ({"batch_sise": 2}, r"Did you mean 'data\.batch_size'.*under the name of its table"),
+        ({"optimizer__lr": float("inf")}, r"optimizer\.lr = inf"),
+        ({"parallel__max_grad_norm": float("nan")}, r"max_grad_norm = nan"),
+        ({"seed": 2**64}, r"seed = 18446744073709551616"),
+        ({"folder": ""}, r"folder = ''.*It is empty"),
+        ({"data__train": []}, r"data\.train = \[\].*It is empty"),
+        ({"data__validation": ["a.txt", ""]}, r"data\.validation = \['a.txt', ''\].*It is empty"),
+        ({"schedule__steps": 5}, r"schedule\.steps = 5 without a warm-up"),
         ({"modle": 3}, r"modle = 3.*Did you mean 'model'"),
         ({"model__task": "casual"}, r"model\.task = 'casual'.*Did you mean 'causal'"),
         ({"data__batch_size": 0}, r"data\.batch_size = 0.*greater than or equal to 1"),
@@ -81,17 +98,29 @@ def test_what_cannot_be_is_told_with_its_key(changes: dict[str, Any], words: str
 
 def test_a_file_is_read_and_keys_are_changed(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('[model]\nname = "a"\n[data]\ntrain = "t.txt"\n', encoding="utf-8")
+    file.write_text('folder = "a"\n[model]\nname = "a"\n[data]\ntrain = "t.txt"\n', encoding="utf-8-sig")
     changes = [
         "model.name=gpt2",
         "parallel.tensor=2",
         'data.train=["a.txt", "b.txt"]',
         "hooks.progress=false",
         "seed=3",
+        "folder=",
+        "training.epochs=",
     ]
     found = read_config(file, changes)
     assert (found.model.name, found.layout.tensor, found.data.train) == ("gpt2", 2, ["a.txt", "b.txt"])
     assert found.hooks == {"progress": False}
+    assert found.folder == "run", "its default"
+
+
+def test_a_path_may_begin_in_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    found = said(folder="~/run", model__name="~/base", data__train=["~/a.txt", "b~.txt"], data__tokenizer="~/t")
+    assert found.path == Path("/home/me/run")
+    assert (found.model.name, found.data.tokenizer) == ("/home/me/base", "/home/me/t")
+    assert found.data.train == ["/home/me/a.txt", "b~.txt"]
+    assert Offload("nvme:~/states").folder == "/home/me/states"
 
 
 @pytest.mark.parametrize("change", ["parallel.tensor", "=3", "parallel.=2", ".x=2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ def test_more_epochs_are_another_length(tmp_path: Path) -> None:
     ("tables", "words"),
     [
         ({"optimizer": {"lr": 0.5}}, r"optimizer.lr = 0.5, and the run in .* has 0.01"),
+        ({"seed": 5}, r"seed = 5, and the run in .* has 0"),
         ({"optimizer": {"weight_decay": 0.3}}, r"optimizer.weight_decay = 0.3, and the run in .* has nothing"),
         (
             {"model": {"config": {"n_embd": 16, "n_layer": 2, "n_head": 2, "attn_pdrop": 0.5}}},
@@ -99,6 +101,18 @@ def test_what_would_have_no_effect_is_refused(tables: dict[str, Any], words: str
     train(run(tmp_path, 2))
     with pytest.raises(ConfigError, match=words):
         train(run(tmp_path, 3, **tables))
+
+
+def test_a_run_that_cannot_be_resumed_says_that_it_begins_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(run(tmp_path, 2))
+    assert "begins anew" not in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    train(run(tmp_path, 2))
+    assert "begins anew" in capsys.readouterr().out
+    train(run(tmp_path, 2))
+    assert "nothing to train: 2 of 2 steps are done; raise training.steps" in capsys.readouterr().out
 
 
 def test_what_changes_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -154,7 +156,8 @@ def test_hooks_are_named_with_their_arguments(tmp_path: Path) -> None:
     )
     hooks: dict[str, Any] = {"metrics": {"names": ["perplexity"]}}
     hooks |= {f"{tmp_path}/mine.py:Stops": {"at": 2}, "checkpoint": {"every_steps": 1, "keep": None}, "progress": False}
-    made = config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, hooks=hooks)
+    data = {"train": write_text(tmp_path), "validation": write_text(tmp_path, "other.txt", 2)}
+    made = config(tmp_path, "gpt2", data, hooks=hooks)
     train(made)
     assert sorted(path.name for path in (made.path / "checkpoints").glob("step-*")) == [
         "step-00000001",
@@ -186,6 +189,18 @@ def test_an_interrupted_run_has_saved_itself_and_says_so(tmp_path: Path) -> None
         ({"optimizer": {"name": "Adamw"}}, r"optimizer.name = 'Adamw'.*Did you mean 'AdamW'"),
         ({"optimizer": {"weight_decy": 0.1}}, r"optimizer.weight_decy = 0.1.*Did you mean 'weight_decay'"),
         ({"optimizer": {"betas": 3}}, r"AdamW does not take"),
+        ({"optimizer": {"betas": [0.9]}}, r"AdamW does not take lr = 0.01, betas = \(0.9,\)"),
+        ({"model": {"config": {"n_head": 0}}}, r"cannot build .*ZeroDivisionError"),
+        ({"model": {"config": {"activation_function": "foo"}}}, r"cannot build .*KeyError: 'foo'"),
+        ({"model": {"config": {"dtype": "bfloat16"}}}, r"dtype = 'bfloat16', which has no effect.*parallel.precision"),
+        ({"model": {"config": {"model_type": "bert"}}}, r"model_type = 'bert'.*model.name"),
+        ({"model": {"task": "masked"}}, r"'masked' with 'gpt2'.*model.task = 'causal' or 'classification'"),
+        ({"model": {"head": "AutoModel"}}, r"builds a GPT2Model, which takes no labels"),
+        ({"model": {"head": "AutoConfig"}}, r"model.head = 'AutoConfig'. It is a model"),
+        ({"model": {"random": False, "config": {}}}, r"model.name = 'gpt2'.*model.random = true"),
+        ({"hooks": {"checkpoint": {"at_end": "no"}}}, r"hooks.checkpoint.at_end = 'no'.*valid boolean"),
+        ({"hooks": {"checkpoint": {"every_steps": 0}}}, r"Checkpoint\(every_steps=0\).*every_steps=10"),
+        ({"hooks": {"metrics": {"names": ["perplexity"]}}}, r"Metrics in a run without validation data"),
         ({"model": {"name": "gpt3"}}, r"model.name = 'gpt3'.*Did you mean .*gpt"),
         ({"model": {"config": {"n_embed": 3}}}, r"model.config has 'n_embed'.*Did you mean 'n_embd'"),
         ({"model": {"config": {"n_embd": 15, "n_head": 2}}}, r"cannot build|divisible"),
@@ -200,6 +215,38 @@ def test_what_cannot_be_is_told(tables: dict[str, Any], words: str, tmp_path: Pa
     with pytest.raises(ShardFormerError, match=words):
         train(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, **tables))
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_hook_whose_file_fails_is_named_with_the_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import shardformer\nimport nothing_of_that_name\n", encoding="utf-8")
+    hooks = {f"{tmp_path}/mine.py:Mine": True}
+    with pytest.raises(ConfigError, match=r"mine.py, line 2: ModuleNotFoundError: No module named 'nothing_of_that"):
+        train(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, hooks=hooks))
+
+
+def test_a_run_begins_where_a_killed_one_of_the_same_number_left_a_file(tmp_path: Path) -> None:
+    made = config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, training={"steps": 1})
+    made.path.mkdir()
+    (made.path / f".run.json-{os.getpid()}").touch()  # in a container all runs have the same number
+    train(made)
+    assert json.loads((made.path / "run.json").read_text())["training"]["steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"optimizer": {"name": "LBFGS"}}, r"The first step failed.*LBFGS.step.*closure"),
+        ({"model": {"config": {**SMALL["gpt2"], "n_head": -1}}}, r"The first step failed with .*n_head.*RuntimeError"),
+    ],
+    ids=["optimizer", "model"],
+)
+def test_what_fails_in_the_first_step_is_told_and_nothing_is_saved(
+    tables: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        train(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, **tables))
+    assert not [*(tmp_path / "run").rglob("step-*")]
+    train(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}))
 
 
 def test_fewer_samples_than_a_batch_with_the_last_dropped(tmp_path: Path) -> None:

@@ -167,6 +167,35 @@ def test_a_signal_ends_the_run_behind_its_step() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize(
+    "moment", ["before_validation", "on_validation_batch", "after_validation", "before_save", "after_save"]
+)
+def test_a_signal_outside_of_a_step_ends_the_run_and_is_saved(moment: str) -> None:
+    saved: list[int] = []
+
+    class Asks(Hook):
+        def setup(self, trainer: Trainer) -> None:
+            trainer.on_save(lambda **_: saved.append(trainer.step))
+
+        def after_step(self, trainer: Trainer) -> None:
+            if trainer.step == 2:
+                trainer.save()
+
+        def on_signal(self, trainer: Trainer) -> None:
+            trainer.save()
+
+    def come(trainer: Trainer, *args: Any) -> None:
+        if trainer.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    hook = Asks()
+    setattr(hook, moment, come)
+    trainer = Trainer(made(), [hook])
+    trainer.fit(steps=9, validation=pairs(3), validate_every=2)
+    assert trainer.was_interrupted
+    assert trainer.step == saved[-1] <= 3
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_what_a_signal_leads_to_is_told_at_once(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
     class Asks(Hook):

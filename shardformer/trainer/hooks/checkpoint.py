@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardformer.checkpoint.folder import Keep
+from shardformer.disk.writing import path_of
 from shardformer.engine.saving import holds_checkpoint, take_folder
 from shardformer.errors import ConfigError
 from shardformer.trainer.hook import Hook, Run
@@ -53,7 +54,7 @@ class Checkpoint(Hook):
         resume: bool = True,
     ) -> None:
         if every_steps is not None:
-            check_every("Checkpoint", every_steps)
+            check_every("Checkpoint", every_steps, "every_steps")
         is_number = isinstance(every_minutes, (int, float)) and not isinstance(every_minutes, bool)
         if every_minutes is not None and (not is_number or not 0 < every_minutes <= math.inf):
             raise ConfigError(
@@ -61,7 +62,7 @@ class Checkpoint(Hook):
                 rule="It is a number of minutes above 0",
                 remedy="Write every_minutes=10, or leave it out",
             )
-        self.folder = Path(folder)
+        self.folder = path_of(folder)
         self.every_steps, self.every_minutes, self.every_epoch = every_steps, every_minutes, every_epoch
         self.at_end, self.saves_on_signal, self.resume = at_end, on_signal, resume
         self.keep, self.in_background = keep, in_background

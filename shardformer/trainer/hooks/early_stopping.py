@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 from shardformer.errors import ConfigError, InputError, nearest
-from shardformer.trainer.hook import Hook, Run
+from shardformer.trainer.hook import Hook, Run, check_validates
 
 MODES = ("min", "max")
 
@@ -31,7 +30,7 @@ class EarlyStopping(Hook):
         without_progress: validations since then.
 
     Raises:
-        ConfigError: an argument cannot be.
+        ConfigError: an argument cannot be, or the run has no validation data.
         InputError: ``trainer.values`` has no such name behind a validation.
     """
 
@@ -56,10 +55,9 @@ class EarlyStopping(Hook):
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
         self.best: float | None = None
         self.without_progress = 0
-        self._has_looked = False
 
-    def before_train(self, trainer: Run) -> None:
-        self._has_looked = False
+    def setup(self, trainer: Run) -> None:
+        check_validates(self, trainer)
 
     def after_validation(self, trainer: Run) -> None:
         if self.metric not in trainer.values:
@@ -68,7 +66,6 @@ class EarlyStopping(Hook):
                 rule="A value is named as loggers write it; hooks that add one come before those that read it",
                 remedy=nearest(self.metric, trainer.values),
             )
-        self._has_looked = True
         value = trainer.values[self.metric]
         if self._is_better(value):
             self.best, self.without_progress = value, 0
@@ -76,13 +73,6 @@ class EarlyStopping(Hook):
         self.without_progress += 1
         if self.without_progress >= self.patience:
             trainer.stop(f"{self.metric} was not better than {self.best} in {self.without_progress} validations")
-
-    def after_train(self, trainer: Run) -> None:
-        if trainer.is_first and not self._has_looked and trainer.stopped_by is None:
-            warnings.warn(
-                "EarlyStopping never saw a validation: give fit(validation=data), and a run that is long enough",
-                stacklevel=2,
-            )
 
     def _is_better(self, value: float) -> bool:
         if math.isnan(value):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from shardformer.disk.writing import path_of
 from shardformer.errors import ConfigError
 from shardformer.trainer.hook import Hook, Run
 from shardformer.trainer.records import Record, RecordWriter
@@ -30,7 +31,7 @@ class JsonLines(Hook):
 
     def __init__(self, folder: str | Path, every: int = 1) -> None:
         check_every("JsonLines", every)
-        self.folder, self.every = Path(folder), every
+        self.folder, self.every = path_of(folder), every
         self._writer: RecordWriter | None = None
         self._seconds_before = 0.0
         self._seconds = 0.0
@@ -69,11 +70,11 @@ class JsonLines(Hook):
             self._writer = None
 
 
-def check_every(name: str, every: Any) -> None:
+def check_every(name: str, every: Any, argument: str = "every") -> None:
     """Raises ConfigError for what is no number of steps."""
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ConfigError(
-            f"{name}(every={every!r})",
+            f"{name}({argument}={every!r})",
             rule="It is a number of steps, from 1 on",
-            remedy="Write every=10, or leave it out",
+            remedy=f"Write {argument}=10, or leave it out",
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardformer.comm.collectives import gather_objects
 from shardformer.engine.batch import TARGET, named_batch
 from shardformer.errors import ConfigError, InputError, nearest
-from shardformer.trainer.hook import Hook, Run
+from shardformer.trainer.hook import Hook, Run, check_validates
 
 IGNORED = -100
 PERPLEXITY = "perplexity"
@@ -38,7 +38,8 @@ class Metrics(Hook):
         functions: name -> function of (labels, predictions), two arrays of whole numbers; or a metric of torchmetrics.
 
     Communicates, behind a validation, the predictions and labels of each data rank. Raises ConfigError for a metric
-    that there is not, or whose library is not installed; InputError for batches without labels.
+    that there is not, or whose library is not installed, and in a run without validation data; InputError for batches
+    without labels.
     """
 
     def __init__(self, *names: str, shift: bool | None = None, **functions: Any) -> None:
@@ -53,6 +54,9 @@ class Metrics(Hook):
         for name, function in functions.items():
             self._functions[name] = _checked(name, function)
         self._found: list[tuple[Tensor, Tensor]] = []
+
+    def setup(self, trainer: Run) -> None:
+        check_validates(self, trainer)
 
     def before_validation(self, trainer: Run) -> None:
         self._found = []

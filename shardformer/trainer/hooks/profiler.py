@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from shardformer.disk.writing import replace_text, replacing
+from shardformer.disk.writing import path_of, replace_text, replacing
 from shardformer.errors import ConfigError
 from shardformer.trainer.hook import Hook, Run
 
@@ -45,7 +45,7 @@ class Profiler(Hook):
                     rule=f"It is a whole number from {least} on",
                     remedy=f"Write {name}={max(least, 1)}",
                 )
-        self.folder, self.memory = Path(folder), memory
+        self.folder, self.memory = path_of(folder), memory
         self._schedule = schedule(wait=wait, warmup=1, active=active, repeat=repeat)
         self._profile: Any = None
         self._place = self.folder

@@ -69,7 +69,7 @@ class Progress(Hook):
     def after_train(self, trainer: Run) -> None:
         if not trainer.is_first:
             return
-        if self._bar is None and self._told_step != trainer.step:
+        if self._bar is None and self._told_step != trainer.step and trainer.values:
             self._tell(trainer, described(trainer.values))
         self._stop()
         if trainer.stopped_by is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from shardformer.disk.writing import path_of
 from shardformer.errors import ConfigError
 from shardformer.trainer.hook import Hook, Run
 from shardformer.trainer.hooks.json_lines import VALIDATION, check_every
@@ -25,7 +26,7 @@ class TensorBoard(Hook):
 
     def __init__(self, folder: str | Path, every: int = 1) -> None:
         check_every("TensorBoard", every)
-        self.folder, self.every = Path(folder), every
+        self.folder, self.every = path_of(folder), every
         self._writer: Any = None
         _summary_writer()
 

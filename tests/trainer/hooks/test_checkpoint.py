@@ -7,13 +7,14 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from shardformer.checkpoint.folder import found_in
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.mesh.context import ParallelContext
 from shardformer.testing.threads import run_as_threads
 from shardformer.trainer.hook import Hook, Run
@@ -165,3 +166,28 @@ def test_a_second_job_is_refused_on_all_ranks_before_it_trains(tmp_path: Path) -
     assert sorted(tmp_path.rglob("*")) == before
     lock_of(killed(), tmp_path)
     assert trained(tmp_path, 2)[2] == 1
+
+
+@pytest.mark.parametrize("what", ["dtype", "hook", "extra", "scheduler"])
+def test_what_cannot_be_saved_is_refused_on_all_ranks_before_it_trains(what: str, tmp_path: Path) -> None:
+    class Remembers(Hook):
+        def state(self) -> Any:
+            return {"when": Path("a")} if what == "hook" else None
+
+    def do(context: ParallelContext) -> tuple[str, int]:
+        engine = engine_of(context)
+        trainer = Trainer(engine, [Checkpoint(tmp_path), Remembers()])
+        if what == "dtype":
+            engine.model.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
+        elif what == "scheduler":
+            engine.scheduler = SimpleNamespace(state_dict=lambda: {"at": Path("a")})
+        elif what == "extra":
+            trainer.extra = {"at": Path("a")}
+        with pytest.raises(ShardFormerError) as caught:
+            trainer.fit(steps=2)
+        return str(caught.value), engine.steps
+
+    for said, steps in run_as_threads(do, data=2):
+        assert ("complex128" if what == "dtype" else "cannot be saved") in said
+        assert steps == 0
+    assert steps_in(tmp_path) == []

@@ -83,9 +83,11 @@ def test_a_name_that_no_hook_brings_is_said() -> None:
         Trainer(_engine(), [hook]).fit(steps=1, validation=PAIRS, validate_every=1)
 
 
-def test_a_run_without_validation_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="never saw a validation"):
-        Trainer(_engine(), [EarlyStopping()]).fit(steps=1)
+def test_a_run_without_validation_data_is_refused() -> None:
+    engine = _engine()
+    with pytest.raises(ConfigError, match="EarlyStopping in a run without validation data"):
+        Trainer(engine, [EarlyStopping()]).fit(steps=1)
+    assert engine.steps == 0
 
 
 def _engine() -> Any:
