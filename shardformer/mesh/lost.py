@@ -81,13 +81,20 @@ class Peers:
 
 
 class ReachedWork:
-    """A work of torch, whose wait says who is missing."""
+    """A work of torch, whose wait says who is missing.
 
-    __slots__ = ("_peer", "_peers", "_what", "_work")
+    Attributes:
+        joined: the process group of a collective, how many this process had begun on it with this one, and its kind;
+            None where they are not counted.
+    """
 
-    def __init__(self, work: Any, peers: Peers, what: str, peer: int | None = None) -> None:
+    __slots__ = ("_peer", "_peers", "_what", "_work", "joined")
+
+    def __init__(
+        self, work: Any, peers: Peers, what: str, peer: int | None = None, joined: tuple[Any, int, str] | None = None
+    ) -> None:
         assert work is not None, "this process is in the group, as an axis has none of others"
-        self._work, self._peers, self._what, self._peer = work, peers, what, peer
+        self._work, self._peers, self._what, self._peer, self.joined = work, peers, what, peer, joined
 
     def wait(self) -> Any:
         with self._peers.reached(self._what, self._peer):

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from shardformer.mesh.lost import Peers, ReachedWork
 from shardformer.mesh.presence import Presence, presence
 from shardformer.mesh.transport import NOBODY, Lines, Meeting, Transport, Word, Work
+from shardformer.torch_compat import is_counted, num_begun
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.25
 ASK_AFTER_S = 5.0
@@ -71,6 +72,7 @@ class ProcessGroupTransport:
         # get_backend gives "cpu:gloo,cuda:nccl" for a group of two backends; the configuration names each device's
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._backends = {device: backend for device, backend in pairs}
+        self._is_counted = is_counted(group)
         presence(_get_default_store(), dist.get_rank())  # answers, from now on, those that wait for this process
 
     @property
@@ -142,13 +144,14 @@ class ProcessGroupTransport:
     def send(self, x: Tensor, to: int, tag: int) -> Work:
         if self._is_staged(x):
             return StagedWork([self.send(_copied(x), to, tag)])
-        return self._started(dist.isend(x, self._ranks[to], group=self.group, tag=tag), "a send", to)
+        return ReachedWork(dist.isend(x, self._ranks[to], group=self.group, tag=tag), self.peers, "a send", to)
 
     def receive(self, x: Tensor, source: int, tag: int) -> Work:
         if self._is_staged(x):
             host = _on_host(x)
             return StagedWork([self.receive(host, source, tag)], [(x, host)])
-        return self._started(dist.irecv(x, self._ranks[source], group=self.group, tag=tag), "a receive", source)
+        work = dist.irecv(x, self._ranks[source], group=self.group, tag=tag)
+        return ReachedWork(work, self.peers, "a receive", source)
 
     def broadcast(self, x: Tensor, source: int) -> None:
         if self._is_staged(x):
@@ -236,7 +239,9 @@ class ProcessGroupTransport:
         return words
 
     def _started(self, work: Any, what: str, peer: int | None = None) -> Work:
-        return ReachedWork(work, self.peers, what, peer)
+        kind = what.partition(" ")[2].replace("-", "_")
+        joined = (self.group, num_begun(self.group), kind) if self._is_counted else None
+        return ReachedWork(work, self.peers, what, peer, joined)
 
 
 class StagedWork:
