@@ -1,10 +1,10 @@
 """Which ranks wait for each other in collectives, so that none of them can go on: found from what each reports.
 
 A rank is blocked by another that has not begun the collective that it waits in, or that takes part in it by another
-one, such as an all-reduce in a barrier. A rank that computes, or that waits
-where this cannot be known (in a send or a receive between two ranks, in the launcher's store), may go on, and with it
-all that wait for it. So does a transfer that all its ranks have begun, however long it takes. What is left waits for
-ever: a rank in it is blocked by ranks that are in it, too.
+one, such as an all-reduce in a barrier; and by one that has sent it no more than has arrived. A rank that computes, or
+that waits where this cannot be known (in a send, in the launcher's store), may go on, and with it all that wait for it.
+So does a transfer that all its ranks have begun, however long it takes. What is left waits for ever: a rank in it is
+blocked by ranks that are in it, too.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ class Report:
     Args:
         seconds: how long its main thread has waited in one call; -1 where it does not wait.
         place: the line of the script in which it waits.
-        group: the name of the process group whose collective that is; empty where this is not known.
-        ranks: of that group.
-        number: of that collective among all that the rank has begun on the group.
+        group: the name of the process group whose collective that is; ``to`` of it where the rank waits for something
+            that was sent to it; empty where this is not known.
+        ranks: those that have to begin it, too.
+        number: of that collective among all that the rank has begun on the group; or of what was sent.
         what: the kind of that collective.
-        begun: name of a group -> how many collectives the rank has begun on it.
+        begun: name of a group -> how many collectives the rank has begun on it; ``to`` of it -> how often it sent
+            something to a rank, where it did.
     """
 
     seconds: float = -1.0
@@ -64,10 +66,18 @@ def deadlocked(reports: Mapping[int, Report], after_s: float) -> dict[int, int]:
     return {rank: next(other for other in others if other in found) for rank, others in found.items()}
 
 
+def to(group: str, rank: int) -> str:
+    """What is sent to a rank over a group."""
+    return f"{group}>{rank}"
+
+
 def _blocks(other: Report, rank: Report) -> bool:
     if (other.group, other.number) == (rank.group, rank.number):
         return other.what != rank.what
-    return other.begun.get(rank.group, rank.number) < rank.number
+    name, is_sent, _ = rank.group.partition(">")
+    if name not in other.begun:
+        return False
+    return other.begun.get(rank.group, 0 if is_sent else rank.number) < rank.number
 
 
 def in_words(found: Mapping[int, int], reports: Mapping[int, Report]) -> str:

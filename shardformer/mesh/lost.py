@@ -103,3 +103,33 @@ class ReachedWork:
     def is_completed(self) -> bool:
         done: bool = self._work.is_completed()
         return done
+
+
+class ReceivedWork(ReachedWork):
+    """What one rank sends to another.
+
+    Args:
+        arrived: by the place of a rank, how often something has arrived from it; this adds to it.
+    """
+
+    __slots__ = ("_arrived", "_from")
+
+    def __init__(
+        self, work: Any, peers: Peers, source: int, joined: tuple[Any, int, str] | None, arrived: list[int]
+    ) -> None:
+        super().__init__(work, peers, "a receive", source, joined)
+        self._from, self._arrived = source, arrived
+
+    def wait(self) -> Any:
+        done = super().wait()
+        self._arrived[self._from] += self._from >= 0
+        self._from = -1  # once, also where it is waited for again
+        return done
+
+    @property
+    def awaited(self) -> tuple[Any, int, int] | None:
+        """The process group, the rank that sends, and how often something has arrived from it; None where that is not
+        counted."""
+        if self.joined is None or self._from < 0:
+            return None
+        return self.joined[0], self._peers.ranks[self._from], self._arrived[self._from]

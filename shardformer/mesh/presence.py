@@ -17,15 +17,15 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
-from shardformer.mesh.deadlock import Report, deadlocked, in_words
-from shardformer.mesh.lost import ReachedWork
+from shardformer.mesh.deadlock import Report, deadlocked, in_words, to
+from shardformer.mesh.lost import ReachedWork, ReceivedWork
 from shardformer.torch_compat import collectives_begun, name_of_group
 
 ENDED = "ended"
@@ -59,10 +59,14 @@ class Presence:
     """Says through the store where this process waits, if it does; and asks where others wait.
 
     One for each process, which ``presence`` makes.
+
+    Attributes:
+        carriers: the transports of this process, which count what they send.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank = store, rank
+        self.carriers: list[Callable[[], Any]] = []
         self._ends = threading.Event()
         self._has_left = False
         self._answered, self._answered_at = 0, 0.0
@@ -126,6 +130,8 @@ class Presence:
                 self._watch(now)
             except RuntimeError:  # the process that has the store is gone
                 return
+            except (KeyError, ValueError):  # a process group is gone since
+                continue
         if not self._has_left:
             with suppress(RuntimeError):
                 self._store.set(_key(self._rank), ENDED)
@@ -141,13 +147,13 @@ class Presence:
         call, joined = _call_of_main()
         if call is not self._call:
             self._call, self._call_since = call, now
-        report = Report() if call is None else _report(call, joined, now - self._call_since)
+        report = Report() if call is None else _report(call, joined, now - self._call_since, self._begun())
         self._store.set(_key(self._rank), f"{asked} {report.as_text()}")
 
     def _watch(self, now: float) -> None:
         """Ends the process where its main thread waits in a collective for ranks that wait for it."""
         frame, _ = _call_of_main()
-        seen = None if frame is None else (id(frame), collectives_begun())  # no frame is held, nor what is in it
+        seen = None if frame is None else (id(frame), self._begun())  # no frame is held, nor what is in it
         del frame
         if seen is None or seen != self._watched:
             self._watched, self._watched_since, self._asked = seen, now, 0
@@ -163,6 +169,13 @@ class Presence:
             self._end_process(list(found), in_words(found, reports))
         if now > self._ask_at:
             self._asked, self._ask_at = self.ask(), now + WATCH_EVERY_S
+
+    def _begun(self) -> dict[str, int]:
+        found = collectives_begun()
+        for carrier in list(self.carriers):
+            if (transport := carrier()) is not None:
+                found |= transport.begun()
+        return found
 
     def _reports(self, since: int) -> dict[int, Report]:
         """What ranks reported that have answered the question, or a later one."""
@@ -205,23 +218,32 @@ def _call_of_main() -> tuple[FrameType | None, Any]:
     return call, joined
 
 
-def _joined(frame: FrameType) -> tuple[Any, int | None, str] | None:
-    """The collective that a frame waits in: the last that was begun on its group, where the number is None."""
+def _joined(frame: FrameType) -> tuple[Any, int | None, str] | tuple[Any, int, int] | None:
+    """What a frame waits in: a collective, the last that was begun on its group where the number is None; or what
+    another rank sends: (group, the rank, how often something arrived from it)."""
     names = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
     if frame.f_code is ReachedWork.wait.__code__:
         work: ReachedWork = frame.f_locals["self"]
-        return work.joined
+        return work.awaited if isinstance(work, ReceivedWork) else work.joined
     if "async_op" in names and "group" in names:
         return frame.f_locals.get("group"), None, _FORMS.sub("", frame.f_code.co_name)
     return None
 
 
-def _report(call: FrameType, joined: tuple[Any, int | None, str] | None, seconds: float) -> Report:
-    begun, place = collectives_begun(), _caller(call)
+def _report(
+    call: FrameType,
+    joined: tuple[Any, int | None, str] | tuple[Any, int, int] | None,
+    seconds: float,
+    begun: dict[str, int],
+) -> Report:
+    place = _caller(call)
     name = "" if joined is None else name_of_group(joined[0])
     if joined is None or name not in begun:
         return Report(seconds, place, begun=begun)
     group, number, what = joined
+    if isinstance(what, int):
+        assert number is not None
+        return Report(seconds, place, to(name, dist.get_rank()), [number], what + 1, "receive", begun)
     ranks = dist.get_process_group_ranks(group)
     return Report(seconds, place, name, ranks, begun[name] if number is None else number, what, begun)
 

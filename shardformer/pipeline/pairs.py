@@ -10,11 +10,14 @@ model or of a ``loss_fn``, before the first step: a few samples are run apart an
 from __future__ import annotations
 
 import math
+import sys
+import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -252,16 +255,26 @@ class _TriedWeights(LossWeights):
 
 @contextmanager
 def tried(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """What forwards do in here to the random states, to buffers and to plain values in modules is undone behind it."""
+    """What forwards do in here to the random states, to buffers and to plain values in modules is undone behind it.
+
+    Hooks that a script registered are not called.
+    """
     own = __name__.partition(".")[0]
     modules = [module for module in model.modules() if type(module).__module__.partition(".")[0] != own]
     plain = [({n: v for n, v in vars(m).items() if isinstance(v, (int, float, str, type(None)))}, m) for m in modules]
     buffers = [(m, {n: (b, None if b is None else b.clone()) for n, b in m._buffers.items()}) for m in modules]
+    hooks = [(each, dict(each)) for m in model.modules() for each in (m._forward_pre_hooks, m._forward_hooks) if each]
     eager = torch.compiler.set_stance("force_eager") if any(map(is_compiled, model.modules())) else nullcontext()
     try:
+        for each, registered in hooks:
+            for number in [number for number, hook in registered.items() if _is_of_script(hook)]:
+                del each[number]
         with torch.no_grad(), forked_random(device), eager:
             yield
     finally:
+        for each, registered in hooks:
+            each.clear()
+            each.update(registered)
         for values, module in plain:
             vars(module).update(values)
         with torch.no_grad():
@@ -270,6 +283,15 @@ def tried(model: nn.Module, device: torch.device) -> Iterator[None]:
                     module._buffers[name] = buffer
                     if buffer is not None and before is not None:
                         buffer.copy_(before)
+
+
+def _is_of_script(hook: Any) -> bool:
+    """Whether a hook is a script's, and no library's."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    own, root = (str(name).partition(".")[0] for name in (__name__, getattr(hook, "__module__", "")))
+    file = getattr(sys.modules.get(root), "__file__", None) or ""
+    return root != own and not any(file.startswith(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 
 
 def judge(findings: Sequence[int], into: str, *, refuses: bool, gathers: bool, normalizes: bool) -> None:

@@ -28,6 +28,12 @@ def waits(group: str, number: int, begun: dict[str, int], place: str = "", **oth
     return Report(group=group, ranks=ranks, number=number, begun=begun, place=place or f"{group} {number}", **fields)
 
 
+def receives(source: int, number: int, begun: dict[str, int]) -> Report:
+    """Rank 0 waits for what another sends to it over a group of three."""
+    return Report(60.0, "a receive", "012>0", [source], number, "receive", begun)
+
+
+LATE, SENT = (waits("012", 2, {"012": 2, "012>0": sent}) for sent in (2, 3))
 COMPUTES = Report(begun={"01": 1, "12": 1, "02": 1})
 ELSEWHERE = Report(60.0, "a receive", begun={"01": 1, "12": 1})
 IN_A_RING = [
@@ -53,6 +59,9 @@ CASES: dict[str, tuple[list[Report], dict[int, int]]] = {
         [waits("01", 3, {"01": 3}), waits("01", 3, {"01": 3}, **BARRIER)],
         {0: 1, 1: 0},
     ),
+    "for what was not sent": ([receives(1, 3, {"012": 1, "012>2": 9}), LATE], {0: 1, 1: 0}),
+    "for what was sent, and has not arrived": ([receives(1, 2, {"012": 1}), SENT], {}),
+    "for what was never sent": ([receives(1, 1, {"012": 1}), waits("012", 2, {"012": 2})], {0: 1, 1: 0}),
     "one line": ([waits("01", 3, {"01": 3}, "x"), waits("01", 3, {"01": 3}, "x", what="barrier")], {}),
     "a group that another does not know": ([IN_A_RING[0], waits("12", 2, {"12": 2}), IN_A_RING[2]], {}),
 }

@@ -144,6 +144,8 @@ def test_what_is_tried_leaves_nothing_behind(layer: nn.Module) -> None:
         engine = training(model, micro_batch_size=4)
         if not looks:
             engine.pipeline._look_for_pairs = lambda *_, **__: None
+        called = list[int]()
+        engine.model.body.register_forward_hook(lambda *_, called=called: called.append(1))
         torch.manual_seed(3)
         warns = looks and isinstance(layer, nn.BatchNorm1d)
         if looks and isinstance(layer, Averaged):
@@ -153,7 +155,7 @@ def test_what_is_tried_leaves_nothing_behind(layer: nn.Module) -> None:
             return
         with pytest.warns(UserWarning, match="BatchNorm") if warns else nullcontext():
             loss = engine.train_step({"inputs": INPUTS})
-        assert all(m.training for m in engine.model.modules())
+        assert all(m.training for m in engine.model.modules()) and len(called) == 2
         found.append([loss, torch.rand(3), torch.tensor(engine.model.calls), *engine.model.state_dict().values()])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
