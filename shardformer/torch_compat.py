@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import sys
+from contextlib import suppress
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.optim import Adagrad, Optimizer
 
 
@@ -41,6 +44,40 @@ def wrapped_name(module: nn.Module) -> str | None:
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Whether it is what ``torch.compile(module)`` returned."""
     return _is_a(module, "torch._dynamo.eval_frame", "OptimizedModule")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a call of the module runs compiled code: by ``torch.compile(module)`` or ``module.compile()``."""
+    return module._compiled_call_impl is not None or is_compiled_wrapper(module)
+
+
+def collectives_begun() -> dict[str, int]:
+    """Name of a process group of this process -> how many collectives this process has begun on it.
+
+    Of groups of gloo alone, which counts all of them; sends and receives between two ranks are not counted.
+    """
+    found: dict[str, int] = {}
+    for group, name in list(distributed_c10d._world.pg_names.items()):
+        with suppress(RuntimeError, ValueError, KeyError):  # one that is being destroyed
+            if is_counted(group):
+                found[str(name)] = num_begun(group)
+    return found
+
+
+def num_begun(group: Any) -> int:
+    """How many collectives this process has begun on a group that ``is_counted``."""
+    return int(group._get_sequence_number_for_group())
+
+
+def name_of_group(group: dist.ProcessGroup | None) -> str:
+    """The same in all processes of it; None is the group of all. Empty for one that this process is not in."""
+    group = distributed_c10d._get_default_group() if group is None else group
+    return str(distributed_c10d._world.pg_names.get(group, ""))
+
+
+def is_counted(group: dist.ProcessGroup) -> bool:
+    """Whether all collectives of a group are counted in one row: those of gloo, without another backend next to it."""
+    return {pair.partition(":")[2] for pair in dist.get_backend_config(group).split(",")} == {"gloo"}
 
 
 def _is_a(module: nn.Module, where: str, kind: str) -> bool:

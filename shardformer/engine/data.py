@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from shardformer.comm.agree import agree
 from shardformer.comm.calls import number_of
@@ -83,9 +83,11 @@ class Batches:
         self._source = source_of(source, collate_fn, num_workers, shuffle)
         self._share, self._context = Share(context.data.rank, context.data.size), context
         self._is_compared, self._thread = False, 0
-        self._drop_last = bool(source.drop_last) if is_loader else drop_last
+        # a BatchSampler that was given to a loader has the size and the rest of it
+        makes = source.batch_sampler if is_loader and type(source.batch_sampler) is BatchSampler else source
+        self._drop_last = bool(makes.drop_last) if is_loader else drop_last
         self._merge_last, self._accumulate = merge_last, accumulate
-        self.batch_size = self._size(batch_size, source if is_loader else None)
+        self.batch_size = self._size(batch_size, makes.batch_size if is_loader else None, is_loader=is_loader)
         self.seed, self.collate_fn = seed, collate_fn
         self.epoch = self.seen = self.batch_samples = 0
         self.on_epoch_end: Callable[[], None] | None = None
@@ -213,8 +215,8 @@ class Batches:
 
     # --- checks
 
-    def _size(self, asked: int | None, loader: DataLoader[Any] | None) -> int | None:
-        if loader is None:
+    def _size(self, asked: int | None, of_loader: int | None, *, is_loader: bool) -> int | None:
+        if not is_loader:
             if asked is None:
                 raise ConfigError(
                     "The training data is given without batch_size",
@@ -223,13 +225,13 @@ class Batches:
                 )
             _check_number("batch_size", asked, 1)
             return asked
-        if asked is not None and asked != loader.batch_size:
+        if asked is not None and asked != of_loader:
             raise ConfigError(
-                f"batch_size={asked} beside a DataLoader with batch_size={loader.batch_size}",
+                f"batch_size={asked} beside a DataLoader with batch_size={of_loader}",
                 rule="A loader has its own batch size",
                 remedy="Leave one of the two out",
             )
-        return loader.batch_size
+        return of_loader
 
     def check_ranks(self, ranks: int) -> None:
         """Raises ConfigError for so many data ranks that one of them would have no sample of a batch."""

@@ -23,6 +23,8 @@ from shardformer.mesh.context import ParallelContext
 
 MOST, BUDGET_S = 4096, 0.2
 """How many samples are read to compare them, and how long that may take."""
+NEAR = 1e-3
+"""How far the decimal numbers of a sample may differ, as a part of their norm: machines round differently."""
 WHOLE = (
     "Pass the whole data on every rank, in one order: without rows[rank::world_size], split_dataset_by_node, or a "
     "random_split or shuffle seeded by rank; and sort what comes from a set or from os.listdir"
@@ -32,7 +34,8 @@ WHOLE = (
 def compare_data(
     settings: Mapping[str, Any], count: int | None, read: Callable[[int], Any] | None, context: ParallelContext
 ) -> None:
-    """Raises ConfigError, on all ranks, where they have other training data. Communicates two gathers of a few numbers.
+    """Raises ConfigError, on all ranks, where they have other training data. Communicates three gathers of a few
+    numbers.
 
     Args:
         settings: what is equal on all ranks: how many samples there are, the seed, the batch size.
@@ -43,7 +46,7 @@ def compare_data(
     if context.world is None or all(axis.size == 1 for axis in axes):
         return
     come("Batches.compare (by initialize, Trainer.fit or the first loop over the data)", *axes)
-    found = [] if read is None or not count else _contents(count, read)
+    found, sketches = ([], []) if read is None or not count else _contents(count, read)
     every = gather_all((dict(settings), len(found)), context)
     first, reference = every[0][0], every[0][1][0]
     for rank, (theirs, _) in every:
@@ -57,6 +60,9 @@ def compare_data(
     least = min(number for _, (_, number) in every)
     numbers = gather_all(number_of(found[:least]), context)
     other = next((rank for rank, number in numbers if number != numbers[0][1]), None)
+    near = gather_all(sketches, context)
+    if other is None:
+        other = next((rank for rank, theirs in near if not _are_near(theirs, near[0][1])), None)
     if other is not None:
         raise ConfigError(
             f"Ranks {first} and {other} have different samples at the same places of the training data, a "
@@ -66,20 +72,55 @@ def compare_data(
         )
 
 
-def _contents(count: int, read: Callable[[int], Any]) -> list[int]:
-    """A number for each of some samples, drawn identically on all ranks; none where a sample differs each time."""
+def _contents(count: int, read: Callable[[int], Any]) -> tuple[list[int], list[tuple[float, float]]]:
+    """A number for each of some samples, drawn identically on all ranks, and a sketch of its decimal numbers; none
+    where these differ each time that a sample is read."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:MOST].tolist()
     end = time.monotonic() + BUDGET_S
     found: list[int] = []
+    sketches: list[tuple[float, float]] = []
     try:
-        again = content_of(read(order[0]))
+        first = read(order[0])
+        again, sketch = content_of(first), sketch_of(first)
         for index in order:
-            found.append(content_of(read(index)))
+            sample = read(index)
+            found.append(content_of(sample))
+            sketches.append(sketch_of(sample))
             if time.monotonic() > end:
                 break
     except Exception:
-        return found  # training reads it, too, and raises on all ranks
-    return found if again == found[0] else []
+        return found, []  # training reads it, too, and raises on all ranks
+    return found if again == found[0] else [], sketches if sketch == sketches[0] else []
+
+
+def sketch_of(value: Any) -> tuple[float, float]:
+    """Of the decimal numbers in a value the sum under random signs, identical on all ranks, and the norm."""
+    decimals = list(_decimals(value))
+    if not decimals:
+        return 0.0, 0.0
+    x = torch.cat(decimals).nan_to_num()
+    signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8).double() * 2 - 1
+    return float(x @ signs), float(x.norm())
+
+
+def _are_near(some: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> bool:
+    """Whether sketches are of the same samples, as far as both ranks have some."""
+    return all(abs(a - b) <= NEAR * max(norm, other) for (a, norm), (b, other) in zip(some, others, strict=False))
+
+
+def _decimals(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from _decimals(value[key])
+    elif isinstance(value, (list, tuple)) and not _is_plain(value):
+        for each in value:
+            yield from _decimals(each)
+    elif isinstance(value, (numpy.ndarray, numpy.generic)) and numpy.asarray(value).dtype.kind == "f":
+        yield torch.from_numpy(numpy.array(value, numpy.float64)).reshape(-1)
+    elif isinstance(value, Tensor) and value.is_floating_point() and value.layout == torch.strided:
+        yield value.detach().cpu().double().reshape(-1)
+    elif isinstance(value, float):
+        yield torch.tensor([value], dtype=torch.float64)
 
 
 def content_of(*values: Any) -> int:

@@ -192,7 +192,8 @@ def _of_loader(loader: DataLoader[Any], collate: Collate | None, shuffle: bool |
             rule="A loader says how its samples are put together",
             remedy="Give collate_fn to the DataLoader",
         )
-    sampler, batches = loader.sampler, loader.batch_sampler
+    batches = loader.batch_sampler
+    sampler = batches.sampler if type(batches) is BatchSampler else loader.sampler  # of one that was given, too
     for each in (sampler, batches, getattr(batches, "sampler", None)):
         if each is not None and hasattr(each, "num_replicas"):
             raise ConfigError(

@@ -20,15 +20,27 @@ from shardformer.comm.collectives import (
 )
 from shardformer.comm.values import has_values, numbers_in
 from shardformer.engine.batch import TARGET
+from shardformer.engine.modes import evaluating
 from shardformer.errors import ConfigError, InputError, expect
-from shardformer.layers.random_stream import forked_random
+from shardformer.layers.random_stream import DrawObserver, forked_random
 from shardformer.layout.state import ShardedState, state_of
 from shardformer.mesh.axis import Axis
+from shardformer.mesh.grid import AXES
 from shardformer.pipeline.exchange import StageExchange
 from shardformer.pipeline.flat import ids_of
 from shardformer.pipeline.head import Batch, Head, LossFn, NoOutput
 from shardformer.pipeline.loss import LossWeight, LossWeights, no_sum_of_means
 from shardformer.pipeline.microbatches import batch_size_of, check_sizes, sizes_of, split_batch
+from shardformer.pipeline.pairs import (
+    NUM_TRIED,
+    Finding,
+    Trial,
+    TrialHead,
+    findings_of,
+    judge,
+    trial_of,
+    tried,
+)
 from shardformer.pipeline.placeholders import dtypes_of
 from shardformer.pipeline.runtime import Runtime, StepJob, Trace
 from shardformer.pipeline.schedule import Schedule, fitting_micro_batches, forward_only, make_schedule
@@ -98,7 +110,7 @@ class Pipeline:
         self._takes_short = takes_short_batches
         self._stages: Stages = state.stages or _single_stage(model, state)
         self._found: dict[int, Any] = {}
-        self._looks_at_loss = True  # in the first step
+        self._tried: set[bool] = set()  # in train mode, in eval mode: whether the loss compares samples
         self._is_checkpointed = False  # by transformers, as far as it was seen: a pipeline takes that over
         self._compares_factors = average_over_data and self._context.data.size > 1
         self._kinds: tuple[int, ...] = ()  # of the stages' parameters, as stand-ins for them know it
@@ -215,6 +227,7 @@ class Pipeline:
         device = self._context.device
         self._refuse_compiled()
         draws = self._agree_on_step(batches)
+        self._look_for_pairs(batches, len(parts), backward=backward, has_loss=not wants_output)
         with forked_random(device):
             keys, seed = self._agree(parts, backward, _next_seed() if draws else 0)
             seeds = [(seed + 7919 * i) % 2**62 if seed else None for i in range(len(parts))]
@@ -244,7 +257,6 @@ class Pipeline:
                 self._compares_factors = False
             in_fp64 = any(p.dtype == torch.float64 for p in self._model.parameters())
             head.loss = loss if in_fp64 else loss.float()
-            head.warn()
         return head
 
     def _refuse_compiled(self) -> None:
@@ -275,12 +287,80 @@ class Pipeline:
         if not wants_output:
             over = (self._context.data, self._context.device) if self._averages else None
             weights = LossWeights(parts, sizes, self._loss_weight, self._found, over, counts=counts)
-        data = self._context.data.size
-        into = [f"into {len(parts)} micro-batches"] * (len(parts) > 1) + [f"over {data} data ranks"] * (data > 1)
-        looks = self._looks_at_loss and not wants_output
-        self._looks_at_loss = self._looks_at_loss and wants_output
-        divided = " and ".join(into) if looks else ""
-        return Head(parts, sizes, stage_forward, weights, self._loss_fn, divided, gathers=len(parts) == 1)
+        return Head(parts, sizes, stage_forward, weights, self._loss_fn)
+
+    def _look_for_pairs(self, batches: Sequence[Batch], num_parts: int, *, backward: bool, has_loss: bool) -> None:
+        """Once in each mode: whether the loss of a batch that is divided compares its samples. See ``judge``.
+
+        Runs a few samples without gradients. Communicates a few numbers a rank besides.
+        """
+        size, mode = self._context.data.size, self._model.training
+        into = [f"into {num_parts} micro-batches"] * (num_parts > 1) + [f"over {size} data ranks"] * (size > 1)
+        # data ranks that evaluate by themselves may not come here together
+        if not into or not has_loss or mode in self._tried or not (backward or self._averages):
+            return
+        inputs = [x for _, x in tensors_of(batches[0])]
+        if not all(map(has_values, [*inputs, *self._model.parameters()])):
+            return
+        self._take_over_checkpointing()
+        refuses = self._loss_weight is None and (num_parts > 1 or self._averages)
+        trial = trial_of(
+            batches[0],
+            getattr(self._model, "main_input_name", None),
+            ids_of(getattr(self._model, "config", None)),
+            fails_alone=self._context.pipe.size > 1 or self._state.parameters is not None,
+            weighs=self._loss_weight is None,
+            refused=refuses,
+        )
+        findings, normalizes = self._findings(trial), False
+        if mode and (findings is None or Finding.COMPARES in findings):  # draws, as dropout does, or normalizes
+            with evaluating(self._model):
+                in_eval = self._findings(trial)
+            normalizes = findings is not None and in_eval is not None and {*in_eval} == {Finding.FINE}
+            findings = in_eval if findings is None else findings
+        judge(findings or (), " and ".join(into), refuses=refuses, gathers=num_parts == 1, normalizes=normalizes)
+        self._tried.add(mode)
+
+    def _findings(self, trial: Trial | None) -> Sequence[int] | None:
+        """What all ranks found in their trials; None where the loss is another one each time."""
+        world = self._context.merged(*AXES) if self._context.world is not None else Axis("world")
+        if not all(has_one for (has_one,) in gather_numbers([trial is not None], world)):
+            return ()
+        assert trial is not None
+        found, draws = Finding.UNKNOWN, DrawObserver(self._context.device)
+        try:
+            with tried(self._model, self._context.device):
+                draws.begin()
+                found = self._try(trial)
+                draws.end()
+        except Exception:
+            if self._context.pipe.size > 1:
+                raise
+        return findings_of(gather_numbers([int(found), bool(draws.seen)], world))
+
+    def _try(self, trial: Trial) -> Finding:
+        """Runs the micro-batches of a trial."""
+        stages, data_rank, compares, trace = self._stages, self._context.data.rank, self._compares, self._runtime.trace
+        manager, stage_forward = stages.manager, stages.stage_forward
+        assert stage_forward is not None
+        count = fitting_micro_batches(manager.schedule, manager.num_stages, manager.num_model_chunks, NUM_TRIED)
+        parts = trial.micro_batches(data_rank, count)
+        inputs, head = self._inputs(parts), TrialHead(trial, parts, stage_forward, self._loss_fn)
+        keys, _ = self._agree(inputs, False, 0)
+        self._runtime.trace = None
+        try:
+            with stages.installed(self._model):
+                schedule = forward_only(self._schedule(count))
+                self._runtime.run(StepJob(schedule, inputs, keys, [None] * count, head))
+        finally:
+            head.close()
+            self._runtime.trace, self._compares = trace, compares
+        noted = torch.tensor([*head.losses(), head.gathers], dtype=torch.float64, device=self._context.device)
+        *losses, gathers = numbers_in(broadcast(noted, manager.axis, manager.last_stage))
+        dtypes = {p.dtype for p in self._model.parameters() if p.is_floating_point()}
+        dtypes |= {autocast} if (autocast := _autocast(self._context.device)) is not None else set()
+        eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        return Finding.GATHERS if gathers else trial.find(losses, data_rank=data_rank, eps=eps)
 
     def _draws(self) -> bool:
         """Whether this rank may draw random numbers: by the config, or since it was seen to or not tried yet.

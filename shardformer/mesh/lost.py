@@ -81,13 +81,20 @@ class Peers:
 
 
 class ReachedWork:
-    """A work of torch, whose wait says who is missing."""
+    """A work of torch, whose wait says who is missing.
 
-    __slots__ = ("_peer", "_peers", "_what", "_work")
+    Attributes:
+        joined: the process group of a collective, how many this process had begun on it with this one, and its kind;
+            None where they are not counted.
+    """
 
-    def __init__(self, work: Any, peers: Peers, what: str, peer: int | None = None) -> None:
+    __slots__ = ("_peer", "_peers", "_what", "_work", "joined")
+
+    def __init__(
+        self, work: Any, peers: Peers, what: str, peer: int | None = None, joined: tuple[Any, int, str] | None = None
+    ) -> None:
         assert work is not None, "this process is in the group, as an axis has none of others"
-        self._work, self._peers, self._what, self._peer = work, peers, what, peer
+        self._work, self._peers, self._what, self._peer, self.joined = work, peers, what, peer, joined
 
     def wait(self) -> Any:
         with self._peers.reached(self._what, self._peer):
@@ -96,3 +103,33 @@ class ReachedWork:
     def is_completed(self) -> bool:
         done: bool = self._work.is_completed()
         return done
+
+
+class ReceivedWork(ReachedWork):
+    """What one rank sends to another.
+
+    Args:
+        arrived: by the place of a rank, how often something has arrived from it; this adds to it.
+    """
+
+    __slots__ = ("_arrived", "_from")
+
+    def __init__(
+        self, work: Any, peers: Peers, source: int, joined: tuple[Any, int, str] | None, arrived: list[int]
+    ) -> None:
+        super().__init__(work, peers, "a receive", source, joined)
+        self._from, self._arrived = source, arrived
+
+    def wait(self) -> Any:
+        done = super().wait()
+        self._arrived[self._from] += self._from >= 0
+        self._from = -1  # once, also where it is waited for again
+        return done
+
+    @property
+    def awaited(self) -> tuple[Any, int, int] | None:
+        """The process group, the rank that sends, and how often something has arrived from it; None where that is not
+        counted."""
+        if self.joined is None or self._from < 0:
+            return None
+        return self.joined[0], self._peers.ranks[self._from], self._arrived[self._from]

@@ -2,28 +2,50 @@
 
 A rank that has not come to a call may be slow, or it may wait in another collective and never come. Its main thread
 cannot answer while it waits, so that a thread of each process does, through the launcher's store.
+
+The thread asks, too, when its own main thread has waited for long in one collective. Where ranks wait for each other
+(``deadlock``) it ends the process with a message: a collective that waits in C++ cannot be interrupted from Python.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
+import linecache
 import os
+import re
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
+
+from shardformer.mesh.deadlock import Report, deadlocked, in_words, to
+from shardformer.mesh.lost import ReachedWork, ReceivedWork
+from shardformer.torch_compat import collectives_begun, name_of_group
+
 ENDED = "ended"
 QUESTION = "shardformer/presence/question"
 """Where the number of questions is, in the launcher's store."""
+DEADLOCK, ENDING = "shardformer/presence/deadlock", "shardformer/presence/ending"
+"""Which ranks wait for each other, once one of them found it; how many of them are about to end."""
 LOOK_EVERY_S = 0.5
 END_S = 2.0
 SURE_AFTER_S = 15.0
 """A process that has waited so long at one place does not come: longer than one collective takes."""
 FORGOTTEN_AFTER_S = 10.0
+WATCH_AFTER_S = 30.0
+"""In one collective: then the others are asked."""
+WATCH_EVERY_S = 3.0
+END_TOGETHER_S = 10.0
+BLOCKED_AFTER_S = 12.0
+"""All that wait for each other were seen in one call for so long: longer than answers are apart."""
+_FORMS = re.compile("_(into_tensor|tensor|single|coalesced|uneven)$")
+"""Of one collective: ranks may take part in it by any of them."""
 WAITS_IN = (
     os.path.join("torch", "distributed", "distributed_c10d.py"),
     os.path.join("torch", "distributed", "c10d_logger.py"),
@@ -37,13 +59,23 @@ class Presence:
     """Says through the store where this process waits, if it does; and asks where others wait.
 
     One for each process, which ``presence`` makes.
+
+    Attributes:
+        carriers: the transports of this process, which count what they send.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank = store, rank
+        self.carriers: list[Callable[[], Any]] = []
         self._ends = threading.Event()
         self._has_left = False
-        self._thread = threading.Thread(target=self._answer, name="shardformer-presence", daemon=True)
+        self._answered, self._answered_at = 0, 0.0
+        self._call: FrameType | None = None  # it is held, so that no other call has its address
+        self._call_since = 0.0
+        self._watched: tuple[int, dict[str, int]] | None = None
+        self._watched_since = self._ask_at = 0.0
+        self._asked = 0
+        self._thread = threading.Thread(target=self._run, name="shardformer-presence", daemon=True)
         self._thread.start()
         atexit.register(self.end)
 
@@ -83,47 +115,137 @@ class Presence:
                 if not self._store.check([_key(rank)]):
                     continue
                 question, _, answer = self._store.get(_key(rank)).decode().partition(" ")
-                seconds, _, place = answer.partition(" ")
                 if question == ENDED:
                     found[rank] = "has come to the end of its script"
-                elif int(question) >= since and float(seconds) >= SURE_AFTER_S:
-                    found[rank] = f"waits for other ranks in {place}"
+                elif int(question) >= since and Report.of_text(answer).seconds >= SURE_AFTER_S:
+                    found[rank] = f"waits for other ranks in {Report.of_text(answer).place}"
             return found
         return dict.fromkeys(ranks, "cannot be asked, since the process that has the store is gone")
 
-    def _answer(self) -> None:
-        """``QUESTION SECONDS PLACE``: how long the main thread has waited in one call; -1 where it does not wait."""
-        number, asked_at = 0, 0.0
-        call: FrameType | None = None  # it is held, so that no other call has its address
-        since = 0.0
+    def _run(self) -> None:
         while not self._ends.wait(LOOK_EVERY_S):
             try:
-                now, asked = time.monotonic(), self._store.add(QUESTION, 0)
-                if asked == number:
-                    if now > asked_at + FORGOTTEN_AFTER_S:
-                        call = None
-                    continue
-                number, asked_at = asked, now
-                here = _call_of_main()
-                if here is not call:
-                    call, since = here, now
-                waited = f"{now - since:.1f} {_caller(call)}" if call is not None else "-1 "
-                self._store.set(_key(self._rank), f"{asked} {waited}")
-                here = None
+                now = time.monotonic()
+                self._answer(now)
+                self._watch(now)
             except RuntimeError:  # the process that has the store is gone
                 return
+            except (KeyError, ValueError):  # a process group is gone since
+                continue
         if not self._has_left:
             with suppress(RuntimeError):
                 self._store.set(_key(self._rank), ENDED)
 
+    def _answer(self, now: float) -> None:
+        """``QUESTION REPORT``: how long the main thread has waited in one call, and in which."""
+        asked = self._store.add(QUESTION, 0)
+        if asked == self._answered:
+            if now > self._answered_at + FORGOTTEN_AFTER_S:
+                self._call = None
+            return
+        self._answered, self._answered_at = asked, now
+        call, joined = _call_of_main()
+        if call is not self._call:
+            self._call, self._call_since = call, now
+        report = Report() if call is None else _report(call, joined, now - self._call_since, self._begun())
+        self._store.set(_key(self._rank), f"{asked} {report.as_text()}")
 
-def _call_of_main() -> FrameType | None:
-    """The call in which the main thread waits for other processes; None if it does not."""
+    def _watch(self, now: float) -> None:
+        """Ends the process where its main thread waits in a collective for ranks that wait for it."""
+        frame, _ = _call_of_main()
+        seen = None if frame is None else (id(frame), self._begun())  # no frame is held, nor what is in it
+        del frame
+        if seen is None or seen != self._watched:
+            self._watched, self._watched_since, self._asked = seen, now, 0
+            return
+        waited = now - self._watched_since
+        if waited >= BLOCKED_AFTER_S and self._store.check([DEADLOCK]):  # another rank found it
+            self._end_process(json.loads(self._store.get(DEADLOCK)))
+        if waited < WATCH_AFTER_S:
+            return
+        reports = self._reports(self._asked) if self._asked else {}
+        found = deadlocked(reports, BLOCKED_AFTER_S)
+        if self._rank in found:
+            self._end_process(list(found), in_words(found, reports))
+        if now > self._ask_at:
+            self._asked, self._ask_at = self.ask(), now + WATCH_EVERY_S
+
+    def _begun(self) -> dict[str, int]:
+        found = collectives_begun()
+        for carrier in list(self.carriers):
+            if (transport := carrier()) is not None:
+                found |= transport.begun()
+        return found
+
+    def _reports(self, since: int) -> dict[int, Report]:
+        """What ranks reported that have answered the question, or a later one."""
+        found = {}
+        for rank in range(dist.get_world_size()):
+            if self._store.check([_key(rank)]):
+                question, _, answer = self._store.get(_key(rank)).decode().partition(" ")
+                if question != ENDED and int(question) >= since:
+                    found[rank] = Report.of_text(answer)
+        return found
+
+    def _end_process(self, ranks: Collection[int], message: str = "") -> None:
+        """Ends this process, if it is one of those that wait for each other, together with the others: where one ends
+        before, gloo may let the rest wait on. The first one has the word."""
+        if self._rank not in ranks:
+            return
+        with suppress(RuntimeError):  # the process that has the store has ended
+            if self._store.add(ENDING, 1) == 1:
+                print(f"shardformer: {message}.", file=sys.stderr)
+                self._store.set(DEADLOCK, json.dumps(list(ranks)))
+            until = time.monotonic() + END_TOGETHER_S
+            while self._store.add(ENDING, 0) < len(ranks) and time.monotonic() < until:
+                time.sleep(LOOK_EVERY_S)
+            time.sleep(2 * LOOK_EVERY_S * (self._rank == 0))  # which has the store
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(1)
+
+
+def _call_of_main() -> tuple[FrameType | None, Any]:
+    """The call in which the main thread waits for other processes, None if it does not; and the collective in it:
+    (group, its number, its kind), where that is known."""
     at = sys._current_frames().get(threading.main_thread().ident or 0)
     call: FrameType | None = None
+    joined = None
     while at is not None and any(part in at.f_code.co_filename for part in WAITS_IN):
+        joined = joined or _joined(at)
         at, call = at.f_back, at
-    return call
+    return call, joined
+
+
+def _joined(frame: FrameType) -> tuple[Any, int | None, str] | tuple[Any, int, int] | None:
+    """What a frame waits in: a collective, the last that was begun on its group where the number is None; or what
+    another rank sends: (group, the rank, how often something arrived from it)."""
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
+    if frame.f_code is ReachedWork.wait.__code__:
+        work: ReachedWork = frame.f_locals["self"]
+        return work.awaited if isinstance(work, ReceivedWork) else work.joined
+    if "async_op" in names and "group" in names:
+        return frame.f_locals.get("group"), None, _FORMS.sub("", frame.f_code.co_name)
+    return None
+
+
+def _report(
+    call: FrameType,
+    joined: tuple[Any, int | None, str] | tuple[Any, int, int] | None,
+    seconds: float,
+    begun: dict[str, int],
+) -> Report:
+    place = _caller(call)
+    name = "" if joined is None else name_of_group(joined[0])
+    if joined is None or name not in begun:
+        return Report(seconds, place, begun=begun)
+    group, number, what = joined
+    if isinstance(what, int):
+        assert number is not None
+        return Report(seconds, place, to(name, dist.get_rank()), [number], what + 1, "receive", begun)
+    ranks = dist.get_process_group_ranks(group)
+    return Report(seconds, place, name, ranks, begun[name] if number is None else number, what, begun)
 
 
 def _caller(frame: FrameType) -> str:
@@ -132,7 +254,9 @@ def _caller(frame: FrameType) -> str:
     own = (os.path.join("torch", ""), os.path.join("shardformer", ""))
     while at is not None and any(f"{os.sep}{part}" in at.f_code.co_filename for part in own) and at.f_back is not None:
         at = at.f_back
-    return f"{os.path.basename((at or frame).f_code.co_filename)}:{(at or frame).f_lineno}"
+    path, number = (at or frame).f_code.co_filename, (at or frame).f_lineno
+    line = linecache.getline(path, number).strip()
+    return f"{os.path.basename(path)}:{number}" + f" ({line})" * bool(line)
 
 
 def _key(rank: int) -> str:

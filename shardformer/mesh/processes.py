@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from shardformer.mesh.lost import Peers, ReachedWork
+from shardformer.mesh.deadlock import to
+from shardformer.mesh.lost import Peers, ReachedWork, ReceivedWork
 from shardformer.mesh.presence import Presence, presence
 from shardformer.mesh.transport import NOBODY, Lines, Meeting, Transport, Word, Work
+from shardformer.torch_compat import is_counted, name_of_group, num_begun
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.25
 ASK_AFTER_S = 5.0
@@ -71,7 +74,16 @@ class ProcessGroupTransport:
         # get_backend gives "cpu:gloo,cuda:nccl" for a group of two backends; the configuration names each device's
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._backends = {device: backend for device, backend in pairs}
-        presence(_get_default_store(), dist.get_rank())  # answers, from now on, those that wait for this process
+        self._is_counted = is_counted(group)
+        self._sent, self._arrived = [0] * len(self._ranks), [0] * len(self._ranks)
+        # answers, from now on, those that wait for this process
+        presence(_get_default_store(), dist.get_rank()).carriers.append(weakref.ref(self))
+
+    def begun(self) -> dict[str, int]:
+        """How often this process sent something to others over the group, and something arrived: see ``Report``."""
+        name = name_of_group(self.group)
+        sent = {to(name, rank): count for rank, count in zip(self._ranks, self._sent, strict=True) if count}
+        return {**sent, f"{name}<": sum(self._arrived)}
 
     @property
     def world(self) -> Processes:
@@ -142,13 +154,15 @@ class ProcessGroupTransport:
     def send(self, x: Tensor, to: int, tag: int) -> Work:
         if self._is_staged(x):
             return StagedWork([self.send(_copied(x), to, tag)])
-        return self._started(dist.isend(x, self._ranks[to], group=self.group, tag=tag), "a send", to)
+        self._sent[to] += 1
+        return ReachedWork(dist.isend(x, self._ranks[to], group=self.group, tag=tag), self.peers, "a send", to)
 
     def receive(self, x: Tensor, source: int, tag: int) -> Work:
         if self._is_staged(x):
             host = _on_host(x)
             return StagedWork([self.receive(host, source, tag)], [(x, host)])
-        return self._started(dist.irecv(x, self._ranks[source], group=self.group, tag=tag), "a receive", source)
+        work = dist.irecv(x, self._ranks[source], group=self.group, tag=tag)
+        return ReceivedWork(work, self.peers, source, (self.group, 0, "") if self._is_counted else None, self._arrived)
 
     def broadcast(self, x: Tensor, source: int) -> None:
         if self._is_staged(x):
@@ -236,7 +250,9 @@ class ProcessGroupTransport:
         return words
 
     def _started(self, work: Any, what: str, peer: int | None = None) -> Work:
-        return ReachedWork(work, self.peers, what, peer)
+        kind = what.partition(" ")[2].replace("-", "_")
+        joined = (self.group, num_begun(self.group), kind) if self._is_counted else None
+        return ReachedWork(work, self.peers, what, peer, joined)
 
 
 class StagedWork:

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map_only
 from shardformer.errors import ConfigError, InputError
 from shardformer.pipeline.loss import LossWeights
 from shardformer.pipeline.microbatches import merge_outputs
-from shardformer.pipeline.pairs import compared_samples, warn_of_pairs
 from shardformer.pipeline.placeholders import is_placeholder
 from shardformer.pipeline.stage_forward import StageForward
 from shardformer.pipeline.targets import tensors_of
@@ -32,8 +31,6 @@ class Head:
         stage_forward: the forward of the last stage; others' heads see no output.
         weights: of the micro-batches in the loss of the batch; None where the outputs are wanted.
         loss_fn: (output, micro-batch) -> loss; None for the model's own.
-        divided: into what the batch is, in words, where the loss is to be looked at: see ``warn_of_pairs``.
-        gathers: whether the samples of all data ranks are in this one micro-batch, where the loss gathers them.
     """
 
     def __init__(
@@ -43,13 +40,7 @@ class Head:
         stage_forward: StageForward,
         weights: LossWeights | None,
         loss_fn: LossFn | None,
-        divided: str = "",
-        *,
-        gathers: bool = False,
     ) -> None:
-        self._divided, self._gathers = divided, gathers
-        self._compared: str | None = None
-        self._looked_at = ""
         self._parts, self.sizes, self._stage_forward = parts, sizes, stage_forward
         self._weights, self._loss_fn = weights, loss_fn
         self._outputs: dict[int, Any] = {}
@@ -73,10 +64,6 @@ class Head:
         finally:
             self._weights.stop()
         self._check_first(loss, output)
-        if self._divided and self._loss_fn is not None:
-            part, size = self._parts[micro_batch], self.sizes[micro_batch]
-            self._compared = compared_samples(self._loss_fn, output, part, size, gathers=self._gathers)
-            self._looked_at, self._divided = self._divided, ""
         loss = self._weights.of(micro_batch, loss)
         value = loss.detach().double()
         self.loss = value if self.loss is None else self.loss + value
@@ -128,11 +115,6 @@ class Head:
         elif self.loss is not None:
             self._weights.finish()
             self.counted, self.factors = self._weights.counted, self._weights.factors
-
-    def warn(self) -> None:
-        """Of a loss over pairs of samples, where no rank has refused the loss."""
-        if self._compared is not None:
-            warn_of_pairs(self._compared, self._looked_at)
 
 
 def loss_in(output: Any) -> Tensor | None:

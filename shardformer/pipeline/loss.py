@@ -336,13 +336,12 @@ class LossWeights:
 
     def _check_sum(self, index: int, loss: Tensor, forward: _Forward) -> None:
         """The loss is the sum of its parts times their slopes, and the slopes are those of the first micro-batch."""
-        if not loss.requires_grad:
+        if loss.requires_grad:
+            slopes = self._slopes(loss, forward)
+        elif self._evaluates:  # it was detached, or is made of other things than what was watched
+            slopes = loss.new_ones(len(forward.parts), dtype=torch.float64)
+        else:  # nothing trains
             return
-        with_grad = [i for i, part in enumerate(forward.parts) if part.requires_grad]
-        grads = torch.autograd.grad(loss, [forward.parts[i] for i in with_grad], retain_graph=True, allow_unused=True)
-        given = dict(zip(with_grad, grads, strict=True))
-        zero = loss.new_zeros((), dtype=torch.float64)
-        slopes = torch.stack([zero if (g := given.get(i)) is None else g.double() for i in range(len(forward.parts))])
         values = torch.stack([part.detach().double() for part in forward.parts]) * slopes
         dtypes = [loss.dtype, *(part.dtype for part in forward.parts)]
         bound = 8 * max(torch.finfo(dtype).eps for dtype in dtypes)
@@ -364,6 +363,15 @@ class LossWeights:
                 f"{before.tolist()} in another"
             ),
         )
+
+    @staticmethod
+    def _slopes(loss: Tensor, forward: _Forward) -> Tensor:
+        """By what each part is multiplied in the loss."""
+        with_grad = [i for i, part in enumerate(forward.parts) if part.requires_grad]
+        grads = torch.autograd.grad(loss, [forward.parts[i] for i in with_grad], retain_graph=True, allow_unused=True)
+        given = dict(zip(with_grad, grads, strict=True))
+        zero = loss.new_zeros((), dtype=torch.float64)
+        return torch.stack([zero if (g := given.get(i)) is None else g.double() for i in range(len(forward.parts))])
 
     def _check_own_means(self) -> None:
         """A sum that the model divides by what counts in the micro-batch is a mean by another name."""

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -111,10 +112,11 @@ def split_batch(
 ) -> list[dict[str, Any]]:
     """The micro-batches, of ``sizes`` samples each.
 
-    A tensor whose first dim is the batch's size is cut, also inside lists, tuples and mappings. Patches of images of
+    A tensor or an array whose first dim is the batch's size is cut, also inside lists, tuples and mappings. So is a
+    list with an entry for each sample: of words, numbers, mappings, or tensors with other rows. Patches of images of
     different sizes are cut where the images of a sample end (``flat``), and a stack of what is like the main input,
-    such as positions in three dims, along its second dim. A tensor with one row, or without a dim, and what is no
-    tensor, are handed to every micro-batch as they are.
+    such as positions in three dims, along its second dim. A tensor with one row, or without a dim, and anything else,
+    are handed to every micro-batch as they are.
 
     Args:
         main: the input that has a row for each sample.
@@ -157,6 +159,8 @@ class _Cut:
     def _parts(self, value: Any, path: str) -> list[Any]:
         if isinstance(value, Tensor):
             return self._of_tensor(value, path)
+        if has_entries(value, self.ends[-1]):
+            return self._rows(value, self.ends)
         if isinstance(value, Mapping) and any(True for _ in tensors_of(value)):
             inner = self.of_mapping(value, f"{path}.")
             return [like(value, {name: column[i] for name, column in inner.items()}) for i in self._each]
@@ -186,6 +190,23 @@ class _Cut:
     @staticmethod
     def _rows(value: Any, ends: Ends) -> list[Any]:
         return [value[start:end] for start, end in pairwise(ends)]
+
+
+def has_entries(value: Any, samples: int) -> bool:
+    """Whether a value of a batch that is no tensor has an entry for each sample.
+
+    A list of tensors with a row for each sample has none: it is several inputs. Of tuples those of words have, as torch
+    puts words together; one of numbers is a size.
+    """
+    if samples < 2:
+        return False
+    if isinstance(value, numpy.ndarray):
+        return bool(value.ndim) and value.shape[0] == samples
+    if not isinstance(value, (list, tuple)) or hasattr(value, "_fields") or len(value) != samples:
+        return False
+    if isinstance(value, tuple):
+        return all(isinstance(each, (str, bytes)) for each in value)
+    return not any(isinstance(each, Tensor) and each.dim() and each.shape[0] == samples for each in value)
 
 
 def _no_samples(path: str, x: Tensor, samples: int, why: str) -> InputError:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, random_split
 
 from shardformer.engine.build import initialize
-from shardformer.engine.data_compare import content_of
+from shardformer.engine.data_compare import NEAR, content_of, sketch_of
 from shardformer.errors import ShardFormerError
 from shardformer.mesh.context import ParallelContext
 from shardformer.testing.threads import run_as_threads
@@ -74,6 +74,8 @@ def _split(rank: int) -> Any:
     return random_split(SAMPLES, [12, 12], torch.Generator().manual_seed(rank))[0]  # type: ignore[arg-type]
 
 
+LABELLED = [(torch.full((3,), float(number)), torch.zeros(1, dtype=torch.int64)) for number in range(16)]
+"""Whole numbers are no difference between these."""
 DIFFERENT: dict[str, Callable[[int], dict[str, Any]]] = {
     "every second sample": lambda rank: {"data": SAMPLES[rank::2], "batch_size": 6},
     "a half": lambda rank: {"data": SAMPLES[12 * rank :][:12], "batch_size": 6},
@@ -92,6 +94,7 @@ DIFFERENT: dict[str, Callable[[int], dict[str, Any]]] = {
     "a seed by rank": lambda rank: {"data": SAMPLES, "batch_size": 6, "data_options": {"seed": rank}},
     "shuffled on one": lambda rank: {"data": SAMPLES, "batch_size": 6, "data_options": {"shuffle": rank == 0}},
     "another batch size": lambda rank: {"data": SAMPLES, "batch_size": 6 - 2 * rank},
+    "a half with labels that are the same": lambda rank: {"data": LABELLED[8 * rank :][:8], "batch_size": 4},
     "refused on one": lambda rank: {"data": SAMPLES, "batch_size": 6 if rank else 0},
 }
 
@@ -144,6 +147,19 @@ def test_what_is_compared_of_a_sample() -> None:
     assert content_of({"label": 1, "image": noise}) != content_of({"image": noise, "label": 2})
     assert content_of([0.5, noise]) != content_of([0.5, noise + 1])
     assert content_of(object()) == content_of(object()), "an address is not content"
+
+
+def test_decimal_numbers_are_compared_but_for_rounding() -> None:
+    x = torch.rand(1000, generator=torch.Generator().manual_seed(1))
+    values = [
+        {"x": x, "y": 0.5},
+        {"x": x * (1 + 1e-5), "y": 0.5},
+        {"x": x.roll(1), "y": 0.5},
+        {"x": x.numpy(), "y": 0.5},
+    ]
+    (sum_, norm), *others = map(sketch_of, values)
+    assert [abs(other - sum_) < NEAR * norm for other, _ in others] == [True, False, True]
+    assert sketch_of({"label": 3, "text": "a"}) == (0.0, 0.0)
 
 
 def skipped(context: ParallelContext, where: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from shardformer.engine import data_random
 from shardformer.engine.data import Batches
@@ -30,6 +30,16 @@ class Process(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.tensor([os.getpid(), float(torch.rand(()))], dtype=torch.float64)
+
+
+def test_a_sampler_of_torch_that_makes_batches_chooses_the_samples() -> None:
+    """The loader has no batch size of its own then, and another sampler that it does not use."""
+    made = BatchSampler(range(9, -1, -1), 4, drop_last=False)
+    parts = [list(Batches(DataLoader(range(10), batch_sampler=made), place(rank, 2))) for rank in range(2)]
+    assert [part.tolist() for part in parts[0]] == [[9, 8], [5, 4], [1]]
+    assert [part.tolist() for part in parts[1]] == [[7, 6], [3, 2], [0]]
+    short = DataLoader(range(10), batch_sampler=BatchSampler(range(10), 4, drop_last=True))
+    assert [part.tolist() for part in Batches(short, place())] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.slow

@@ -19,6 +19,8 @@ from shardformer.mesh.context import ParallelContext
 from shardformer.testing.threads import run_as_threads
 from shardformer.trainer.hooks.checkpoint import Checkpoint
 
+pytestmark = pytest.mark.filterwarnings("ignore:In train mode the model normalizes")
+
 
 def model() -> nn.Module:
     torch.manual_seed(0)

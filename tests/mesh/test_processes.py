@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def test_a_group_of_two_backends_has_one_for_each_device(
     }.items():
         monkeypatch.setattr(dist, name, value)
     monkeypatch.setattr(processes, "_get_default_store", lambda: None)
-    monkeypatch.setattr(processes, "presence", lambda store, rank: None)
+    monkeypatch.setattr(processes, "presence", lambda store, rank: SimpleNamespace(carriers=[]))
     transport = ProcessGroupTransport(group)
 
     class On:

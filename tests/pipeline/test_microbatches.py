@@ -8,6 +8,7 @@ from collections import OrderedDict, UserDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -77,15 +78,30 @@ class Pair(NamedTuple):
 def test_only_what_has_a_sample_a_row_is_cut() -> None:
     ids, table, words = torch.arange(10).view(5, 2), torch.zeros(1, 2), ["a", "b", "c", "d", "e"]
     batch = {"input_ids": ids, "table": table, "words": words, "flag": True, "scale": torch.tensor(1.0), "none": None,
+             "size": (5,) * 5,
              "deep": {"list": [ids, 1], "pair": Pair(ids, table), "tuple": (ids,)}}  # fmt: skip
     first, second = split_batch(batch, [3, 2], "input_ids")
     assert torch.equal(first["input_ids"], ids[:3]) and torch.equal(second["input_ids"], ids[3:])
     for part in (first, second):
-        assert part["table"] is table and part["words"] is words and part["flag"] is True and part["none"] is None
-        assert part["scale"] is batch["scale"] and isinstance(part["deep"]["pair"], Pair)
+        assert part["table"] is table and part["flag"] is True and part["none"] is None
+        assert part["size"] == (5,) * 5 and part["scale"] is batch["scale"] and isinstance(part["deep"]["pair"], Pair)
         assert part["deep"]["pair"].b is table and part["deep"]["list"][1] == 1
+    assert first["words"] == words[:3] and second["words"] == words[3:]
     assert torch.equal(second["deep"]["list"][0], ids[3:]) and torch.equal(second["deep"]["tuple"][0], ids[3:])
     assert torch.equal(second["deep"]["pair"].a, ids[3:])
+
+
+def test_a_list_with_an_entry_for_each_sample_is_cut() -> None:
+    ids = torch.arange(6).view(3, 2)
+    boxes = [{"boxes": torch.zeros(count, 4), "name": "x"} for count in (3, 1, 2)]
+    batch = {"ids": ids, "words": ("a", "b", "c"), "boxes": boxes, "images": [torch.zeros(1, n) for n in (1, 2, 3)],
+             "numbers": [7, 8, 9], "array": numpy.arange(3), "inputs": [ids, ids, ids], "pair": ["a", "b"]}  # fmt: skip
+    first, second = split_batch(batch, [1, 2], "ids")
+    assert (first["words"], second["words"]) == (("a",), ("b", "c"))
+    assert [len(each["boxes"]) for each in second["boxes"]] == [1, 2] and len(first["boxes"]) == 1
+    assert [x.shape[1] for x in second["images"]] == [2, 3]
+    assert second["numbers"] == [8, 9] and second["array"].tolist() == [1, 2]
+    assert [x.tolist() for x in first["inputs"]] == [[[0, 1]]] * 3 and second["pair"] == ["a", "b"]
 
 
 def test_a_tokenizers_batch_is_cut() -> None:

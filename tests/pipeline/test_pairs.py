@@ -1,18 +1,21 @@
-"""Losses that compare samples: a warning where the batch is divided, and the gather that makes them right."""
+"""Losses that compare samples: an error where the batch is divided, and the gather that makes them right."""
 
 from __future__ import annotations
 
 import copy
-import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
+from shardformer.comm.collectives import gather_objects
 from shardformer.engine.build import initialize
 from shardformer.engine.parallel import Parallel
+from shardformer.errors import ConfigError
 from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.pairs import gather_over_data
 from shardformer.testing.threads import run_as_threads
@@ -46,27 +49,203 @@ def masked(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output, torch.where(target[:, 0] > 0, -100, 1))
 
 
-def warned(loss_fn: Any, micro_batch_size: int | None) -> bool:
-    model = model_of()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        parallel = Parallel(micro_batch_size=micro_batch_size)
-        engine = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, parallel=parallel)
-        engine.train_step((INPUTS, INPUTS))
-        engine.train_step((INPUTS, INPUTS))
-    found = [each for each in caught if "compares the samples" in str(each.message)]
-    assert len(found) < 2, "once"
-    return bool(found)
+class Own(nn.Module):
+    """A model that computes its loss itself.
+
+    Args:
+        loss: (output, inputs) -> loss.
+        layer: between two linear layers.
+    """
+
+    def __init__(self, loss: Any, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.body, self.loss, self.calls = model_of(), loss, 0
+        self.layer = nn.Identity() if layer is None else layer
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        return {"loss": self.loss(self.layer(self.body(inputs)), inputs)}
 
 
-@pytest.mark.parametrize("loss_fn", [contrastive, centred])
-def test_a_loss_that_compares_samples_is_warned_of_where_the_batch_is_divided(loss_fn: Any) -> None:
-    assert warned(loss_fn, 4) and not warned(loss_fn, None)
+class Averaged(nn.Module):
+    """Statistics over the batch, with a running average, in both modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        return x - x.mean(0)
 
 
-@pytest.mark.parametrize("loss_fn", [nn.MSELoss(), summed, nn.L1Loss()])
-def test_a_mean_or_a_sum_is_not_warned_of(loss_fn: Any) -> None:
-    assert not warned(loss_fn, 4)
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+
+def norms(output: Tensor, target: Tensor) -> Tensor:
+    """A mean and a sum in one loss, each of which is put together in its own way."""
+    return F.mse_loss(output, target) + 0.1 * F.l1_loss(output, target, reduction="sum")
+
+
+def siglip(output: Tensor, target: Tensor) -> Tensor:
+    sims = F.normalize(output, dim=-1) @ F.normalize(target, dim=-1).T
+    return F.binary_cross_entropy_with_logits(sims, torch.eye(len(sims), dtype=sims.dtype))
+
+
+def training(model: nn.Module, loss_fn: Any = None, batch: Any = None, **options: Any) -> Any:
+    loss_weight, context = options.pop("loss_weight", None), options.pop("context", None)
+    return initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn,
+        parallel=Parallel(**options), loss_weight=loss_weight, context=context,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("loss_fn", [contrastive, centred, siglip])
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_loss_that_compares_samples_is_refused_where_the_batch_is_divided(loss_fn: Any, *, is_own: bool) -> None:
+    model, batch = (Own(loss_fn), {"inputs": INPUTS}) if is_own else (model_of(), (INPUTS, INPUTS))
+    engine = training(copy.deepcopy(model), None if is_own else loss_fn)
+    engine.train_step(batch)  # the whole batch at once
+    engine = training(model, None if is_own else loss_fn, micro_batch_size=4)
+    before = copy.deepcopy(engine.model.state_dict())
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="compares the samples of a batch") as caught:
+            engine.train_step(batch)
+    assert "gather_over_data" in caught.value.remedy
+    assert all(torch.equal(before[name], x) for name, x in engine.model.state_dict().items())
+    assert all(p.grad is None for p in engine.model.parameters())
+
+
+@pytest.mark.parametrize("loss_fn", [nn.MSELoss(), summed, nn.L1Loss(), masked, norms])
+def test_means_and_sums_are_those_of_the_whole_batch(loss_fn: Any) -> None:
+    engines = [training(Own(loss_fn), micro_batch_size=size) for size in (None, 3)]
+    losses = [[float(engine.train_step({"inputs": INPUTS})) for _ in range(2)] for engine in engines]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-12)
+
+
+def test_the_users_choice_of_the_mean_of_the_parts_losses_is_warned_of_once() -> None:
+    engine = training(Own(contrastive), micro_batch_size=4, loss_weight=lambda part: len(part["inputs"]))
+    with pytest.warns(UserWarning, match="compares the samples of a batch") as caught:
+        engine.train_step({"inputs": INPUTS})
+        engine.train_step({"inputs": INPUTS})
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("layer", [Averaged(), nn.BatchNorm1d(4, dtype=torch.float64), nn.Dropout(0.5), Noise()])
+def test_what_is_tried_leaves_nothing_behind(layer: nn.Module) -> None:
+    """BatchNorm is warned of. Random numbers are no reason for either; and nothing of the trial is left."""
+    found: list[list[Tensor]] = []
+    for looks in (True, False):
+        model = Own(F.mse_loss, copy.deepcopy(layer))
+        before = copy.deepcopy(model.state_dict())
+        engine = training(model, micro_batch_size=4)
+        if not looks:
+            engine.pipeline._look_for_pairs = lambda *_, **__: None
+        called = list[int]()
+        engine.model.body.register_forward_hook(lambda *_, called=called: called.append(1))
+        torch.manual_seed(3)
+        warns = looks and isinstance(layer, nn.BatchNorm1d)
+        if looks and isinstance(layer, Averaged):
+            with pytest.raises(ConfigError, match="compares the samples"):
+                engine.train_step({"inputs": INPUTS})
+            assert all(torch.equal(before[name], x) for name, x in engine.model.state_dict().items())
+            return
+        with pytest.warns(UserWarning, match="BatchNorm") if warns else nullcontext():
+            loss = engine.train_step({"inputs": INPUTS})
+        assert all(m.training for m in engine.model.modules()) and len(called) == 2
+        found.append([loss, torch.rand(3), torch.tensor(engine.model.calls), *engine.model.state_dict().values()])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_all_data_ranks_refuse_a_model_that_compares_samples(size: int) -> None:
+    """Also where a rank has a single sample, whose loss is zero."""
+    models = [Own(contrastive) for _ in range(3)]
+
+    def run(context: ParallelContext) -> None:
+        engine = training(models[context.rank], context=context)
+        with pytest.raises(ConfigError, match="compares the samples of a batch"):
+            engine.train_step({"inputs": INPUTS[: size if context.rank == 1 else 4]})
+
+    run_as_threads(run, data=3)
+
+
+def test_what_another_rank_finds_is_an_error_on_all() -> None:
+    """Samples of one rank that are all the same show nothing there."""
+    models = [Own(centred) for _ in range(2)]
+
+    def run(context: ParallelContext) -> None:
+        engine = training(models[context.rank], context=context)
+        inputs = INPUTS[:4] if context.rank else torch.ones(4, 4, dtype=torch.float64)
+        with pytest.raises(ConfigError, match="compares the samples of a batch"):
+            engine.train_step({"inputs": inputs})
+
+    run_as_threads(run, data=2)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"data": 2}, {"data": 2, "tensor": 2}])
+def test_clip_is_refused(layout: dict[str, int]) -> None:
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.CLIPConfig(
+        text_config={**small, "vocab_size": 20, "eos_token_id": 1},
+        vision_config={**small, "image_size": 4, "patch_size": 2},
+        projection_dim=4,
+    )
+    torch.manual_seed(0)
+    models = [transformers.CLIPModel(config) for _ in range(4)]
+    batch = {"input_ids": torch.randint(2, 20, (4, 4)), "pixel_values": torch.randn(4, 3, 4, 4), "return_loss": True}
+
+    def run(context: ParallelContext) -> None:
+        engine = training(models[context.rank], context=context)
+        with pytest.raises(ConfigError, match="compares the samples of a batch"):
+            engine.train_step(batch)
+
+    run_as_threads(run, **layout)
+
+
+@pytest.mark.slow
+def test_stages_refuse_it_together_and_go_on() -> None:
+    config = transformers.GPT2Config(vocab_size=16, n_embd=8, n_layer=2, n_head=2, n_positions=8)
+    torch.manual_seed(0)
+    models = [transformers.GPT2Model(config) for _ in range(2)]
+    ids = torch.randint(0, 16, (6, 4))
+
+    def compared(output: Any, batch: Any) -> Tensor:
+        rows = output[0].mean(1)
+        return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+    def run(context: ParallelContext) -> list[Any]:
+        engine = training(models[context.rank], compared, context=context, micro_batches=3)
+        with pytest.raises(ConfigError, match="compares the samples of a batch"):
+            engine.train_step({"input_ids": ids})
+        engine.pipeline._loss_fn = lambda output, batch: F.mse_loss(output[0], torch.zeros_like(output[0]))
+        return [float(engine.train_step({"input_ids": ids})) for _ in range(2)]
+
+    first, second = run_as_threads(run, pipe=2)
+    assert first == second and first[1] < first[0]
+
+
+def test_a_gather_of_the_users_own_is_right_with_one_micro_batch() -> None:
+    models = [model_of() for _ in range(2)]
+
+    def run(context: ParallelContext) -> None:
+        def gathered(output: Tensor, target: Tensor) -> Tensor:
+            others = torch.stack(gather_objects(output.detach(), context.data))
+            return F.mse_loss(output - others.mean((0, 1)), target)
+
+        mine = INPUTS[4 * context.rank :][:4]
+        engine = training(models[context.rank], gathered, context=context)
+        engine.train_step((mine, mine))
+        engine = training(model_of(), gathered, context=context, micro_batches=2)
+        with pytest.raises(ConfigError, match="compares the samples of a batch"):
+            engine.train_step((mine, mine))
+
+    run_as_threads(run, data=2)
 
 
 def test_a_gathered_loss_is_that_of_one_device() -> None:

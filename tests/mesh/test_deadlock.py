@@ -1,0 +1,168 @@
+"""Ranks that wait for each other: found from what they report, never where one of them may go on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardformer.mesh import presence
+from shardformer.mesh.deadlock import Report, deadlocked, in_words
+from shardformer.mesh.launch import launch_from_torch
+from shardformer.testing.pool import WorkerPool
+
+
+def waits(group: str, number: int, begun: dict[str, int], place: str = "", **others: Any) -> Report:
+    """A rank that waits in a collective of a group whose name is its ranks."""
+    fields = {"what": "all_reduce", "seconds": 60.0, **others}
+    ranks = list(map(int, group))
+    return Report(group=group, ranks=ranks, number=number, begun=begun, place=place or f"{group} {number}", **fields)
+
+
+def receives(source: int, number: int, begun: dict[str, int]) -> Report:
+    """Rank 0 waits for what another sends to it over a group of three."""
+    return Report(60.0, "a receive", "012>0", [source], number, "receive", begun)
+
+
+LATE, SENT = (waits("012", 2, {"012": 2, "012>0": sent}) for sent in (2, 3))
+COMPUTES = Report(begun={"01": 1, "12": 1, "02": 1})
+ELSEWHERE = Report(60.0, "a receive", begun={"01": 1, "12": 1})
+IN_A_RING = [
+    waits("01", 2, {"01": 2, "02": 1, "0123": 0}),  # for rank 1
+    waits("12", 2, {"01": 1, "12": 2, "0123": 0}),  # for rank 2
+    waits("02", 2, {"12": 1, "02": 2, "0123": 0}),  # for rank 0
+]
+BARRIER = {"what": "barrier", "place": "a barrier"}
+CASES: dict[str, tuple[list[Report], dict[int, int]]] = {
+    "three in a ring": (IN_A_RING, {0: 1, 1: 2, 2: 0}),
+    "others wait for them": ([*IN_A_RING, waits("0123", 1, {"0123": 1})], {0: 1, 1: 2, 2: 0, 3: 0}),
+    "one computes": ([COMPUTES, *IN_A_RING[1:]], {}),
+    "one may receive something": ([IN_A_RING[0], ELSEWHERE, IN_A_RING[2]], {}),
+    "one came a moment ago": ([*IN_A_RING[:2], waits("02", 2, {"12": 1, "02": 2}, seconds=1.0)], {}),
+    "one is not heard of": (IN_A_RING[:2], {}),
+    "a long transfer": ([waits("01", 3, {"01": 3}), waits("01", 3, {"01": 3}, "else")], {}),
+    "an early one that was begun": ([waits("01", 2, {"01": 5}), waits("01", 2, {"01": 2}, "else")], {}),
+    "others wait for a long transfer": (
+        [waits("01", 3, {"01": 3}), waits("01", 3, {"01": 3}), waits("0123", 1, {"0123": 1}, **BARRIER)],
+        {},
+    ),
+    "other collectives of one number": (
+        [waits("01", 3, {"01": 3}), waits("01", 3, {"01": 3}, **BARRIER)],
+        {0: 1, 1: 0},
+    ),
+    "for what was not sent": ([receives(1, 3, {"012": 1, "012>2": 9}), LATE], {0: 1, 1: 0}),
+    "for what was sent, and has not arrived": ([receives(1, 2, {"012": 1}), SENT], {}),
+    "for what was never sent": ([receives(1, 1, {"012": 1}), waits("012", 2, {"012": 2})], {0: 1, 1: 0}),
+    "one line": ([waits("01", 3, {"01": 3}, "x"), waits("01", 3, {"01": 3}, "x", what="barrier")], {}),
+    "a group that another does not know": ([IN_A_RING[0], waits("12", 2, {"12": 2}), IN_A_RING[2]], {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_wait_for_each_other_are_found(case: str) -> None:
+    reports, expected = CASES[case]
+    known = {rank: Report.of_text(report.as_text()) for rank, report in enumerate(reports)}
+    found = deadlocked(known, 10.0)
+    assert found == expected
+    if found:
+        assert "rank 0 waits in" in in_words(found, known)
+
+
+def watched(is_slow: bool) -> tuple[int, str]:
+    """How often a process would have ended, and what it would have said.
+
+    Rank 0 waits in a sum, and rank 1 in a barrier of another group. In the place of an end a thread makes the call that
+    the other one waits for.
+    """
+    limits = {"WATCH_AFTER_S": 0.3, "WATCH_EVERY_S": 0.1, "BLOCKED_AFTER_S": 0.3, "LOOK_EVERY_S": 0.05}
+    before = {name: getattr(presence, name) for name in limits}
+    end, said, lock, has_gone_on = presence.Presence._end_process, list[str](), threading.Lock(), list[int]()
+    context = launch_from_torch(data=2)
+    other = dist.new_group([0, 1])
+
+    def add() -> None:
+        dist.all_reduce(torch.ones(1))
+
+    def meet() -> None:
+        dist.barrier(other)
+
+    own, others = (add, meet) if context.rank == 0 else (meet, add)
+
+    def go_on() -> None:
+        with lock:
+            if not has_gone_on:
+                has_gone_on.append(1)
+                others()
+
+    def end_process(self: presence.Presence, ranks: list[int], message: str = "") -> None:
+        said.append(message)
+        threading.Thread(target=go_on).start()
+        presence.WATCH_AFTER_S = 60.0
+
+    try:
+        presence.Presence._end_process = end_process  # type: ignore[method-assign]
+        for name, value in limits.items():
+            setattr(presence, name, value)
+        if is_slow:
+            time.sleep(1.5 * context.rank)
+            dist.barrier()
+        else:
+            own()
+            go_on()
+    finally:
+        dist.barrier()
+        presence.Presence._end_process = end  # type: ignore[method-assign]
+        for name, value in before.items():
+            setattr(presence, name, value)
+    return len(said), "".join(said)
+
+
+def test_processes_that_wait_for_each_other_end(pool2: WorkerPool) -> None:
+    said = "".join(message for _, message in pool2.run(watched, False))
+    assert "rank 0 waits in test_deadlock.py" in said and "dist.all_reduce(" in said
+    assert "rank 1 waits in test_deadlock.py" in said and "dist.barrier(other)" in said
+    assert [ends for ends, _ in pool2.run(watched, True)] == [0, 0]
+
+
+SCRIPT = """
+    import torch, torch.distributed as dist, shardformer
+    from shardformer.mesh import presence
+
+    presence.WATCH_AFTER_S, presence.WATCH_EVERY_S, presence.BLOCKED_AFTER_S = 2.0, 0.3, 1.0
+    context = shardformer.launch_from_torch(data=2)
+    model = shardformer.shard_model(torch.nn.Linear(4, 4), context=context)
+    for number in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        if context.rank == 0 and number == 1:
+            dist.barrier()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_loop_of_the_users_own_ends_with_the_lines_where_ranks_wait(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**env, "RANK": rank, "LOCAL_RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    said = "".join(process.communicate(timeout=60)[1] for process in processes)
+    assert all(process.returncode == 1 for process in processes)
+    assert said.count("Ranks wait for each other") == 1
+    assert "train.py:11 (dist.barrier())" in said and "train.py:9 (model(torch.ones(2, 4)).sum().backward())" in said
