@@ -33,6 +33,7 @@ from shardformer.optim.shards import Piece, Shard
 from shardformer.optim.stage3.layout import lay_out_units
 from shardformer.optim.stage3.units import Unit
 from shardformer.optim.stage3.walk import Walk
+from shardformer.optim.torch_states import marked, place_of
 from shardformer.optim.update import Update
 from shardformer.optim.zero_grad import ZeroGrad, hold
 from shardformer.reduce.bucket import Bucket, Gradient, HandAll, HandOver
@@ -243,18 +244,18 @@ class ZeroOptimizer(Optimizer):
         finally:
             self.is_stepping = False
 
-    def _take_edits(self) -> ConfigError | None:
-        """Takes up what a script did to gradients. Returns what must not be ignored, for all ranks to raise."""
+    def _take_edits(self) -> Exception | None:
+        """Takes up what a script did to gradients. Returns what one rank found, for all ranks to raise."""
         try:
             for shard in self.shards:
                 for number in range(len(shard.gradients)):
                     shard.hide(number)
             check_untouched(self._model, self._table, self.shards)
-        except ConfigError as error:
+        except Exception as error:  # any failure of one rank must reach the others, which would wait for it
             return error
         return None
 
-    def _prepare(self, problem: ConfigError | None) -> bool:
+    def _prepare(self, problem: Exception | None) -> bool:
         """Looks whether all gradients are finite, and clips them. Returns whether the step is to be made.
 
         Raises, on all ranks, the problem of one.
@@ -262,8 +263,7 @@ class ZeroOptimizer(Optimizer):
         rules, scale = self._settings.rules, self._precision.loss_scale
         is_scaled = self._precision.parameters == "fp16"
         if rules.max_grad_norm is None and rules.on_nonfinite == "ignore" and not is_scaled:
-            if problem is not None:
-                raise problem
+            self._raise_together(problem)
             return True
         self.grad_norm = self._norm(problem)
         is_finite = (rules.on_nonfinite == "ignore" and not is_scaled) or is_true(torch.isfinite(self.grad_norm))
@@ -276,7 +276,11 @@ class ZeroOptimizer(Optimizer):
             self._clip(rules.max_grad_norm)
         return is_finite
 
-    def _norm(self, problem: ConfigError | None = None, only: Collection[int] | None = None) -> Tensor:
+    def _raise_together(self, problem: Exception | None) -> None:
+        """Raises, on all ranks, where one has a problem, or where scripts on them did other things to gradients."""
+        self._norm(problem, only=())
+
+    def _norm(self, problem: Exception | None = None, only: Collection[int] | None = None) -> Tensor:
         return norm_of_shards(self.shards, self._table, self._stage, problem, only)
 
     def agree(self) -> None:
@@ -382,8 +386,7 @@ class ZeroOptimizer(Optimizer):
         None where it has none. All ranks call it. Communicates one all-gather of a bucket.
         """
         self.agree()
-        if problem := self._take_edits():
-            raise problem
+        self._raise_together(self._take_edits())
         self._show()
         for shard in self.shards:
             for number, gradient in enumerate(shard.gradients):
@@ -396,17 +399,22 @@ class ZeroOptimizer(Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank keeps: the optimizers' states of its pieces, and their masters. Each rank saves its own."""
+        """What this rank keeps: the optimizers' states of its pieces, and their masters.
+
+        Where that is a part of what all ranks keep, ``torch.save`` and others refuse it: see ``save_checkpoint``.
+        """
         context = self._table.context
+        is_part = bool(place_of(self.inner[0]))
         with self.reading():
             states = [optimizer.state_dict() for optimizer in self.inner]
+            masters = [(p.entry.name, p.value.detach().clone()) for shard in self.shards for p in shard.pieces]
             return {
                 "place": {"sizes": context.sizes, "coords": context.coords},
                 # torch hands out the dictionaries that an optimizer goes on using
                 "optimizers": [{**d, "state": {k: dict(v) for k, v in d["state"].items()}} for d in states],
                 "loss_scale": asdict(self._precision.loss_scale),
                 "rounds": self.rounds,
-                "masters": [piece.value.detach().clone() for shard in self.shards for piece in shard.pieces],
+                "masters": [marked(f"the master of {name}", x) if is_part else x for name, x in masters],
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -427,7 +435,7 @@ class ZeroOptimizer(Optimizer):
 
     def _check_saved(self, state_dict: dict[str, Any]) -> None:
         context = self._table.context
-        place = {"sizes": context.sizes, "coords": context.coords}
+        place: dict[str, Any] = {"sizes": context.sizes, "coords": context.coords}
         if missing := [name for name in ("place", "masters", "optimizers", "loss_scale") if name not in state_dict]:
             raise ConfigError(
                 f"The state that was to be loaded has no {missing[0]!r}: it is not what this optimizer saved",
@@ -439,11 +447,13 @@ class ZeroOptimizer(Optimizer):
         own = [tuple(piece.value.shape) for shard in self.shards for piece in shard.pieces]
         groups = [[len(group["params"]) for group in each["param_groups"]] for each in state_dict["optimizers"]]
         mine = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.inner]
-        if state_dict["place"] != place or shapes != own or groups != mine:
+        saved, axes = state_dict["place"], place_of(self.inner[0])
+        is_other = saved["sizes"] != context.sizes or any(saved["coords"][name] != axes[name][1] for name in axes)
+        if is_other or shapes != own or groups != mine:
             raise ConfigError(
-                f"This optimizer's state was saved by the rank {state_dict['place']}, and this is {place}",
+                f"This optimizer's state was saved by the rank {saved}, and this is {place}",
                 rule="The pieces of a rank fit the same rank of an equal grid, with the same model and buckets",
-                remedy="Load the file that this rank saved, with as many processes as then; or let "
+                remedy="Load what state_dict() of this rank gave, with as many processes as then; or let "
                 "shardformer.save_checkpoint save, whose checkpoints fit any layout",
             )
 
@@ -469,6 +479,11 @@ class ZeroOptimizer(Optimizer):
             yield
         finally:
             self._is_open = before
+
+    @property
+    def cuts_states(self) -> bool:
+        """Whether ranks that hold the same parameters keep other parts of the state."""
+        return any(s.axis.size > 1 or any(gradient.is_shared for gradient in s.gradients) for s in self.shards)
 
     @property
     def rounds(self) -> list[int]:

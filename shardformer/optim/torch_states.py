@@ -1,8 +1,8 @@
 """The state of an optimizer of torch, whose parameters are this rank's parts, is loaded by the same rank alone.
 
 Scripts for one process save ``optimizer.state_dict()`` on the first rank, and load the file on all. Where a model is
-cut, ranks have other moments of the same shapes. So ``state_dict`` notes the place of the rank, and ``load_state_dict``
-raises on all ranks if the place is another one on any.
+cut, ranks have other moments of the same shapes. So ``state_dict`` marks what is a part, which ``torch.save`` and others
+refuse, and notes the place of the rank; ``load_state_dict`` raises on all ranks if the place is another one on any.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from shardformer.comm.agree import gather_all
 from shardformer.errors import ConfigError
+from shardformer.layout.slice_tensor import OPTIMIZER, slice_of, without_marks
 from shardformer.layout.state import ShardedState, tables_here, tables_of
 from shardformer.optim.zero_grad import holder_of
 
@@ -55,8 +57,9 @@ def _noting(original: Any) -> Any:
     @wraps(original)
     def state_dict(self: Any) -> dict[str, Any]:
         found: dict[str, Any] = original(self)
-        if place := _place_of(self):
+        if place := place_of(self):
             found[PLACE] = place
+            found["state"] = _marked(self, found)
         return found
 
     marked: Any = state_dict
@@ -69,7 +72,7 @@ def _checking(original: Any) -> Any:
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         if not _LOADING.is_checked and (table := _table_of(self)) is not None:
             _check(self, state_dict, table)
-        original(self, state_dict)
+        original(self, {**state_dict, "state": without_marks(state_dict["state"])})
 
     marked: Any = load_state_dict
     marked.of_torch = original
@@ -88,21 +91,55 @@ def _table_of(optimizer: Any) -> ShardedState | None:
     return tables[0] if any(size > 1 for name, size in sizes.items() if name != "data") else None
 
 
-def _place_of(optimizer: Any) -> Place:
-    table = _table_of(optimizer)
+def place_of(optimizer: Any) -> Place:
+    """Of each axis along which ranks have other parts of the state, its size and this rank's place; of none alone."""
+    table, holder = _table_of(optimizer), holder_of(optimizer)
     if table is None:
         return {}
-    if holder_of(optimizer) is not None:
+    if holder is not None and holder.cuts_states:
         names = set(table.context.sizes)
     else:
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        names = {name for entry in tables_of(params).get(table, ()) for name in entry.spec.axes} | {"pipe"}
+        entries = table.entries if holder is not None else tables_of(params).get(table, ())
+        names = {name for entry in entries for name in entry.spec.axes} | {"pipe"}
     return {name: (axis.size, axis.rank) for name, axis in table.axes.items() if name in names and axis.size > 1}
+
+
+def marked(called: str, values: Any) -> Any:
+    """What a state dict holds, in which tensors other than single numbers are known to be this rank's part."""
+    return tree_map(lambda x: slice_of(OPTIMIZER, x, called) if type(x) is Tensor and x.dim() else x, values)
+
+
+def _marked(optimizer: Any, state_dict: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
+    """The states of parameters, of which those are marked that are this rank's part. Shares their memory."""
+    names = _names_of_parts(optimizer)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    called = {number: names.get(id(p)) for number, p in zip(numbers, params, strict=True)}
+    return {
+        number: state
+        if (name := called.get(number)) is None or type(state) is not dict
+        else {key: marked(f"{key} of {name}", value) for key, value in state.items()}
+        for number, state in state_dict["state"].items()
+    }
+
+
+def _names_of_parts(optimizer: Any) -> dict[int, str]:
+    """Identity of a parameter of which this rank has a part of the state -> its name."""
+    if (holder := holder_of(optimizer)) is not None:
+        return {id(piece.value): piece.entry.name for shard in holder.shards for piece in shard.pieces}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        id(entry.param): entry.name
+        for table, entries in tables_of(params).items()
+        for entry in entries
+        if entry.spec.is_sharded or table.context.pipe.size > 1
+    }
 
 
 def _check(optimizer: Any, state_dict: Mapping[str, Any], table: ShardedState) -> None:
     """Raises ConfigError, on all ranks. Communicates one line, and a sum for each tensor of a state without a place."""
-    own, saved, problem = _place_of(optimizer), state_dict.get(PLACE), None
+    own, saved, problem = place_of(optimizer), state_dict.get(PLACE), None
     kind = type(optimizer).__name__
     counts = [len(group["params"]) for group in optimizer.param_groups]
     if saved is not None and saved != own:
@@ -121,8 +158,8 @@ def _check(optimizer: Any, state_dict: Mapping[str, Any], table: ShardedState) -
         raise ConfigError(
             problem,
             rule="Ranks have parts of the parameters, and each loads the state that it has saved itself",
-            remedy="Save and load a file for each rank; or use shardformer.save_checkpoint, whose checkpoints fit any "
-            "layout",
+            remedy="Load on each rank what its own state_dict() gave; or use shardformer.save_checkpoint, whose "
+            "checkpoints fit any layout",
         )
 
 
