@@ -100,6 +100,7 @@ class Pipeline:
         self._found: dict[int, Any] = {}
         self._looks_at_loss = True  # in the first step
         self._is_checkpointed = False  # by transformers, as far as it was seen: a pipeline takes that over
+        self.checkpointed: set[str] = set()  # the layers of which it did
         self._compares_factors = average_over_data and self._context.data.size > 1
         self._has_one_optimizer: bool | None = None  # the same on all stages, once their options were compared
         self._kinds: tuple[int, ...] = ()  # of the stages' parameters, as stand-ins for them know it
@@ -407,6 +408,7 @@ class Pipeline:
             if getattr(layer, "gradient_checkpointing", False) is True:
                 layer.gradient_checkpointing, self._is_checkpointed = False, True
                 self._stages.stage_forward.checkpoint_layer(path)
+                self.checkpointed.add(path)
 
 
 def _as_batches(batch: Any) -> list[Batch]:
