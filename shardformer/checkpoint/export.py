@@ -70,7 +70,7 @@ def export_pretrained(
         hidden.mkdir()
         return hidden.name
 
-    all_do(lambda: _check_size(max_file_bytes), world, what)
+    all_do(lambda: _check_asked(max_file_bytes, tensors), world, what)
     all_do(lambda: check_target(target, tensors.model), world, what)
     hidden = place.parent / first_does(begin, world, what)
     try:
@@ -96,12 +96,19 @@ def export_pretrained(
     return target
 
 
-def _check_size(max_file_bytes: int) -> None:
+def _check_asked(max_file_bytes: int, tensors: ModelTensors) -> None:
     if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes < 1:
         raise ConfigError(
             f"max_file_bytes={max_file_bytes!r}",
             rule="It is a number of bytes, one or more",
             remedy="Leave it out for files of 5 GB",
+        )
+    if unknown := [name for name, x in tensors.tensors.items() if x.dtype == torch.complex128]:
+        raise ConfigError(
+            f"{unknown[0]} holds numbers of the kind complex128",
+            rule="transformers reads weights from safetensors, which has complex64 alone",
+            remedy="Convert it to complex64 before training, or keep both parts in a float64 parameter "
+            "(torch.view_as_real); a checkpoint (save_checkpoint) holds complex128",
         )
 
 
