@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from shardformer.errors import ConfigError
 from shardformer.layout.state import ROOT, ShardedState
 from shardformer.mesh.axis import Axis
 from shardformer.optim.between_steps import loading, reading
-from shardformer.optim.checks import check_untouched
+from shardformer.optim.checks import check_untouched, no_files
 from shardformer.optim.live_state import LiveState, load_in_place
 from shardformer.optim.memory import Memory
 from shardformer.optim.offload.host import Host
@@ -34,10 +34,12 @@ from shardformer.optim.stage3.layout import lay_out_units
 from shardformer.optim.stage3.units import Unit
 from shardformer.optim.stage3.walk import Walk
 from shardformer.optim.torch_states import marked, place_of
+from shardformer.optim.undo import unchanged_on_error
 from shardformer.optim.update import Update
 from shardformer.optim.zero_grad import ZeroGrad, hold
 from shardformer.reduce.bucket import Bucket, Gradient, HandAll, HandOver
 from shardformer.reduce.buckets import BUCKET_BYTES, GradientReducer
+from shardformer.torch_compat import hooked_load, hooked_state
 
 
 class ZeroOptimizer(Optimizer):
@@ -56,9 +58,9 @@ class ZeroOptimizer(Optimizer):
 
     def __init__(
         self,
-        optimizers: Sequence[Optimizer],
         model: nn.Module,
         table: ShardedState,
+        optimizers: Sequence[Optimizer],
         settings: Settings,
     ) -> None:
         self.inner, self._model, self._table, self._settings = list(optimizers), model, table, settings
@@ -169,11 +171,7 @@ class ZeroOptimizer(Optimizer):
             expected = sum(state_bytes(*held[id(p.value)], p.value) for p in shard.pieces if id(p.value) in held)
             part.hold([(p.value, p.at) for p in shard.pieces], states, round(expected))
         if said := files.end_step([part for _, part in parts], self._table.context):
-            raise ConfigError(
-                f"offload='nvme:{files.disk.folder}' cannot be used: {said}",
-                rule="Masters and states are written to a file there, twice, so that a step that fails leaves one",
-                remedy="Name a folder that is there, on a disk with room; shardformer.memory says how much it takes",
-            )
+            raise no_files(files.disk.folder, said)
 
     def _convert(self, dtype: torch.dtype | None) -> None:
         """Only when the masters are made, of what the parameters were."""
@@ -403,6 +401,9 @@ class ZeroOptimizer(Optimizer):
 
         Where that is a part of what all ranks keep, ``torch.save`` and others refuse it: see ``save_checkpoint``.
         """
+        return hooked_state(self, self._state_dict)
+
+    def _state_dict(self) -> dict[str, Any]:
         context = self._table.context
         is_part = bool(place_of(self.inner[0]))
         with self.reading():
@@ -422,40 +423,57 @@ class ZeroOptimizer(Optimizer):
 
         Raises ConfigError, on all ranks and before anything is changed, where it is another one's on any.
         """
-        agree(self._table.context, lambda: self._check_saved(state_dict), doing="load this optimizer's state")
-        for name, value in state_dict["loss_scale"].items():
-            setattr(self._precision.loss_scale, name, value)
-        pieces = [piece for shard in self.shards for piece in shard.pieces]
-        with self.loading():
+        hooked_load(self, state_dict, self._load_state_dict)
+
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        context, doing = self._table.context, "load this optimizer's state"
+        agree(context, lambda: self._check_saved(state_dict), doing=doing)
+
+        def load() -> None:
             for optimizer, state in zip(self.inner, state_dict["optimizers"], strict=True):
                 load_in_place(optimizer, state)
+
+        pieces = [piece for shard in self.shards for piece in shard.pieces]
+        with self.loading():
+            with unchanged_on_error(self.inner):
+                agree(context, load, doing=doing)
             for piece, master in zip(pieces, state_dict["masters"], strict=True):
                 piece.value.copy_(master)
+        for name, value in state_dict["loss_scale"].items():
+            setattr(self._precision.loss_scale, name, value)
         self.rounds = state_dict["rounds"]
 
     def _check_saved(self, state_dict: dict[str, Any]) -> None:
         context = self._table.context
-        place: dict[str, Any] = {"sizes": context.sizes, "coords": context.coords}
-        if missing := [name for name in ("place", "masters", "optimizers", "loss_scale") if name not in state_dict]:
+        known = ("place", "masters", "optimizers", "loss_scale", "rounds")
+        is_dict = isinstance(state_dict, dict)
+        if missing := [name for name in known if not is_dict or name not in state_dict]:
             raise ConfigError(
                 f"The state that was to be loaded has no {missing[0]!r}: it is not what this optimizer saved",
                 rule="Under ZeRO each rank loads what state_dict() of the same rank gave",
-                remedy="Load what optimizer.state_dict() gave; or let shardformer.save_checkpoint save, whose "
-                "checkpoints fit any layout",
+                remedy="Load what optimizer.state_dict() gave; load the state of a plain optimizer into yours before "
+                "zero(optimizer, model); or let shardformer.save_checkpoint save, whose checkpoints fit any layout",
             )
-        shapes = [tuple(master.shape) for master in state_dict["masters"]]
-        own = [tuple(piece.value.shape) for shard in self.shards for piece in shard.pieces]
-        groups = [[len(group["params"]) for group in each["param_groups"]] for each in state_dict["optimizers"]]
-        mine = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.inner]
         saved, axes = state_dict["place"], place_of(self.inner[0])
-        is_other = saved["sizes"] != context.sizes or any(saved["coords"][name] != axes[name][1] for name in axes)
-        if is_other or shapes != own or groups != mine:
+        try:
+            is_here = saved["sizes"] == context.sizes and all(saved["coords"][n] == axes[n][1] for n in axes)
+            fits = is_here and _form_of(state_dict) == self._form
+        except (AttributeError, KeyError, TypeError):  # of something else
+            fits = False
+        if not fits:
+            place = {"sizes": context.sizes, "coords": context.coords}
             raise ConfigError(
                 f"This optimizer's state was saved by the rank {saved}, and this is {place}",
                 rule="The pieces of a rank fit the same rank of an equal grid, with the same model and buckets",
                 remedy="Load what state_dict() of this rank gave, with as many processes as then; or let "
                 "shardformer.save_checkpoint save, whose checkpoints fit any layout",
             )
+
+    @property
+    def _form(self) -> tuple[Any, ...]:
+        shapes = [tuple(piece.value.shape) for shard in self.shards for piece in shard.pieces]
+        groups = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.inner]
+        return shapes, groups, sorted(vars(self._precision.loss_scale)), len(self.rounds)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -517,11 +535,26 @@ class ZeroOptimizer(Optimizer):
         """What was asked for, what this rank keeps now, and how fast it comes and goes."""
         return lines(self._settings, self.inner, self.memory(), self._host)
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ConfigError(
+            "The optimizer that zero returned was to be copied or pickled, as by copy.deepcopy or torch.save",
+            rule="It holds this rank's pieces of the parameters of one model",
+            remedy="Copy the model (copy.deepcopy(model)), and call zero for the copy; keep optimizer.state_dict() to "
+            "go back to; or let shardformer.save_checkpoint save",
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the pieces of the parameters are laid out once."""
         if self._is_laid_out:
             raise _laid_out("add_param_group was called on")
         super().add_param_group(param_group)
+
+
+def _form_of(state_dict: dict[str, Any]) -> tuple[Any, ...]:
+    """What all states of one rank have in common."""
+    shapes = [tuple(master.shape) for master in state_dict["masters"]]
+    groups = [[len(group["params"]) for group in each["param_groups"]] for each in state_dict["optimizers"]]
+    return shapes, groups, sorted(state_dict["loss_scale"]), len(state_dict["rounds"])
 
 
 def _laid_out(what: str) -> ConfigError:

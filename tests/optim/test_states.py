@@ -156,3 +156,106 @@ def test_a_moving_average_of_torch_has_the_numbers_of_one_process_and_is_not_wri
 
     for found in run_as_threads(do, tensor=2):
         torch.testing.assert_close(found, dict(want), rtol=0, atol=1e-10)
+
+
+def test_each_rank_takes_its_part_of_the_state_of_a_plain_run() -> None:
+    """Also with momentum of some parameters alone, and before zero takes it over."""
+
+    def trained(model: Any, optimizer: Any) -> dict[str, Tensor]:
+        for step in range(2):
+            toy_loss(model, toy_batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return shardformer.full_state_dict(model) if hasattr(model, "_shardformer") else dict(model.state_dict())
+
+    def sgd(model: Any) -> torch.optim.Optimizer:
+        head, rest = list(model.head.parameters()), [p for n, p in model.named_parameters() if not n.startswith("head")]
+        return torch.optim.SGD([{"params": rest, "momentum": 0.9}, {"params": head}], lr=0.1)
+
+    before, want, *models = models_of(6)
+    kept = sgd(before)
+    a_step(before, kept)
+    state = copy.deepcopy(kept.state_dict())
+    own = sgd(want)
+    own.load_state_dict(copy.deepcopy(state))
+    expected = trained(want, own)
+
+    def do(context: ParallelContext) -> list[dict[str, Tensor]]:
+        found = []
+        for stage in (None, 1):
+            model = shardformer.shard_model(models.pop(), ToyPolicy(), context=context)
+            optimizer: Any = sgd(model)
+            optimizer.load_state_dict(copy.deepcopy(state))
+            if stage is not None:
+                optimizer = shardformer.zero(optimizer, model, stage=stage)
+            found.append(trained(model, optimizer))
+        return found
+
+    for found in run_as_threads(do, tensor=2):
+        for each in found:
+            torch.testing.assert_close(each, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("stage", [None, 1])
+def test_hooks_of_a_script_for_states_are_called(stage: int | None) -> None:
+    model, called = ToyLM().double(), list[str]()
+    optimizer: Any = adam(model) if stage is None else shardformer.zero(adam(model), model, stage=stage)
+    optimizer.register_state_dict_pre_hook(lambda _: called.append("before"))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "epoch": 3})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: called.append(f"epoch {state['epoch']}"))
+    optimizer.register_load_state_dict_post_hook(lambda _: called.append("loaded"))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert called == ["before", "epoch 3", "loaded"]
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, copy.copy, pickle.dumps], ids=["deepcopy", "copy", "pickle"])
+def test_what_zero_returned_is_not_copied(copies: Any) -> None:
+    model = ToyLM()
+    optimizer = shardformer.zero(adam(model), model)
+    with pytest.raises(ConfigError, match=r"keep optimizer\.state_dict"):
+        copies(optimizer)
+    a_step(model, optimizer)
+
+
+def without(name: str) -> Callable[[dict[str, Any]], object]:
+    return lambda state: state.pop(name)
+
+
+BROKEN: dict[str, tuple[int | None, Callable[[dict[str, Any]], object]]] = {
+    "no groups": (None, without("param_groups")),
+    "no state": (None, without("state")),
+    "groups are none": (None, lambda state: state.update(param_groups=None)),
+    "scheduler": (None, lambda state: (state.clear(), state.update(last_epoch=3))),
+    "no states": (1, lambda state: state["optimizers"][0].pop("state")),
+    "no optimizer": (1, lambda state: state.update(optimizers=[])),
+    "a master is none": (1, lambda state: state["masters"].__setitem__(-1, None)),
+    "rounds": (1, lambda state: state.update(rounds=[1, 2])),
+    "loss scale": (1, lambda state: state.update(loss_scale={"scale": 2.0})),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_state_that_is_broken_on_one_rank_raises_on_all_and_changes_nothing(name: str) -> None:
+    stage, breaks = BROKEN[name]
+    models = models_of(2)
+
+    def do(context: ParallelContext) -> None:
+        model = shardformer.shard_model(models[context.rank], ToyPolicy(), context=context)
+        optimizer: Any = adam(model) if stage is None else shardformer.zero(adam(model), model, stage=stage)
+        a_step(model, optimizer)
+        before = copy.deepcopy(optimizer.state_dict())
+        state = copy.deepcopy(before)
+        for group in state.get("param_groups", []):
+            group["lr"] = 0.5
+        if stage is not None:
+            state["loss_scale"]["value"] = 3.0
+            state["masters"] = [2 * x for x in state["masters"]]
+        if context.rank == 1:
+            breaks(state)
+        with pytest.raises((ConfigError, KeyError)):
+            optimizer.load_state_dict(state)
+        after = optimizer.state_dict()
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+        a_step(model, optimizer)
+
+    run_as_threads(do, **({"tensor": 2} if stage is None else {"data": 2}))
