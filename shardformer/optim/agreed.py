@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardformer.comm.calls import come
 from shardformer.comm.collectives import checksum, gather_objects
 from shardformer.comm.values import has_values
 from shardformer.errors import ConfigError
@@ -62,6 +63,7 @@ def _compare(optimizer: Optimizer, reducers: Sequence[GradientReducer]) -> None:
                 over.setdefault(gradient.axis.ranks, []).append(gradient)
     for gradients in over.values():
         sums = [_sum_of(gradient.param.grad) for gradient in gradients]
+        come(f"{type(optimizer).__name__}.step, without a backward since its last step", gradients[0].axis)
         every = gather_objects(sums, gradients[0].axis)
         for gradient, *theirs in zip(gradients, *every, strict=True):
             if len(set(theirs)) > 1:

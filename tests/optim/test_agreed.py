@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.mesh.context import ParallelContext
 from shardformer.testing.threads import run_as_threads
 from tests.optim.test_live import inputs, net
@@ -63,6 +63,7 @@ def put_back(model: nn.Module, optimizer: Any, ranks: list[int], pause: Pause) -
 LOOPS = {f.__name__: f for f in (both_in_no_sync, last_in_no_sync, put_back)}
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
 @pytest.mark.parametrize("name", LOOPS)
 def test_gradients_that_a_step_finds_are_those_of_one_process(name: str, stage: int | None) -> None:
@@ -127,6 +128,22 @@ def test_gradients_of_a_rank_alone_are_refused_on_all_and_no_weight_changes(name
             change(model, optimizer, context.rank)
             optimizer.step()
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+    run_as_threads(over, data=2)
+
+
+def test_a_step_more_on_one_rank_alone_raises_on_all() -> None:
+    models = [net(), net()]
+
+    def over(context: ParallelContext) -> None:
+        model = shardformer.shard_model(models[context.rank], context=context)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss(model, 0, [context.rank]).backward()
+        optimizer.step()
+        with pytest.raises(ShardFormerError, match=r"SGD\.step, without a backward|come apart"):
+            if context.rank == 0:
+                optimizer.step()
+            loss(model, 1, [context.rank]).backward()
 
     run_as_threads(over, data=2)
 

@@ -55,6 +55,7 @@ WRITES: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"pipe": 2}], ids=str)
 @pytest.mark.parametrize("write", WRITES)
 def test_the_state_of_an_optimizer_of_parts_is_not_written(write: str, sizes: dict[str, int]) -> None:
