@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.optim import Adagrad, Optimizer
+
+COMPILED_CALL = "_compiled_call_impl"
+"""The attribute of a module with what ``module.compile()`` made of its call."""
 
 
 def state_when_made(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
@@ -30,6 +34,27 @@ def state_when_made(optimizer: Optimizer, group: dict[str, Any], param: nn.Param
     return dict(made.state[param])
 
 
+def hooked_state(optimizer: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What ``make`` gives, between the hooks for ``state_dict`` that scripts registered on an optimizer."""
+    for hook in list(optimizer._optimizer_state_dict_pre_hooks.values()):
+        hook(optimizer)
+    found = make()
+    for hook in list(optimizer._optimizer_state_dict_post_hooks.values()):
+        other = hook(optimizer, found)
+        found = found if other is None else other
+    return found
+
+
+def hooked_load(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
+    """Loads a state, between the hooks for ``load_state_dict`` that scripts registered on an optimizer."""
+    for hook in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):
+        other = hook(optimizer, state_dict)
+        state_dict = state_dict if other is None else other
+    load(state_dict)
+    for hook in list(optimizer._optimizer_load_state_dict_post_hooks.values()):
+        hook(optimizer)
+
+
 def wrapped_name(module: nn.Module) -> str | None:
     """The name under which one of torch's wrappers holds the module that it was put around; None for other modules.
 
@@ -46,9 +71,14 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
     return _is_a(module, "torch._dynamo.eval_frame", "OptimizedModule")
 
 
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called. torch has no public word for that."""
+    return getattr(module, COMPILED_CALL, None) is not None
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether a call of the module runs compiled code: by ``torch.compile(module)`` or ``module.compile()``."""
-    return module._compiled_call_impl is not None or is_compiled_wrapper(module)
+    return is_compiled_in_place(module) or is_compiled_wrapper(module)
 
 
 def collectives_begun() -> dict[str, int]:

@@ -61,7 +61,7 @@ def export_pretrained(
     tensors = ModelTensors(model)
     world, what = tensors.world, f"Exporting to {folder}"
     come("export_pretrained", world)
-    target = all_do(lambda: _checked(folder, tensors.model, max_file_bytes), world, what)
+    target = all_do(lambda: _checked(folder, tensors, max_file_bytes), world, what)
     place = Path(os.path.abspath(target))
     hidden = place.parent / first_does(lambda: _begin(place), world, what)
     try:
@@ -87,7 +87,7 @@ def export_pretrained(
     return target
 
 
-def _checked(folder: Any, model: Any, max_file_bytes: int) -> Path:
+def _checked(folder: Any, tensors: ModelTensors, max_file_bytes: int) -> Path:
     """The path of a folder that may be written. Raises ConfigError."""
     if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes < 1:
         raise ConfigError(
@@ -95,8 +95,15 @@ def _checked(folder: Any, model: Any, max_file_bytes: int) -> Path:
             rule="It is a number of bytes, one or more",
             remedy="Leave it out for files of 5 GB",
         )
+    if unknown := [name for name, x in tensors.tensors.items() if x.dtype == torch.complex128]:
+        raise ConfigError(
+            f"{unknown[0]} holds numbers of the kind complex128",
+            rule="transformers reads weights from safetensors, which has complex64 alone",
+            remedy="Convert it to complex64 before training, or keep both parts in a float64 parameter "
+            "(torch.view_as_real); a checkpoint (save_checkpoint) holds complex128",
+        )
     target = path_of(folder)
-    check_target(target, model)
+    check_target(target, tensors.model)
     return target
 
 

@@ -32,9 +32,9 @@ DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64", torch.complex128: "F64",
 }  # fmt: skip
-"""How safetensors calls them."""
+"""How safetensors calls them. It does not have complex128, whose two parts are in a last dim: see ``header``."""
 
 
 class DamagedError(InputError):
@@ -199,6 +199,11 @@ class Written(NamedTuple):
     give: Callable[[], Tensor]
 
 
+def header(dtype: torch.dtype, shape: Place) -> tuple[str, Place]:
+    """What the header of a file says of a tensor: its kind and its shape."""
+    return DTYPES[dtype], (*shape, 2) if dtype == torch.complex128 else tuple(shape)
+
+
 def write_file(
     path: Path, tensors: Sequence[Written], metadata: Mapping[str, str] | None = None, *, to_disk: bool = True
 ) -> None:
@@ -206,13 +211,14 @@ def write_file(
 
     Raises OSError, also where there is a file of that name.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata is not None else {}
+    found: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata is not None else {}
     at = 0
     for key, dtype, shape, _ in tensors:
         end = at + prod(shape) * dtype.itemsize
-        header[key] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        kind, size = header(dtype, shape)
+        found[key] = {"dtype": kind, "shape": list(size), "data_offsets": [at, end]}
         at = end
-    text = json.dumps(header).encode()
+    text = json.dumps(found).encode()
     text += b" " * (-len(text) % HEADER_BYTES)
     with new_file(path) as file:
         write_all(file, len(text).to_bytes(HEADER_BYTES, "little") + text)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardformer.checkpoint.files import DTYPES, HEADER_BYTES, Box, damaged, file_name, key_of
+from shardformer.checkpoint.files import HEADER_BYTES, Box, damaged, file_name, header, key_of
 from shardformer.checkpoint.held import Stretch
 
 LONG = 2**16
@@ -74,7 +74,7 @@ class _File:
         entry = self._header[key]
         low, high = entry["data_offsets"]
         found = entry["dtype"], tuple(entry["shape"]), high - low
-        expected = DTYPES[dtype], tuple(box.size), prod(box.size) * dtype.itemsize
+        expected = (*header(dtype, box.size), prod(box.size) * dtype.itemsize)
         if found != expected or low < 0:
             raise ValueError(f"there is {found}, not {expected}")
         return int(self._begin + low)

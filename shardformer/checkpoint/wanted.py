@@ -19,10 +19,10 @@ from shardformer.checkpoint.optimizers import OptimizerStates
 from shardformer.checkpoint.plain import from_json
 from shardformer.checkpoint.random_states import random_name, random_tensors, set_random_tensors
 from shardformer.checkpoint.together import all_do
-from shardformer.checkpoint.undo import unchanged_on_error
 from shardformer.comm.collectives import gather_objects
 from shardformer.errors import ConfigError, nearest
 from shardformer.optim.shards import Piece, Shard
+from shardformer.optim.undo import unchanged_on_error
 
 
 class Wanted:

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.checkpoint.undo import unchanged_on_error
 from shardformer.comm.agree import agree
 from shardformer.engine.data import batches_of
 from shardformer.engine.engine import Engine
@@ -23,6 +22,7 @@ from shardformer.errors import ConfigError, expect, nearest
 from shardformer.layout.state import ROOT, check_module
 from shardformer.lazy.materialize import without_values
 from shardformer.mesh.context import ParallelContext
+from shardformer.optim.undo import unchanged_on_error
 
 EVERY = ("step", "epoch")
 

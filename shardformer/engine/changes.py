@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -27,12 +28,13 @@ from shardformer.errors import ConfigError
 from shardformer.layers.tensor.parallel_module import HOOKS
 from shardformer.mesh.axis import Axis
 from shardformer.sharding.structure import OF_LIBRARIES, is_of_library
+from shardformer.torch_compat import COMPILED_CALL
 
 Key = tuple[str, str, str]
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
-INTERNAL = {*vars(nn.Module())} - {"training"}
-"""Attributes of every module, among them the tables of its parameters and hooks."""
+INTERNAL = {*vars(nn.Module()), COMPILED_CALL} - {"training"}
+"""Attributes of every module, among them the tables of its parameters and hooks, and what ``compile()`` made of it."""
 DEPTH = 2
 """How far objects that modules hold are looked into: a config, and the configs in it."""
 
@@ -47,6 +49,7 @@ class Seen:
         moves: whether the value can be sent to other ranks; else each sets its own.
         copies: whether it can be put into another model at all.
         identity: of what is the same in this process alone.
+        is_computed: whether a forward made it, and the next one makes it anew.
     """
 
     words: str
@@ -54,6 +57,7 @@ class Seen:
     moves: bool = False
     copies: bool = True
     identity: object = None
+    is_computed: bool = False
 
 
 def seen_in(model: nn.Module, plain: nn.Module) -> dict[Key, Seen]:
@@ -125,6 +129,8 @@ def _differing(before: Mapping[Key, Seen], now: Mapping[Key, Seen]) -> dict[Key,
         kind, path, _ = key
         if key not in now and kind != "parameter" and f"{path}.".startswith(anew):
             continue  # of a module that another one replaced
+        if key in now and now[key].is_computed:
+            continue
         if key not in now or not now[key].copies:
             raise _refused(key)
         found[key] = now[key]
@@ -172,19 +178,24 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Seen]]:
 def _attributes(module: nn.Module, known: Mapping[str, Any] | None) -> Iterator[tuple[str, Seen]]:
     of_library = any(_library(cls) in OF_LIBRARIES for cls in type(module).__mro__ if cls is not nn.Module)
     for name, value in vars(module).items():
-        is_hidden = name.startswith("_shardformer") or (of_library and name.startswith("_"))
-        if name not in INTERNAL and not is_hidden and (known is None or name in known):
-            yield from _attribute(name, value, DEPTH)
+        if name in INTERNAL or name.startswith("_shardformer") or (known is not None and name not in known):
+            continue
+        is_private = of_library and name.startswith("_")  # a library's handles and caches are none of the user's
+        found = _attribute(name, value, 0 if is_private else DEPTH)
+        yield from (pair for pair in found if pair[1].copies or pair[1].is_computed or not is_private)
 
 
 def _attribute(name: str, value: Any, depth: int) -> Iterator[tuple[str, Seen]]:
     if _is_plain(value):
-        yield name, Seen(f"{type(value).__name__} {value!r}", copy.deepcopy(value), moves=True)
+        yield name, Seen(f"{type(value).__name__} {_shown(value)}", copy.deepcopy(value), moves=True)
     elif isinstance(value, Tensor):
-        if value.grad_fn is None and not isinstance(value, nn.Parameter) and has_values(value):  # no forward made it
+        if value.grad_fn is not None:
+            yield name, Seen(type(value).__qualname__, copies=False, is_computed=True)
+        elif not isinstance(value, nn.Parameter) and has_values(value):
             yield name, _tensor(value)
     elif (function := _function_in(value)) is not None:
-        yield name, Seen(f"{function.__module__}.{function.__qualname__}", value, identity=id(function))
+        copies = not _knows_a_module(value)
+        yield name, Seen(f"{function.__module__}.{function.__qualname__}", value, copies=copies, identity=id(function))
     elif isinstance(value, MethodType):
         if not is_of_library(value.__func__):
             yield name, Seen(value.__qualname__, copies=False, identity=id(value.__func__))
@@ -203,6 +214,22 @@ def _function_in(value: Any) -> Any:
     """The function that this is, or a partial of; None for any other thing, and for what knows an object."""
     function = value.func if isinstance(value, partial) else value
     return function if isinstance(function, FUNCTIONS) else None
+
+
+def _knows_a_module(value: Any) -> bool:
+    """Whether a function, or a partial of one, holds a module or a tensor, which would be one of the old model."""
+    held = [*value.args, *value.keywords.values()] if isinstance(value, partial) else []
+    for cell in getattr(_function_in(value), "__closure__", None) or ():
+        with suppress(ValueError):  # it is empty
+            held.append(cell.cell_contents)
+    return any(isinstance(getattr(x, "__self__", x), (nn.Module, Tensor)) for x in held)
+
+
+def _shown(value: Any) -> str:
+    """A plain value in print, the same on all ranks: each process has an order of its own for what is in a set."""
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_shown, value)))}}}"
+    return repr(value)
 
 
 def _is_plain(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import os
@@ -317,6 +318,18 @@ class Engine:
         """Trains on other data from here on."""
         self.data = data
         data.on_epoch_end = self._end_epoch
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        if self.context.world is not None:
+            raise ConfigError(
+                "An engine over several processes was to be copied, as by copy.deepcopy",
+                rule="It holds groups of processes, an optimizer of one model, and a place in the data",
+                remedy="For a second model that does not train, copy it: copy.deepcopy(engine.model). To go back "
+                "to what the engine was, write engine.save(folder), and engine.load(folder) later",
+            )
+        memo[id(self)] = twin = type(self).__new__(type(self))
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return twin
 
     # --- saving and going on
 

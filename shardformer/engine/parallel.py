@@ -106,13 +106,6 @@ class Parallel:
             if (value := getattr(self, name)) not in known or isinstance(value, bool):
                 rule = f"{name} is one of {', '.join(map(repr, known))}"
                 raise ConfigError(f"{name}={value!r}", rule=rule, remedy=nearest(str(value), map(str, known)))
-        norm = self.max_grad_norm
-        if norm is not None and (isinstance(norm, bool) or not isinstance(norm, (int, float)) or not norm > 0):
-            raise ConfigError(
-                f"max_grad_norm={norm!r}",
-                rule="It is a number above 0",
-                remedy="Write 1.0, or leave it out",
-            )
         if self.pipe == 1 and (self.chunks, self.cut, self.checkpoint_layers) != (None, "cost", None):
             raise ConfigError(
                 "chunks, cut or checkpoint_layers is given with pipe=1",

@@ -112,6 +112,7 @@ class Pipeline:
         self._found: dict[int, Any] = {}
         self._tried: set[bool] = set()  # in train mode, in eval mode: whether the loss compares samples
         self._is_checkpointed = False  # by transformers, as far as it was seen: a pipeline takes that over
+        self.checkpointed: set[str] = set()  # the layers of which it did
         self._compares_factors = average_over_data and self._context.data.size > 1
         self._kinds: tuple[int, ...] = ()  # of the stages' parameters, as stand-ins for them know it
         self._compares = bool(state.request.extra.get("check_inputs", True))
@@ -485,6 +486,7 @@ class Pipeline:
             if getattr(layer, "gradient_checkpointing", False) is True:
                 layer.gradient_checkpointing, self._is_checkpointed = False, True
                 self._stages.stage_forward.checkpoint_layer(path)
+                self.checkpointed.add(path)
 
 
 def _as_batches(batch: Any) -> list[Batch]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from torch import nn
 
 from shardformer.checkpoint.move import Moved
 from shardformer.checkpoint.transfer import Departure
-from shardformer.checkpoint.undo import unchanged_on_error
+from shardformer.comm.collectives import gather_objects
 from shardformer.engine.changes import Changes, Key, Seen, seen_in
 from shardformer.engine.engine import Engine
 from shardformer.engine.modes import modes_of, set_modes
@@ -25,6 +26,8 @@ from shardformer.layers.random_stream import random_kept_on_error
 from shardformer.lazy.materialize import recording
 from shardformer.mesh.context import ParallelContext, with_tensor
 from shardformer.mesh.grid import Grid
+from shardformer.optim.undo import unchanged_on_error
+from shardformer.torch_compat import is_compiled_in_place
 
 
 @dataclass(eq=False)
@@ -62,12 +65,16 @@ def reshaped(engine: Engine, recipe: Recipe, given: Any) -> Moved:
     if engine.data is not None:
         engine.data.check_ranks(grid.data.size)
     changes = Changes.since(recipe.seen, engine.model, recipe.twin, engine.world)
+    _note_compiled(engine.model)
+    checkpointed = set().union(*gather_objects(engine.pipeline.checkpointed, engine.world))
     optimizers = [own for each in engine.optimizers for own in getattr(each, "inner", [each])]
     undone = unchanged_on_error(optimizers, engine.schedulers)
     with random_kept_on_error(engine.context.device), undone, closing(Departure(engine.model, engine.optimizer)) as old:
         with recording(recipe.twin):
             model = copy.deepcopy(recipe.twin)
         changes.apply(model)
+        for path in checkpointed:
+            vars(model.get_submodule(path))["gradient_checkpointing"] = True
         modes = modes_of(model)
         model = sharded(model, None, copy.copy(recipe.policy), asked, grid)
         pipeline = pipeline_of(model, asked, recipe.loss_fn, recipe.loss_weight)
@@ -80,6 +87,17 @@ def reshaped(engine: Engine, recipe: Recipe, given: Any) -> Moved:
     engine.take_over(model, optimizers, pipeline, asked, grid)
     recipe.see(model)
     return moved
+
+
+def _note_compiled(model: nn.Module) -> None:
+    compiled = [path for path, module in model.named_modules() if is_compiled_in_place(module)]
+    if compiled:
+        where = f"engine.model{f'.{compiled[0]}' if compiled[0] else ''}"
+        warnings.warn(
+            f"reshape builds the model once more, and what you compiled is not compiled in it. Call {where}.compile() "
+            "again, with your options.",
+            stacklevel=4,
+        )
 
 
 def _other_grid(context: ParallelContext, asked: Parallel) -> ParallelContext:

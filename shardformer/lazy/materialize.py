@@ -51,6 +51,9 @@ def without_values(model: nn.Module) -> nn.Module:
         empty.__dict__.update({name: value for name, value in vars(param).items() if name != VERSION})
         make_place(empty)
         memo[id(param)] = empty
+    for value in (value for module in model.modules() for value in vars(module).values()):
+        if isinstance(value, Tensor) and value.grad_fn is not None:  # as torch.nn.utils.weight_norm and prune keep them
+            memo[id(value)] = value.detach().clone()
     with recording(model):
         return copy.deepcopy(model, memo)
 

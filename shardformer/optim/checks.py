@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -12,8 +13,12 @@ from shardformer.comm.agree import agree
 from shardformer.comm.values import has_values
 from shardformer.errors import ConfigError, expect
 from shardformer.layout.state import ShardedState
+from shardformer.optim.offload.disk import check_room
+from shardformer.optim.probe import can_step_apart, state_bytes
+from shardformer.optim.room import check_free
 from shardformer.optim.settings import Settings
 from shardformer.optim.shards import Shard, set_by_hand
+from shardformer.reduce.buckets import GradientReducer
 
 
 def as_list(optimizer: Any) -> list[Optimizer]:
@@ -26,19 +31,30 @@ def as_list(optimizer: Any) -> list[Optimizer]:
     return found
 
 
-def check_given(settings: Settings, optimizers: Sequence[Optimizer], table: ShardedState) -> None:
-    """Raises ConfigError, on every rank, where one cannot do what it was asked for, or was asked for something else.
+Given = tuple[list[Optimizer], Settings]
 
+
+def checked(given: Callable[[], Given], table: ShardedState) -> Given:
+    """The optimizers and settings that ``zero`` was given.
+
+    Raises ConfigError, on every rank, where one cannot do what it was asked for, or was asked for something else.
     Communicates as ``agree``.
     """
 
-    def check() -> list[str]:
+    def check() -> Given:
+        optimizers, settings = given()
         check_optimizers(optimizers, table)
         check_memory(table)
+        check_free(settings, table.context.device)
+        check_files(settings, optimizers, table)
+        return optimizers, settings
+
+    def lines_of(made: Given) -> list[str]:
+        optimizers, settings = made
         lines = [f"{name}={value!r}" for name, value in vars(settings).items()]
         return lines + [type(optimizer).__name__ for optimizer in optimizers]
 
-    agree(table.context, check, lambda lines: lines, doing="train with these optimizers")
+    return agree(table.context, check, lines_of, doing="train with these optimizers")
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], table: ShardedState) -> None:
@@ -83,6 +99,38 @@ def check_memory(table: ShardedState) -> None:
                 rule="zero moves the values of each parameter to where the ranks' parts lie behind each other",
                 remedy="Tie them as one parameter (a.weight = b.weight), or give each memory of its own (.clone())",
             )
+
+
+def check_files(settings: Settings, optimizers: Sequence[Optimizer], table: ShardedState) -> None:
+    """Raises ConfigError where masters and states cannot be in files, or there is no room for them."""
+    if (folder := settings.offload.folder) is None:
+        return
+    if not all(map(can_step_apart, optimizers)):
+        raise ConfigError(
+            f"offload='nvme:{folder}' of {', '.join(type(o).__name__ for o in optimizers)}",
+            rule="From files, a bucket is updated after the other; this optimizer gives other numbers then",
+            remedy="Write offload='cpu', or take one that counts its steps for each parameter (torch.optim.AdamW)",
+        )
+    reducers = [reducer for reducer in table.reducers if isinstance(reducer, GradientReducer)]
+    ranks = {id(g.param): g.axis.size for reducer in reducers for g in reducer.gradients if settings.stage > 0}
+    size = 0.0
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                wide = torch.promote_types(p.dtype, torch.float32).itemsize
+                size += (p.numel() * wide + state_bytes(optimizer, group, p, wide)) / ranks.get(id(p), 1)
+    try:
+        check_room(folder, 2 * round(size))
+    except OSError as error:
+        raise no_files(folder, f"{error} (rank {table.context.rank})") from error
+
+
+def no_files(folder: str, said: str) -> ConfigError:
+    return ConfigError(
+        f"offload='nvme:{folder}' cannot be used: {said}",
+        rule="Masters and states are written to a file there, twice, so that a step that fails leaves one",
+        remedy="Name a folder that is there, on a disk with room; shardformer.memory says how much it takes",
+    )
 
 
 def check_untouched(model: nn.Module, table: ShardedState, shards: Sequence[Shard]) -> None:

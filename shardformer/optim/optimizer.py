@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from shardformer.errors import ConfigError
 from shardformer.layout.state import ROOT, ShardedState
 from shardformer.mesh.axis import Axis
 from shardformer.optim.between_steps import loading, reading
-from shardformer.optim.checks import check_untouched
+from shardformer.optim.checks import check_untouched, no_files
 from shardformer.optim.live_state import LiveState, load_in_place
 from shardformer.optim.memory import Memory
 from shardformer.optim.offload.host import Host
@@ -33,10 +33,13 @@ from shardformer.optim.shards import Piece, Shard
 from shardformer.optim.stage3.layout import lay_out_units
 from shardformer.optim.stage3.units import Unit
 from shardformer.optim.stage3.walk import Walk
+from shardformer.optim.torch_states import marked, place_of
+from shardformer.optim.undo import unchanged_on_error
 from shardformer.optim.update import Update
 from shardformer.optim.zero_grad import ZeroGrad, hold
 from shardformer.reduce.bucket import Bucket, Gradient, HandAll, HandOver
 from shardformer.reduce.buckets import BUCKET_BYTES, GradientReducer
+from shardformer.torch_compat import hooked_load, hooked_state
 
 
 class ZeroOptimizer(Optimizer):
@@ -55,9 +58,9 @@ class ZeroOptimizer(Optimizer):
 
     def __init__(
         self,
-        optimizers: Sequence[Optimizer],
         model: nn.Module,
         table: ShardedState,
+        optimizers: Sequence[Optimizer],
         settings: Settings,
     ) -> None:
         self.inner, self._model, self._table, self._settings = list(optimizers), model, table, settings
@@ -168,11 +171,7 @@ class ZeroOptimizer(Optimizer):
             expected = sum(state_bytes(*held[id(p.value)], p.value) for p in shard.pieces if id(p.value) in held)
             part.hold([(p.value, p.at) for p in shard.pieces], states, round(expected))
         if said := files.end_step([part for _, part in parts], self._table.context):
-            raise ConfigError(
-                f"offload='nvme:{files.disk.folder}' cannot be used: {said}",
-                rule="Masters and states are written to a file there, twice, so that a step that fails leaves one",
-                remedy="Name a folder that is there, on a disk with room; shardformer.memory says how much it takes",
-            )
+            raise no_files(files.disk.folder, said)
 
     def _convert(self, dtype: torch.dtype | None) -> None:
         """Only when the masters are made, of what the parameters were."""
@@ -243,18 +242,18 @@ class ZeroOptimizer(Optimizer):
         finally:
             self.is_stepping = False
 
-    def _take_edits(self) -> ConfigError | None:
-        """Takes up what a script did to gradients. Returns what must not be ignored, for all ranks to raise."""
+    def _take_edits(self) -> Exception | None:
+        """Takes up what a script did to gradients. Returns what one rank found, for all ranks to raise."""
         try:
             for shard in self.shards:
                 for number in range(len(shard.gradients)):
                     shard.hide(number)
             check_untouched(self._model, self._table, self.shards)
-        except ConfigError as error:
+        except Exception as error:  # any failure of one rank must reach the others, which would wait for it
             return error
         return None
 
-    def _prepare(self, problem: ConfigError | None) -> bool:
+    def _prepare(self, problem: Exception | None) -> bool:
         """Looks whether all gradients are finite, and clips them. Returns whether the step is to be made.
 
         Raises, on all ranks, the problem of one.
@@ -262,8 +261,7 @@ class ZeroOptimizer(Optimizer):
         rules, scale = self._settings.rules, self._precision.loss_scale
         is_scaled = self._precision.parameters == "fp16"
         if rules.max_grad_norm is None and rules.on_nonfinite == "ignore" and not is_scaled:
-            if problem is not None:
-                raise problem
+            self._raise_together(problem)
             return True
         self.grad_norm = self._norm(problem)
         is_finite = (rules.on_nonfinite == "ignore" and not is_scaled) or is_true(torch.isfinite(self.grad_norm))
@@ -276,7 +274,11 @@ class ZeroOptimizer(Optimizer):
             self._clip(rules.max_grad_norm)
         return is_finite
 
-    def _norm(self, problem: ConfigError | None = None, only: Collection[int] | None = None) -> Tensor:
+    def _raise_together(self, problem: Exception | None) -> None:
+        """Raises, on all ranks, where one has a problem, or where scripts on them did other things to gradients."""
+        self._norm(problem, only=())
+
+    def _norm(self, problem: Exception | None = None, only: Collection[int] | None = None) -> Tensor:
         return norm_of_shards(self.shards, self._table, self._stage, problem, only)
 
     def agree(self) -> None:
@@ -382,8 +384,7 @@ class ZeroOptimizer(Optimizer):
         None where it has none. All ranks call it. Communicates one all-gather of a bucket.
         """
         self.agree()
-        if problem := self._take_edits():
-            raise problem
+        self._raise_together(self._take_edits())
         self._show()
         for shard in self.shards:
             for number, gradient in enumerate(shard.gradients):
@@ -396,17 +397,25 @@ class ZeroOptimizer(Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank keeps: the optimizers' states of its pieces, and their masters. Each rank saves its own."""
+        """What this rank keeps: the optimizers' states of its pieces, and their masters.
+
+        Where that is a part of what all ranks keep, ``torch.save`` and others refuse it: see ``save_checkpoint``.
+        """
+        return hooked_state(self, self._state_dict)
+
+    def _state_dict(self) -> dict[str, Any]:
         context = self._table.context
+        is_part = bool(place_of(self.inner[0]))
         with self.reading():
             states = [optimizer.state_dict() for optimizer in self.inner]
+            masters = [(p.entry.name, p.value.detach().clone()) for shard in self.shards for p in shard.pieces]
             return {
                 "place": {"sizes": context.sizes, "coords": context.coords},
                 # torch hands out the dictionaries that an optimizer goes on using
                 "optimizers": [{**d, "state": {k: dict(v) for k, v in d["state"].items()}} for d in states],
                 "loss_scale": asdict(self._precision.loss_scale),
                 "rounds": self.rounds,
-                "masters": [piece.value.detach().clone() for shard in self.shards for piece in shard.pieces],
+                "masters": [marked(f"the master of {name}", x) if is_part else x for name, x in masters],
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -414,38 +423,57 @@ class ZeroOptimizer(Optimizer):
 
         Raises ConfigError, on all ranks and before anything is changed, where it is another one's on any.
         """
-        agree(self._table.context, lambda: self._check_saved(state_dict), doing="load this optimizer's state")
-        for name, value in state_dict["loss_scale"].items():
-            setattr(self._precision.loss_scale, name, value)
-        pieces = [piece for shard in self.shards for piece in shard.pieces]
-        with self.loading():
+        hooked_load(self, state_dict, self._load_state_dict)
+
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        context, doing = self._table.context, "load this optimizer's state"
+        agree(context, lambda: self._check_saved(state_dict), doing=doing)
+
+        def load() -> None:
             for optimizer, state in zip(self.inner, state_dict["optimizers"], strict=True):
                 load_in_place(optimizer, state)
+
+        pieces = [piece for shard in self.shards for piece in shard.pieces]
+        with self.loading():
+            with unchanged_on_error(self.inner):
+                agree(context, load, doing=doing)
             for piece, master in zip(pieces, state_dict["masters"], strict=True):
                 piece.value.copy_(master)
+        for name, value in state_dict["loss_scale"].items():
+            setattr(self._precision.loss_scale, name, value)
         self.rounds = state_dict["rounds"]
 
     def _check_saved(self, state_dict: dict[str, Any]) -> None:
         context = self._table.context
-        place = {"sizes": context.sizes, "coords": context.coords}
-        if missing := [name for name in ("place", "masters", "optimizers", "loss_scale") if name not in state_dict]:
+        known = ("place", "masters", "optimizers", "loss_scale", "rounds")
+        is_dict = isinstance(state_dict, dict)
+        if missing := [name for name in known if not is_dict or name not in state_dict]:
             raise ConfigError(
                 f"The state that was to be loaded has no {missing[0]!r}: it is not what this optimizer saved",
                 rule="Under ZeRO each rank loads what state_dict() of the same rank gave",
-                remedy="Load what optimizer.state_dict() gave; or let shardformer.save_checkpoint save, whose "
-                "checkpoints fit any layout",
+                remedy="Load what optimizer.state_dict() gave; load the state of a plain optimizer into yours before "
+                "zero(optimizer, model); or let shardformer.save_checkpoint save, whose checkpoints fit any layout",
             )
-        shapes = [tuple(master.shape) for master in state_dict["masters"]]
-        own = [tuple(piece.value.shape) for shard in self.shards for piece in shard.pieces]
-        groups = [[len(group["params"]) for group in each["param_groups"]] for each in state_dict["optimizers"]]
-        mine = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.inner]
-        if state_dict["place"] != place or shapes != own or groups != mine:
+        saved, axes = state_dict["place"], place_of(self.inner[0])
+        try:
+            is_here = saved["sizes"] == context.sizes and all(saved["coords"][n] == axes[n][1] for n in axes)
+            fits = is_here and _form_of(state_dict) == self._form
+        except (AttributeError, KeyError, TypeError):  # of something else
+            fits = False
+        if not fits:
+            place = {"sizes": context.sizes, "coords": context.coords}
             raise ConfigError(
-                f"This optimizer's state was saved by the rank {state_dict['place']}, and this is {place}",
+                f"This optimizer's state was saved by the rank {saved}, and this is {place}",
                 rule="The pieces of a rank fit the same rank of an equal grid, with the same model and buckets",
-                remedy="Load the file that this rank saved, with as many processes as then; or let "
+                remedy="Load what state_dict() of this rank gave, with as many processes as then; or let "
                 "shardformer.save_checkpoint save, whose checkpoints fit any layout",
             )
+
+    @property
+    def _form(self) -> tuple[Any, ...]:
+        shapes = [tuple(piece.value.shape) for shard in self.shards for piece in shard.pieces]
+        groups = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.inner]
+        return shapes, groups, sorted(vars(self._precision.loss_scale)), len(self.rounds)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -469,6 +497,11 @@ class ZeroOptimizer(Optimizer):
             yield
         finally:
             self._is_open = before
+
+    @property
+    def cuts_states(self) -> bool:
+        """Whether ranks that hold the same parameters keep other parts of the state."""
+        return any(s.axis.size > 1 or any(gradient.is_shared for gradient in s.gradients) for s in self.shards)
 
     @property
     def rounds(self) -> list[int]:
@@ -502,11 +535,26 @@ class ZeroOptimizer(Optimizer):
         """What was asked for, what this rank keeps now, and how fast it comes and goes."""
         return lines(self._settings, self.inner, self.memory(), self._host)
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ConfigError(
+            "The optimizer that zero returned was to be copied or pickled, as by copy.deepcopy or torch.save",
+            rule="It holds this rank's pieces of the parameters of one model",
+            remedy="Copy the model (copy.deepcopy(model)), and call zero for the copy; keep optimizer.state_dict() to "
+            "go back to; or let shardformer.save_checkpoint save",
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the pieces of the parameters are laid out once."""
         if self._is_laid_out:
             raise _laid_out("add_param_group was called on")
         super().add_param_group(param_group)
+
+
+def _form_of(state_dict: dict[str, Any]) -> tuple[Any, ...]:
+    """What all states of one rank have in common."""
+    shapes = [tuple(master.shape) for master in state_dict["masters"]]
+    groups = [[len(group["params"]) for group in each["param_groups"]] for each in state_dict["optimizers"]]
+    return shapes, groups, sorted(state_dict["loss_scale"]), len(state_dict["rounds"])
 
 
 def _laid_out(what: str) -> ConfigError:

@@ -24,6 +24,18 @@ MARGIN = 0.9
 """The part of what is free that is taken: memory of a GPU is handed out in blocks."""
 
 
+def check_free(settings: Settings, device: torch.device) -> None:
+    """Raises ConfigError where what is free was asked for, and is not known."""
+    brings = settings.offload.on_device == FREE
+    stays = settings.stage == 3 and settings.layout.reshard_after_forward == FREE
+    if (brings or stays) and device.type != "cuda":
+        raise ConfigError(
+            f"{'on_device' if brings else 'reshard_after_forward'}='free' on {device}",
+            rule="What is free is known of a GPU; of the CPU, host and device are the same memory",
+            remedy="Write on_device=0.5, which is a share, or reshard_after_forward=2**30, which is bytes",
+        )
+
+
 class Room:
     """Brings shards back to the device, and lets layers stay there: what was set now, the rest after the first step.
 
@@ -45,13 +57,6 @@ class Room:
         self._brings = asked == FREE and bool(shards)
         self._residents = residents if settings.layout.reshard_after_forward == FREE else None
         self._is_open = self._brings or self._residents is not None
-        if self._is_open and context.device.type != "cuda":
-            name = "on_device" if self._brings else "reshard_after_forward"
-            raise ConfigError(
-                f"{name}='free' on {context.device}",
-                rule="What is free is known of a GPU; of the CPU, host and device are the same memory",
-                remedy="Write on_device=0.5, which is a share, or reshard_after_forward=2**30, which is bytes",
-            )
         if self._is_open:
             torch.cuda.reset_peak_memory_stats(context.device)
         if not isinstance(asked, str):

@@ -140,6 +140,10 @@ class Rules:
                 rule=f"It is one of {', '.join(map(repr, ON_NONFINITE))}",
                 remedy="Leave it out, which raises an error",
             )
+        norm = self.max_grad_norm
+        is_number = isinstance(norm, int | float) and not isinstance(norm, bool) and norm > 0
+        rule, remedy = "It is a number above 0", "Write 1.0, or leave it out"
+        expect("max_grad_norm", norm, norm is None or is_number, rule, remedy)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardformer.comm.collectives import all_reduce, gather_objects
 from shardformer.comm.values import has_values
-from shardformer.errors import ConfigError, InputError, ShardFormerError
+from shardformer.errors import ConfigError, InputError
 from shardformer.layout.state import ShardedState
 from shardformer.optim.shards import EDITS, Shard
 from shardformer.reduce.bucket import Gradient
@@ -24,7 +24,7 @@ def norm_of_shards(
     shards: Sequence[Shard],
     table: ShardedState,
     stage: int,
-    problem: ShardFormerError | None = None,
+    problem: Exception | None = None,
     only: Collection[int] | None = None,
 ) -> Tensor:
     """The norm of the gradients of the whole model, alike on all ranks. Communicates four numbers over each axis.

@@ -295,6 +295,8 @@ class Shard:
         if (shown := self._shown.get(number)) is None:
             if gradient.changed and grad is None:
                 self.discard(number)  # with what a backward in no_sync added to it
+            elif isinstance(grad, ShardedGradient) and grad.is_of(self, number) and grad.made is not None:
+                self._put_back(number, grad.made)
             return
         piece = next((piece for piece in self.pieces if piece.number == number), None)
         mine = piece.value.grad if piece is not None else None
@@ -312,6 +314,15 @@ class Shard:
             self.numbers_of(number).copy_(grad.made)
         elif mine is not None and mine is not shown[1]:
             self.numbers_of(number).copy_(mine.reshape(-1))
+
+    def _put_back(self, number: int, numbers: Tensor) -> None:
+        """Takes what was computed of earlier gradients of a parameter for its gradient, after zero_grad."""
+        self.gradients[number].param.grad = None
+        self.edited(number, "put back")
+        if self.sum is None:
+            self.receive(self._new(self.length), torch.zeros(len(self.gradients)))
+        self.had[number] = True
+        self.numbers_of(number).copy_(numbers)
 
     def discard(self, number: int) -> None:
         """What was summed of the gradient of a parameter is not used."""
@@ -484,8 +495,8 @@ def set_by_hand(name: str) -> ConfigError:
     """For a gradient that does not come from a backward that the ranks agreed on."""
     return ConfigError(
         f"{name} has a .grad that no backward brought, or none that zero saw",
-        rule="Under ZeRO p.grad shows the sum that the optimizer keeps of all ranks; what is computed of it number by "
-        "number may be put back, or None",
+        rule="Under ZeRO p.grad shows the sum that the optimizer keeps of all ranks; what is computed of gradients of "
+        "the parameter number by number may be put back, before or after zero_grad, or None",
         remedy="Change it in place (p.grad.mul_(0.5)), or in a hook of the parameter (register_hook), which runs "
         "before gradients are summed",
     )

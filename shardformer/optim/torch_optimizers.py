@@ -3,6 +3,8 @@
 ``torch.amp.GradScaler`` leaves a step out where gradients are not finite. Each rank would look at its own parts; here
 all ranks of the model leave a step out where one of them has to, as torch's ``ShardedGradScaler`` does for FSDP.
 
+Gradients that ranks have not agreed on are summed, or refused, before a step: see ``agreed``.
+
 An optimizer that looks at more than one number (Adafactor, Muon, LAMB) makes other steps of a part of a matrix than of
 all of it: a warning says so at the first step.
 """
@@ -23,6 +25,7 @@ from shardformer.comm.collectives import all_reduce
 from shardformer.comm.values import has_values
 from shardformer.errors import ConfigError
 from shardformer.layout.state import tables_of
+from shardformer.optim.agreed import agree_before_step
 from shardformer.optim.optimizer import ZeroOptimizer
 from shardformer.optim.probe import needs_whole
 from shardformer.optim.torch_states import lead_states_here
@@ -71,7 +74,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             rule="It has pieces of the parameters, and what zero returned steps it and brings them together",
             remedy="Step what zero returned: optimizer = shardformer.zero(optimizer, model)",
         )
-    if LOOKED_AT in optimizer.__dict__ or isinstance(optimizer, ZeroOptimizer):
+    if isinstance(optimizer, ZeroOptimizer):
+        return
+    if holder is None:
+        agree_before_step(optimizer)
+    if LOOKED_AT in optimizer.__dict__:
         return
     optimizer.__dict__[LOOKED_AT] = True
     held = tables_of(p for group in optimizer.param_groups for p in group["params"])

@@ -1,8 +1,9 @@
 """The state of an optimizer of torch, whose parameters are this rank's parts, is loaded by the same rank alone.
 
 Scripts for one process save ``optimizer.state_dict()`` on the first rank, and load the file on all. Where a model is
-cut, ranks have other moments of the same shapes. So ``state_dict`` notes the place of the rank, and ``load_state_dict``
-raises on all ranks if the place is another one on any.
+cut, ranks have other moments of the same shapes. So ``state_dict`` marks what is a part, which ``torch.save`` and
+others refuse, and notes the place of the rank; ``load_state_dict`` raises on all ranks if it is another one on any.
+Of the state of a plain model's optimizer each rank takes its part, as ``load_state_dict`` of the model does.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
-from shardformer.comm.agree import gather_all
+from shardformer.comm.agree import agree, gather_all
 from shardformer.errors import ConfigError
+from shardformer.layout.slice_tensor import OPTIMIZER, slice_of, without_marks
+from shardformer.layout.spec import ShardSpec
 from shardformer.layout.state import ShardedState, tables_here, tables_of
+from shardformer.optim.undo import unchanged_on_error
 from shardformer.optim.zero_grad import holder_of
 
 PLACE = "shardformer_place"
@@ -55,8 +60,9 @@ def _noting(original: Any) -> Any:
     @wraps(original)
     def state_dict(self: Any) -> dict[str, Any]:
         found: dict[str, Any] = original(self)
-        if place := _place_of(self):
+        if place := place_of(self):
             found[PLACE] = place
+            found["state"] = _marked(self, found)
         return found
 
     marked: Any = state_dict
@@ -65,11 +71,18 @@ def _noting(original: Any) -> Any:
 
 
 def _checking(original: Any) -> Any:
+    def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
+        has_state = isinstance(state_dict, dict) and "state" in state_dict
+        original(optimizer, {**state_dict, "state": without_marks(state_dict["state"])} if has_state else state_dict)
+
     @wraps(original)
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        if not _LOADING.is_checked and (table := _table_of(self)) is not None:
-            _check(self, state_dict, table)
-        original(self, state_dict)
+        if _LOADING.is_checked or (table := _table_of(self)) is None:
+            load(self, state_dict)
+            return
+        state_dict = _checked(self, state_dict, table)
+        with unchanged_on_error([self]):
+            agree(table.context, lambda: load(self, state_dict), doing=f"load this {type(self).__name__}'s state")
 
     marked: Any = load_state_dict
     marked.of_torch = original
@@ -88,28 +101,69 @@ def _table_of(optimizer: Any) -> ShardedState | None:
     return tables[0] if any(size > 1 for name, size in sizes.items() if name != "data") else None
 
 
-def _place_of(optimizer: Any) -> Place:
-    table = _table_of(optimizer)
+def place_of(optimizer: Any) -> Place:
+    """Of each axis along which ranks have other parts of the state, its size and this rank's place; of none alone."""
+    table, holder = _table_of(optimizer), holder_of(optimizer)
     if table is None:
         return {}
-    if holder_of(optimizer) is not None:
+    if holder is not None and holder.cuts_states:
         names = set(table.context.sizes)
     else:
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        names = {name for entry in tables_of(params).get(table, ()) for name in entry.spec.axes} | {"pipe"}
+        entries = table.entries if holder is not None else tables_of(params).get(table, ())
+        names = {name for entry in entries for name in entry.spec.axes} | {"pipe"}
     return {name: (axis.size, axis.rank) for name, axis in table.axes.items() if name in names and axis.size > 1}
 
 
-def _check(optimizer: Any, state_dict: Mapping[str, Any], table: ShardedState) -> None:
-    """Raises ConfigError, on all ranks. Communicates one line, and a sum for each tensor of a state without a place."""
-    own, saved, problem = _place_of(optimizer), state_dict.get(PLACE), None
-    kind = type(optimizer).__name__
+def marked(called: str, values: Any) -> Any:
+    """What a state dict holds, in which tensors other than single numbers are known to be this rank's part."""
+    return tree_map(lambda x: slice_of(OPTIMIZER, x, called) if type(x) is Tensor and x.dim() else x, values)
+
+
+def _marked(optimizer: Any, state_dict: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
+    """The states of parameters, of which those are marked that are this rank's part. Shares their memory."""
+    names = _names_of_parts(optimizer)
+    called = {number: names.get(id(p)) for number, p in _pairs(optimizer, state_dict)}
+    return {
+        number: state
+        if (name := called.get(number)) is None or type(state) is not dict
+        else {key: marked(f"{key} of {name}", value) for key, value in state.items()}
+        for number, state in state_dict["state"].items()
+    }
+
+
+def _names_of_parts(optimizer: Any) -> dict[int, str]:
+    """Identity of a parameter of which this rank has a part of the state -> its name."""
+    if (holder := holder_of(optimizer)) is not None:
+        return {id(piece.value): piece.entry.name for shard in holder.shards for piece in shard.pieces}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        id(entry.param): entry.name
+        for table, entries in tables_of(params).items()
+        for entry in entries
+        if entry.spec.is_sharded or table.context.pipe.size > 1
+    }
+
+
+def _checked(optimizer: Any, state_dict: dict[str, Any], table: ShardedState) -> dict[str, Any]:
+    """This rank's part of the state. Raises ConfigError, on all ranks, for what is not.
+
+    Communicates one line, and a sum for each tensor of a state without a place.
+    """
+    own, sums, problem, kind = place_of(optimizer), list[float](), None, type(optimizer).__name__
     counts = [len(group["params"]) for group in optimizer.param_groups]
-    if saved is not None and saved != own:
-        problem = f"The state of this {kind} was saved by another rank, {_said(saved)}, and this is {_said(own)}"
-    elif [len(group["params"]) for group in state_dict["param_groups"]] != counts:
-        problem = f"The state that was to be loaded into this {kind} has other groups of parameters"
-    sums = _sums(optimizer, state_dict, table) if saved is None and own else []
+    try:
+        state_dict = _cut(optimizer, state_dict, table)
+        saved = state_dict.get(PLACE)
+        if saved is not None and saved != own:
+            problem = f"The state of this {kind} was saved by another rank, {_said(saved)}, and this is {_said(own)}"
+        elif [len(group["params"]) for group in state_dict["param_groups"]] != counts:
+            problem = f"The state that was to be loaded into this {kind} has other groups of parameters"
+        elif saved is None and own:
+            sums = _sums(optimizer, state_dict, table)
+    except (AttributeError, KeyError, TypeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        problem = f"What was to be loaded into this {kind} is not a state that an optimizer gave ({what})"
     found = gather_all((problem, own, sums), table.context)
     if problem is None:
         problem = next((f"Rank {rank}: {theirs}" for rank, (theirs, *_) in found if theirs is not None), None)
@@ -121,9 +175,40 @@ def _check(optimizer: Any, state_dict: Mapping[str, Any], table: ShardedState) -
         raise ConfigError(
             problem,
             rule="Ranks have parts of the parameters, and each loads the state that it has saved itself",
-            remedy="Save and load a file for each rank; or use shardformer.save_checkpoint, whose checkpoints fit any "
-            "layout",
+            remedy="Load on each rank what its own state_dict() gave; or use shardformer.save_checkpoint, whose "
+            "checkpoints fit any layout",
         )
+    return state_dict
+
+
+def _cut(optimizer: Any, state_dict: dict[str, Any], table: ShardedState) -> dict[str, Any]:
+    """Of the state of a plain model's optimizer this rank's part; what is this rank's already, as it is."""
+    pairs = _pairs(optimizer, state_dict)
+    specs = {id(entry.param): entry.spec for entry in table.entries if entry.spec.is_sharded}
+    states = {number: (state_dict["state"].get(number), specs.get(id(p)), p) for number, p in pairs}
+    whole = {
+        number: {
+            key: spec.slice(x, table.coords) if isinstance(x, Tensor) and tuple(x.shape) == spec.shape else x
+            for key, x in state.items()
+        }
+        for number, (state, spec, p) in states.items()
+        if isinstance(state, dict) and spec is not None and _is_whole(state, spec, p)
+    }
+    if not whole or PLACE in state_dict:
+        return state_dict
+    return {**state_dict, "state": {**state_dict["state"], **whole}, PLACE: place_of(optimizer)}
+
+
+def _is_whole(state: Mapping[str, Any], spec: ShardSpec, param: Tensor) -> bool:
+    shapes = {tuple(x.shape) for x in state.values() if isinstance(x, Tensor)}
+    return spec.shape in shapes and tuple(param.shape) not in shapes
+
+
+def _pairs(optimizer: Any, state_dict: Mapping[str, Any]) -> list[tuple[Any, Tensor]]:
+    """(number in the state, parameter) of each; of other groups as many as both have."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    return list(zip(numbers, params, strict=False))
 
 
 def _said(place: Any) -> str:
@@ -134,12 +219,10 @@ def _said(place: Any) -> str:
 
 def _sums(optimizer: Any, state_dict: Mapping[str, Any], table: ShardedState) -> list[float]:
     """A sum of each tensor of the state of parameters of which ranks have other parts."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    cut = {id(entry.param) for entry in tables_of(params).get(table, ()) if entry.spec.is_sharded}
+    cut = {id(entry.param) for entry in table.entries if entry.spec.is_sharded}
     states = [
         state_dict["state"].get(number, {})
-        for number, p in zip(numbers, params, strict=False)
+        for number, p in _pairs(optimizer, state_dict)
         if id(p) in cut or holder_of(optimizer) is not None
     ]
     tensors = [x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim()]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardformer.comm.collectives import Pending
-from shardformer.errors import ConfigError, InputError
+from shardformer.errors import InputError
 from shardformer.mesh.context import ParallelContext
 from shardformer.optim.offload.host import Host
 from shardformer.optim.offload.paged import Files
@@ -39,12 +39,6 @@ class Update:
         self._optimizers, self._shards, self._host, self._context = optimizers, shards, host, context
         comes = host is not None or any(shard.rounded is not None for shard in shards)
         self._is_apart = comes and all(can_step_apart(optimizer) for optimizer in optimizers)
-        if isinstance(host, Files) and not self._is_apart:
-            raise ConfigError(
-                f"offload='nvme:{host.disk.folder}' of {', '.join(type(o).__name__ for o in optimizers)}",
-                rule="From files, a bucket is updated after the other; this optimizer gives other numbers then",
-                remedy="Write offload='cpu', or take one that counts its steps for each parameter (torch.optim.AdamW)",
-            )
 
     def run(self) -> None:
         """Communicates one all-gather of the parameters of each shard that got a gradient.

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardformer.mesh.context import ParallelContext
-from shardformer.optim.checks import as_list, check_given
+from shardformer.optim.checks import as_list, checked
 from shardformer.optim.optimizer import ZeroOptimizer
 from shardformer.optim.settings import Layout, Offload, Precision, Rules, Sending, Settings
 from shardformer.optim.table import table_of
@@ -60,15 +60,13 @@ def zero(
     Returns an optimizer to be used in the place of those given. Raises ConfigError for what does not fit. Communicates
     the weights of the first data rank to the others, where the model was not sharded.
     """
-    optimizers = as_list(optimizer)
-    settings = Settings(
-        stage,
-        Precision.of(precision),
-        Rules(max_grad_norm, on_nonfinite),
-        Sending(bucket_bytes, overlap),
-        Layout(keep_frozen, reshard_after_forward),
-        Offload.of(offload, optimizers),
-    )
     table = table_of(model, context)
-    check_given(settings, optimizers, table)
-    return ZeroOptimizer(optimizers, model, table, settings)
+
+    def given() -> tuple[list[Optimizer], Settings]:
+        optimizers = as_list(optimizer)
+        rules, sending = Rules(max_grad_norm, on_nonfinite), Sending(bucket_bytes, overlap)
+        layout = Layout(keep_frozen, reshard_after_forward)
+        places = Offload.of(offload, optimizers)
+        return optimizers, Settings(stage, Precision.of(precision), rules, sending, layout, places)
+
+    return ZeroOptimizer(model, table, *checked(given, table))

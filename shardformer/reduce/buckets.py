@@ -32,6 +32,10 @@ class GradientReducer(Pausable):
     on every rank, as soon as they are full; what is left, with zeros for parameters that got no gradient here, follows
     when backward ends. A parameter that got a gradient on no rank keeps ``grad=None``, as on one device.
     It ends when nobody holds it: the model's ``ShardedState`` does.
+
+    Attributes:
+        sums: whether any gradient is the sum of those of several ranks.
+        passes: how often ranks agreed on what backwards left.
     """
 
     def __init__(
@@ -41,7 +45,8 @@ class GradientReducer(Pausable):
         end: End | None = None,
         watch: Watches | None = None,
     ) -> None:
-        self.gradients, self._watch = gradients, watch
+        self.gradients, self._watch, self.passes = gradients, watch, 0
+        self.sums = any(gradient.axis.size > 1 for gradient in gradients)
         self._bucket_bytes, self._overlaps = bucket_bytes, True
         self._end = end or WriteBack()
         self._is_laid_out = False
@@ -117,6 +122,7 @@ class GradientReducer(Pausable):
             bucket.reset()
         self._next = self._landed = 0
         self._dirty = self.was_paused = False
+        self.passes += 1
         self._end.end_pass()
 
     def _start_next(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, nearest
@@ -26,6 +27,7 @@ def _load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: boo
     _check_way(state, assign)
     here = {name: t for name, t in self.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     elsewhere = set() if state.stages is None else set(state.stages.state) - set(here)
+    _check_values({name: value for name, value in state_dict.items() if name in here or name in elsewhere})
     given = {name: value for name, value in state_dict.items() if name not in elsewhere}
     entries = state.by_param()
     specs = {n: entries[id(t)].spec if id(t) in entries else ShardSpec(t.shape) for n, t in here.items()}
@@ -56,6 +58,19 @@ def _check_way(state: ShardedState, assign: bool) -> None:
             rule="This rank has no parameters but while they are read",
             remedy="Load before zero(...) is called, or use shardformer.load_checkpoint(folder, model, optimizer)",
         )
+
+
+def _check_values(state_dict: Mapping[str, Any]) -> None:
+    """Before anything is copied: torch would load all that it can, and raise then."""
+    for name, value in state_dict.items():
+        if not isinstance(value, Tensor) or value.is_meta or value.layout != torch.strided:
+            is_tensor = isinstance(value, Tensor)
+            what = ("meta tensor" if value.is_meta else "sparse tensor") if is_tensor else type(value).__name__
+            raise ConfigError(
+                f"{name} is a {what} in the state dict",
+                rule="A state dict holds a tensor with all its numbers for each parameter and buffer",
+                remedy="Load what state_dict() of a model gave (torch.from_numpy, tensor.to_dense() make such tensors)",
+            )
 
 
 def _is_full(name: str, value: Tensor, own: Tensor, spec: ShardSpec) -> bool | None:

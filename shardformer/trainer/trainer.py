@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shardformer.checkpoint.load import Loaded
-from shardformer.checkpoint.undo import unchanged_on_error
 from shardformer.engine.batch import is_several
 from shardformer.engine.data import Batches, batches_of
 from shardformer.engine.engine import Engine, needs_metric
 from shardformer.engine.modes import modes_of, set_modes, start_training
 from shardformer.errors import ConfigError
 from shardformer.mesh.finishing import is_ended
+from shardformer.optim.undo import unchanged_on_error
 from shardformer.trainer.agreement import Agreement, Asked
 from shardformer.trainer.hook import Hook
 from shardformer.trainer.hooks.progress import Progress

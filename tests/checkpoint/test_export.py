@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import shardformer
 from shardformer.checkpoint import export, folder
 from shardformer.checkpoint.export import export_pretrained
 from shardformer.errors import ConfigError, InputError
@@ -21,6 +22,7 @@ from shardformer.mesh.context import ParallelContext
 from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import MAIN, Sample
 from tests.checkpoint.runs import LAYOUTS, build, start
+from tests.optim import test_unusual as unusual
 
 TEXT = ("bert", "gpt2", "llama", "t5", "bloom", "opt", "whisper", "vit", "albert", "qwen3", "swin")
 
@@ -96,6 +98,56 @@ def test_what_stands_beside_the_weights(tmp_path: Path) -> None:
 def test_a_model_without_a_config_gets_its_weights_alone(tmp_path: Path) -> None:
     path = export_pretrained(tmp_path / "out", nn.Linear(2, 3))
     assert [f.name for f in path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("how", [None, {"stage": 0}, {"stage": 1, "offload": "cpu"}, {"stage": 3, "bucket_bytes": 20}])
+def test_parameters_without_dimensions_or_numbers_and_complex_ones_are_written(
+    how: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    models = [unusual.model_of() for _ in range(2)]
+
+    def do(context: ParallelContext) -> dict[str, Tensor]:
+        model = shardformer.shard_model(models[context.rank], context=context)
+        optimizer: Any = unusual.sgd(model)
+        if how is not None:
+            optimizer = shardformer.zero(optimizer, model, **how)
+        unusual.train(model, optimizer, [context.rank])
+        export_pretrained(tmp_path / "out", model, max_file_bytes=50)
+        return shardformer.full_state_dict(model)
+
+    for trained in run_as_threads(do, data=2):
+        found = {name: x for path in (tmp_path / "out").glob("*.safetensors") for name, x in load_file(path).items()}
+        assert found.keys() == trained.keys() and found["extra"].shape == (0, 5) and found["temperature"].shape == ()
+        assert [name for name, x in found.items() if not torch.equal(x, trained[name])] == []
+        assert found["filter"].dtype == torch.complex64 and found["filter"].imag.abs().max() > 0
+        unusual.check(found, unusual.plainly())
+
+
+def test_complex_numbers_of_128_bits_are_saved_and_exporting_them_is_refused(tmp_path: Path) -> None:
+    class Filter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((3, 7), 0.5 - 2e-9j, dtype=torch.complex128))
+            self.register_buffer("phase", torch.tensor(1.5j, dtype=torch.complex128))
+
+    def do(context: ParallelContext) -> None:
+        model = shardformer.shard_model(models[context.rank], context=context)
+        optimizer = shardformer.zero(torch.optim.Adam(model.parameters()), model, stage=3)
+        with optimizer.loading():
+            for shard in optimizer.shards:
+                shard.own.mul_(1 + 1e-9j)
+        shardformer.save_checkpoint(tmp_path / "saved", model, optimizer)
+        with pytest.raises(ConfigError, match="weight holds numbers of the kind complex128"):
+            export_pretrained(tmp_path / "out", model)
+
+    models = [Filter(), Filter()]
+    run_as_threads(do, data=2)
+    assert not (tmp_path / "out").exists()
+    found = Filter()
+    shardformer.load_checkpoint(tmp_path / "saved", found)
+    assert torch.equal(found.weight, Filter().weight * (1 + 1e-9j)) and torch.equal(found.phase, Filter().phase)  # type: ignore[operator,arg-type]
+    kept = load_file(next((tmp_path / "saved").rglob("rank-00000.safetensors")))
+    assert all(x.dtype == torch.float64 for x in kept.values() if x.shape[-1:] == (2,))
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:

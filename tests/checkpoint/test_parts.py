@@ -23,7 +23,10 @@ from shardformer.layout.split import Split
 from shardformer.mesh.context import ParallelContext
 from shardformer.testing.threads import run_as_threads
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8, torch.complex64]
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8, torch.complex64,
+    torch.complex128,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

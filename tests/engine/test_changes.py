@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import shardformer
 from shardformer.engine.engine import Engine
@@ -141,7 +143,12 @@ def bound_forward(engine: Engine) -> None:
     engine.model.act.forward = (lambda self, x: x).__get__(engine.model.act)
 
 
-REFUSED = {f.__name__: f for f in (hook, backward_hook, parameter_hook, bound_forward)}
+def function_of_the_model(engine: Engine) -> None:
+    model = engine.model
+    model.activation = lambda x: x * model.norm.eps
+
+
+REFUSED = {f.__name__: f for f in (hook, backward_hook, parameter_hook, bound_forward, function_of_the_model)}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -155,6 +162,48 @@ def test_what_cannot_be_carried_over_is_refused_and_the_engine_goes_on(name: str
     assert engine.model is before and engine.optimizer is optimizer
     assert [id(p) for each in optimizer.param_groups for p in each["params"]] == params
     engine.train_step(batch(0))
+
+
+def test_a_compiled_model_is_not_compiled_in_another_layout_and_a_warning_says_so() -> None:
+    engine = engine_of()
+    engine.model.last.compile(backend="eager")
+    with pytest.warns(UserWarning, match=r"Call engine.model.last.compile\(\) again") as caught:
+        engine.reshape({"zero": 1})
+    assert caught[0].filename == __file__
+    engine.train_step(batch(0))
+
+
+def test_an_engine_of_one_process_is_copied_and_one_of_several_is_refused() -> None:
+    engine = engine_of()
+    engine.train_step(batch(0))
+    twin = copy.deepcopy(engine)
+    found = [float(each.train_step(batch(step))) for step in (1, 2) for each in (engine, twin)]
+    assert found[0] == found[1] != found[2] == found[3]
+
+    def refused(context: ParallelContext) -> None:
+        with pytest.raises(ConfigError, match=r"copy it: copy\.deepcopy"):
+            copy.deepcopy(engine_of(context, data=2))
+
+    run_as_threads(refused, data=2, in_turn=True)
+
+
+@pytest.mark.parametrize("how", [torch.nn.utils.weight_norm, functools.partial(prune.l1_unstructured, amount=0.5)])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+def test_a_weight_that_a_hook_computes_before_each_forward_trains_on_in_another_layout(how: Any) -> None:
+    """torch refuses to copy it."""
+
+    def trained(layouts: list[dict[str, Any] | None]) -> list[float]:
+        torch.manual_seed(0)
+        made = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+        how(made[0], name="weight")
+        engine, found = shardformer.initialize(made, torch.optim.SGD(made.parameters(), lr=0.1), nn.MSELoss()), []
+        for step, layout in enumerate(layouts):
+            if layout is not None:
+                engine.reshape(layout)
+            found.append(float(engine.train_step(batch(step))))
+        return found
+
+    assert trained([None, {"zero": 3}, {"zero": 1}]) == pytest.approx(trained([None] * 3), abs=1e-12)
 
 
 def test_what_was_there_at_initialize_is_no_change() -> None:
@@ -199,6 +248,8 @@ def llama_losses(context: ParallelContext | None, layouts: list[dict[str, Any] |
     engine.model.model.norm.variance_epsilon = 0.1
     engine.model.config.use_cache = False
     engine.model.model.layers[0].eval()
+    recomputes = getattr(engine.model, "activation_checkpointing_enable", engine.model.gradient_checkpointing_enable)
+    recomputes({"use_reentrant": False})
     modes, found = modes_of(engine.model), []
     for step, layout in enumerate(layouts):
         if layout is not None and context is not None:
@@ -207,6 +258,7 @@ def llama_losses(context: ParallelContext | None, layouts: list[dict[str, Any] |
         ids = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(step))
         part = ids.chunk(engine.context.data.size)[engine.context.data.rank]
         found.append(float(engine.train_step({"input_ids": part, "labels": part})))
+        assert engine.pipeline.checkpointed, "activations are computed again"
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -264,11 +265,11 @@ def test_a_hook_on_an_accumulated_gradient_counts(stage: int | None, is_first: b
         torch.testing.assert_close(found, dict(plain.state_dict()), rtol=0, atol=1e-12)
 
 
-def test_what_cannot_be_honoured_raises_on_all_ranks() -> None:
+@pytest.mark.parametrize("on_nonfinite", ["raise", "ignore"])
+def test_what_cannot_be_honoured_raises_on_all_ranks(on_nonfinite: str) -> None:
     def over(context: ParallelContext) -> list[str]:
-        torch.manual_seed(0)
         model = net()
-        optimizer = zero(adam(model), model, context=context, stage=2)
+        optimizer = zero(adam(model), model, context=context, stage=2, on_nonfinite=on_nonfinite)
         model(inputs(0, context.rank)).square().mean().backward()
         weight: Any = model[0].weight
         said = []
@@ -279,6 +280,8 @@ def test_what_cannot_be_honoured_raises_on_all_ranks() -> None:
         if context.rank == 1:
             weight.grad = torch.zeros_like(weight)
         with pytest.raises(ConfigError) as caught:
+            optimizer.full_gradient("0.weight")
+        with pytest.raises(ConfigError, match=re.escape(str(caught.value))):
             optimizer.step()
         before, after = net().state_dict(), full_state_dict(model)
         assert all(torch.equal(value, after[name]) for name, value in before.items())
@@ -290,15 +293,21 @@ def test_what_cannot_be_honoured_raises_on_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("layout", [{"data": 2}, {"data": 2, "tensor": 2}])
-@pytest.mark.parametrize("change", [lambda p: p.grad.mul_(2), lambda p: setattr(p, "grad", None)], ids=["mul", "none"])
-def test_what_one_rank_does_alone_to_gradients_raises_on_all_ranks(change: Any, layout: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("change", "on_nonfinite"),
+    [(lambda p: p.grad.mul_(2), "raise"), (lambda p: setattr(p, "grad", None), "ignore")],
+    ids=["mul", "none"],
+)
+def test_what_one_rank_does_alone_to_gradients_raises_on_all_ranks(
+    change: Any, on_nonfinite: str, layout: dict[str, int]
+) -> None:
     torch.manual_seed(0)
     plain = ToyLM().double()
     models = [copy.deepcopy(plain) for _ in range(4)]
 
     def over(context: ParallelContext) -> None:
         model = shardformer.shard_model(models[context.rank], ToyPolicy(), context=context)
-        optimizer = zero(adam(model), model)
+        optimizer = zero(adam(model), model, on_nonfinite=on_nonfinite)
         toy_loss(model, toy_batch(0)).backward()
         if context.rank == 0:
             change(next(model.parameters()))

@@ -302,13 +302,19 @@ def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(
         path.write_text("")
     elif folder == "no room":
         path.mkdir()
-        monkeypatch.setattr(os, "posix_fallocate", Full(os.posix_fallocate, 3))
+        monkeypatch.setattr(os, "posix_fallocate", Full(os.posix_fallocate, 1))
     models = [nn.Linear(5, 3) for _ in range(2)]
 
     def refused(context: ParallelContext) -> str:
-        optimizer = torch.optim.AdamW(models[context.rank].parameters())
+        model = models[context.rank]
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 5)).sum().backward()
+        optimizer.step()
         with pytest.raises(ConfigError) as error:
-            zero(optimizer, models[context.rank], offload=f"nvme:{path}", context=context)
+            zero(optimizer, model, offload=f"nvme:{path}", context=context)
+        assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+        model(torch.ones(1, 5)).sum().backward()
+        optimizer.step()  # as if zero had not been called
         return str(error.value)
 
     for said in run_as_threads(refused, data=2):
@@ -321,6 +327,17 @@ def test_an_optimizer_that_counts_its_steps_is_not_updated_from_files(tmp_path: 
         zero(Counting(model.parameters(), lr=0.1), model, offload=f"nvme:{tmp_path}")
 
 
+def test_what_one_rank_alone_asks_for_in_vain_is_refused_on_all() -> None:
+    models = [nn.Linear(3, 2) for _ in range(2)]
+
+    def refused(context: ParallelContext) -> None:
+        model = models[context.rank]
+        with pytest.raises(ConfigError, match="stage=9"):
+            zero(torch.optim.SGD(model.parameters()), model, stage=9 if context.rank == 1 else 1, context=context)
+
+    run_as_threads(refused, data=2)
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -330,14 +347,16 @@ def test_an_optimizer_that_counts_its_steps_is_not_updated_from_files(tmp_path: 
         ({"offload": lambda: Offload("cpu", on_device=1.5)}, "on_device=1.5"),
         ({"offload": lambda: Offload("cpu", on_device="free")}, "on_device='free' on cpu"),
         ({"bucket_bytes": 0}, "bucket_bytes=0"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm=nan"),
     ],
 )
-def test_what_does_not_fit_is_refused(asked: dict[str, Any], said: str) -> None:
+def test_what_does_not_fit_is_refused_and_the_optimizer_is_as_it_was(asked: dict[str, Any], said: str) -> None:
     model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError) as error:
-        zero(
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            model,
-            **{name: value() if callable(value) else value for name, value in asked.items()},
-        )
+        zero(optimizer, model, **{name: value() if callable(value) else value for name, value in asked.items()})
     assert said in str(error.value)
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()

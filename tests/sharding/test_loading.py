@@ -81,6 +81,10 @@ def told(context: ParallelContext, make: Any, **how: Any) -> str:
     return str(error.value)
 
 
+def ones() -> dict[str, Any]:
+    return {name: torch.ones_like(value) for name, value in plain().state_dict().items()}
+
+
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda m: plain("gpt2").state_dict(), {}, "The state dict has no model.embed_tokens.weight"),
     (lambda m: {**plain().state_dict(), "more": torch.ones(1)}, {}, "has no more"),
@@ -92,6 +96,10 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda m: {**plain().state_dict(), "lm_head.weight": m.lm_head.weight}, {}, "and a part of lm_head.weight"),
     (lambda m: plain().state_dict(), {"assign": True}, "assign=True"),
     (lambda m: {"model.norm.weight": torch.ones(5)}, {"strict": False}, "model.norm.weight has the shape (5,)"),
+    (lambda m: {**ones(), "lm_head.weight": None}, {}, "lm_head.weight is a NoneType"),
+    (lambda m: {**ones(), "lm_head.weight": ones()["lm_head.weight"].numpy()}, {}, "lm_head.weight is a ndarray"),
+    (lambda m: {**ones(), "lm_head.weight": ones()["lm_head.weight"].to("meta")}, {}, "is a meta tensor"),
+    (lambda m: {**ones(), "lm_head.weight": ones()["lm_head.weight"].to_sparse()}, {}, "is a sparse tensor"),
 ]
 
 
@@ -104,8 +112,8 @@ def test_what_is_in_both_goes_in_where_that_is_asked_for() -> None:
     def do(context: ParallelContext) -> None:
         model: Any = shardformer.shard_model(plain(), context=context)
         other = plain(seed=1).state_dict()
-        found = model.load_state_dict({"lm_head.weight": other["lm_head.weight"], "more": torch.ones(1)}, strict=False)
-        assert found.unexpected_keys == ["more"]
+        found = model.load_state_dict({"lm_head.weight": other["lm_head.weight"], "epoch": 3}, strict=False)
+        assert found.unexpected_keys == ["epoch"]
         assert torch.equal(shardformer.full_state_dict(model)["lm_head.weight"], other["lm_head.weight"])
 
     run_as_threads(do, tensor=2)

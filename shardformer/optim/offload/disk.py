@@ -114,5 +114,11 @@ class Disk:
             self._land()
 
 
+def check_room(folder: str, size: int) -> None:
+    """Raises OSError where no file of so many bytes can be in a folder."""
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        os.posix_fallocate(file.fileno(), 0, max(size, 1))
+
+
 def aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
