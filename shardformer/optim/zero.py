@@ -70,5 +70,5 @@ def zero(
         Offload.of(offload, optimizers),
     )
     table = table_of(model, context)
-    check_given(settings, optimizers, table)
+    check_given(settings, optimizers, model, table)
     return ZeroOptimizer(optimizers, model, table, settings)
