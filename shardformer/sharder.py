@@ -216,8 +216,10 @@ def resolve_policy(
 
 
 def _is_about_a_part(model: nn.Module, policy: Policy) -> bool:
-    """Whether a module of the user's own has the config of a model that it holds, and other layers than that."""
-    if is_users(model) or type(model).__module__.partition(".")[0] in ("transformers", "timm"):
+    """Whether a module of the user's own has the config of a model that it holds, under a name that is not known."""
+    config = getattr(model, "config", None)
+    holds = any(module is not model and getattr(module, "config", None) is config for module in model.modules())
+    if is_users(model) or not holds or type(model).__module__.partition(".")[0] in ("transformers", "timm"):
         return False
     try:
         own = copy.copy(policy)

@@ -40,7 +40,7 @@ def accept_wide_inputs(model: nn.Module) -> None:
     of their own.
     """
     for module in model.modules():
-        if not _is_of_torch(module) or _first_param(module) is None:
+        if not _is_of_torch(module) or _weight_of(module) is None:
             continue
         if isinstance(module._buffers.get(RUNNING), Tensor):
             if _widen_parameters not in module._forward_pre_hooks.values():
@@ -56,12 +56,14 @@ def _is_of_torch(module: nn.Module) -> bool:
     return type(module).forward.__module__.startswith("torch.nn.modules.")
 
 
-def _first_param(module: nn.Module) -> nn.Parameter | None:
-    return next((p for p in module._parameters.values() if p is not None and p.is_floating_point()), None)
+def _weight_of(module: nn.Module) -> Tensor | None:
+    """A parameter of the module, or what stands in a stage for one that another stage holds."""
+    held = (x for table in (module._parameters, vars(module)) for x in table.values() if isinstance(x, Tensor))
+    return next((x for x in held if x.is_floating_point()), None)
 
 
 def _narrow_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    weight = _first_param(module)
+    weight = _weight_of(module)
     given = [*args, *kwargs.values()]
     if weight is None or not any(is_wider(x, weight) for x in given):
         return None

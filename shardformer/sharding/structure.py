@@ -168,7 +168,7 @@ def show_whole_behind(model: nn.Module, plan: Plan) -> None:
     for path in (stack.final_norm for stack in plan.stacks if stack.final_norm is not None):
         hooks = model.get_submodule(path)._forward_hooks
         for key in [key for key, hook in hooks.items() if not is_of_library(hook)]:
-            hooks.move_to_end(key)
+            hooks[key] = hooks.pop(key)
 
 
 def _in_block(model: nn.Module, block: BlockDescription) -> Iterator[SeesPart]:

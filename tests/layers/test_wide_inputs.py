@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 from shardformer.engine.build import initialize
@@ -165,3 +166,29 @@ def test_an_engine_in_16_bits_takes_batches_in_fp32(stage: int) -> None:
 
     for buffers in run_as_threads(run, data=2, in_turn=True):
         assert {buffer.dtype for buffer in buffers} == {torch.float32}
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_stage_that_runs_past_layers_of_another_one() -> None:
+    """Sinusoidal positions in fp32 are added before a norm, of which another stage holds the weights."""
+    torch.manual_seed(0)
+    config = transformers.M2M100Config(
+        vocab_size=37, d_model=24, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=20, decoder_ffn_dim=20, max_position_embeddings=32, use_cache=False,
+        dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0,
+    )  # fmt: skip
+    plain = transformers.M2M100ForConditionalGeneration(config).train()
+    ids = torch.arange(3, 27).view(4, 6)
+    alone = copy.deepcopy(plain)
+    zero(torch.optim.SGD(alone.parameters(), lr=0.1), alone, stage=1, precision="bf16")
+    expected = float(alone(input_ids=ids, labels=ids).loss.detach())
+
+    def run(context: ParallelContext) -> float:
+        model = copy.deepcopy(plain)
+        own = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = initialize(model, own, parallel={"pipe": 2, "precision": "bf16"}, context=context)
+        return float(engine.train_step({"input_ids": ids, "labels": ids}))
+
+    for loss in run_as_threads(run, pipe=2, in_turn=True):
+        assert loss == pytest.approx(expected, rel=0.01)

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from shardformer.errors import PolicyError, first_line
 from shardformer.layers.dropout import silence_dropout
 from shardformer.lazy.materialize import copy_with_values, is_lazy
+from shardformer.pipeline.flat import TOKENS, ids_of
 from shardformer.policies.infer.own_code import take_over
 from shardformer.policies.infer.prove import Reference, loss_of
-from shardformer.policies.infer.together import feature_width, in_text, text_width, values_beside_text
+from shardformer.policies.infer.together import MODALITIES, feature_width, in_text, text_width, values_beside_text
 from shardformer.testing.zoo.inputs import (
     Forward,
     UnknownInputsError,
@@ -285,7 +286,9 @@ def _further(twin: nn.Module, fed: Mapping[str, Tensor]) -> Iterator[Further]:
     apart from them."""
     made = dict(inputs_of(twin))
     for given in (*in_text(twin, made), made):
-        names = tuple(name for name, x in given.items() if name not in fed and x.is_floating_point())
+        floats = [name for name, x in given.items() if x.is_floating_point()]
+        stands = _stands_for_something(twin, given) and not _stands_for_something(twin, fed)
+        names = tuple(name for name in floats if stands or name not in fed)
         for candidate in (*labelled(twin, given), given) if names else ():
             run = runner(twin, candidate)
             try:
@@ -296,6 +299,12 @@ def _further(twin: nn.Module, fed: Mapping[str, Tensor]) -> Iterator[Further]:
                 continue
             yield Further(run, names)
             return
+
+
+def _stands_for_something(twin: nn.Module, given: Mapping[str, Tensor]) -> bool:
+    """Whether a text has a token in it that stands for an image or a sound."""
+    ids = [x for name, x in ids_of(getattr(twin, "config", None)).items() if name.startswith(tuple(MODALITIES))]
+    return TOKENS in given and bool(torch.isin(given[TOKENS], torch.tensor([*ids, -1])).any())
 
 
 def _train(twin: nn.Module, run: Forward, reseeded: Forward) -> None:
