@@ -129,6 +129,7 @@ def test_a_part_alone_in_train_mode_is_all_that_trains() -> None:
     engine.train_step(batch())
 
 
+@pytest.mark.reduced(one_in=3, first=1)
 @pytest.mark.parametrize("axes", [{"data": 2}, {"pipe": 2}, {"tensor": 2}], ids=str)
 def test_a_step_trains_a_model_that_is_in_eval_mode(axes: dict[str, int]) -> None:
     """A model that its user put into eval mode trains without dropout."""

@@ -22,6 +22,8 @@ from shardformer.sharding.save import full_state_dict
 from shardformer.testing.threads import run_as_threads
 from shardformer.testing.zoo import MAIN, Batches, Sample
 
+pytestmark = pytest.mark.slow
+
 BATCH = Batches(MAIN["llama"])(0)
 Layout = Mapping[str, Any]
 TENSOR: list[Layout] = [
@@ -118,12 +120,14 @@ def check(plain: Any, layout: Layout) -> None:
         torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=1e-7, msg=name)
 
 
+@pytest.mark.reduced(one_in=5)
 @pytest.mark.parametrize("layout", UNCUT, ids=str)
 @pytest.mark.parametrize("make", [adapted, normed, third_tie, own_head], ids=lambda make: make.__name__)
 def test_where_no_weight_is_cut_layers_may_be_made_of_anything(make: Callable[[], Any], layout: Layout) -> None:
     check(make(), layout)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [adapted, normed, third_tie], ids=lambda make: make.__name__)
 def test_what_would_be_cut_and_is_not_known_is_refused(make: Callable[[], Any]) -> None:
     plain = make()
@@ -135,6 +139,7 @@ def test_what_would_be_cut_and_is_not_known_is_refused(make: Callable[[], Any]) 
     run_as_threads(refused, tensor=2)
 
 
+@pytest.mark.reduced(one_in=3, first=1)
 @pytest.mark.parametrize("layout", TENSOR, ids=str)
 def test_a_head_of_the_users_own_stays_whole(layout: Layout) -> None:
     plain = own_head()
@@ -147,6 +152,7 @@ def test_that_a_head_stays_whole_is_noted() -> None:
     assert "Whole, since it is no linear: lm_head." in pages[0]
 
 
+@pytest.mark.reduced(one_in=3, first=1)
 @pytest.mark.parametrize("layout", [*TENSOR, *UNCUT, {"tensor": 2, "pipe": 2, "sequence_parallel": True}], ids=str)
 def test_a_layer_that_comes_again(layout: Layout) -> None:
     check(again(llama()), layout)
@@ -227,6 +233,7 @@ class Around(nn.Module):
         return self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
 
 
+@pytest.mark.reduced(one_in=3, first=1)
 @pytest.mark.parametrize("layout", [TENSOR[0], *UNCUT[:2]], ids=str)
 def test_a_module_with_the_config_of_what_it_holds(layout: Layout) -> None:
     check(Around(), layout)

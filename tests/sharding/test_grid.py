@@ -190,6 +190,7 @@ def test_layers_that_are_computed_again(mode: str, sizes: Sizes) -> None:
     check(plain, [*batches_of("llama", 3), *batches_of("llama", 4)], mode, sizes, casts=1e-5)
 
 
+@pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize(("mode", "sizes"), [("2d", (2, 2)), ("3d", (2, 1, 2))], ids=str)
 def test_stacks_that_are_computed_again_as_a_whole(mode: str, sizes: Sizes) -> None:
     """Swin merges patches behind each stack, and the checkpoint is around both."""
@@ -198,6 +199,7 @@ def test_stacks_that_are_computed_again_as_a_whole(mode: str, sizes: Sizes) -> N
     check(plain, [*batches_of("swin", 3), *batches_of("swin", 4)], mode, sizes, casts=1e-5)
 
 
+@pytest.mark.full
 def test_dropout_is_drawn_alike_where_stacks_are_computed_again() -> None:
     torch.manual_seed(0)
     plain = Sample("swin", changes={"hidden_dropout_prob": 0.3})().double().train()

@@ -19,6 +19,8 @@ from shardformer.sharder import shard_model
 from shardformer.testing.threads import run_as_threads
 from tests.sharding.test_changed_models import check, llama
 
+pytestmark = pytest.mark.slow
+
 Layout = Mapping[str, Any]
 CUT: list[Layout] = [{"sequence": 2}, {"tensor": 2, "sequence_parallel": True}]
 WHOLE: list[Layout] = [{"tensor": 2}, {"pipe": 2}]
@@ -95,6 +97,7 @@ def is_refused(plain: Any, layout: Layout) -> None:
     run_as_threads(refused, **{**axes, "sequence": total_of(parallel.sequence)}, in_turn=True)
 
 
+@pytest.mark.reduced(one_in=3, first=1)
 @pytest.mark.parametrize("layout", CUT, ids=str)
 @pytest.mark.parametrize("make", [with_method, with_function, with_module], ids=lambda make: make.__name__)
 def test_what_reads_tokens_of_other_ranks_is_never_wrong(make: Callable[..., Any], layout: Layout) -> None:
@@ -104,11 +107,13 @@ def test_what_reads_tokens_of_other_ranks_is_never_wrong(make: Callable[..., Any
     check(llama(), layout)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", WHOLE, ids=str)
 def test_where_all_tokens_are_there_it_trains(layout: Layout) -> None:
     check(with_method(less_mean), layout)
 
 
+@pytest.mark.reduced(one_in=6)
 @pytest.mark.parametrize("layout", [*CUT, {"tensor": (2, 1), "tensor_mode": "2d"}], ids=str)
 @pytest.mark.parametrize("make", [with_method, with_function], ids=lambda make: make.__name__)
 def test_what_reads_each_token_alone_trains(make: Callable[..., Any], layout: Layout) -> None:
@@ -130,6 +135,7 @@ class RunningSum(nn.Module):
 CUT_ANYHOW: list[Layout] = [*CUT, {"tensor": (2, 2), "tensor_mode": "2d"}, {"tensor": 2, "sequence": 2}]
 
 
+@pytest.mark.reduced(one_in=4)
 @pytest.mark.parametrize("layout", [*CUT_ANYHOW, {"pipe": 2}], ids=str)
 def test_a_module_in_the_place_of_the_final_norm_is_given_all_tokens(layout: Layout) -> None:
     model = llama()
@@ -137,6 +143,7 @@ def test_a_module_in_the_place_of_the_final_norm_is_given_all_tokens(layout: Lay
     check(model, layout)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", CUT_ANYHOW, ids=str)
 def test_another_norm_in_the_place_of_the_final_norm(layout: Layout) -> None:
     model = llama()
@@ -144,6 +151,7 @@ def test_another_norm_in_the_place_of_the_final_norm(layout: Layout) -> None:
     check(model, layout)
 
 
+@pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("layout", CUT_ANYHOW, ids=str)
 def test_a_hook_behind_the_final_norm_sees_all_tokens(layout: Layout) -> None:
     model = llama()
@@ -151,6 +159,7 @@ def test_a_hook_behind_the_final_norm_sees_all_tokens(layout: Layout) -> None:
     check(model, layout)
 
 
+@pytest.mark.reduced(one_in=2, first=1)
 @pytest.mark.parametrize("layout", CUT_ANYHOW, ids=str)
 def test_a_hook_before_the_final_norm_would_see_a_part(layout: Layout) -> None:
     model = llama()
@@ -158,6 +167,7 @@ def test_a_hook_before_the_final_norm_would_see_a_part(layout: Layout) -> None:
     is_refused(model, layout)
 
 
+@pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("where", ["norm", "layers.0.input_layernorm", "embed_tokens"])
 def test_hooks_stay_where_a_module_is_replaced(where: str) -> None:
     """By a fused norm, or an embedding of this rank's words; and their handles still remove them."""

@@ -174,6 +174,7 @@ def test_a_sequence_is_cut_in_which_there_are_images(how: str) -> None:
     check(plain, policy, batch_of(images=False), sequence=2)
 
 
+@pytest.mark.reduced(one_in=2, first=1)
 @pytest.mark.parametrize("how", ["plain", "deep"])
 def test_sequence_parallelism_with_images(how: str) -> None:
     plain = seer(how)
@@ -187,6 +188,7 @@ def test_sequence_parallelism_with_images(how: str) -> None:
     check(plain, policy, batch_of(), {"enable_sequence_parallelism": True}, tensor=2, pipe=2)
 
 
+@pytest.mark.full
 def test_what_no_code_reads_between_two_layers_is_not_gathered() -> None:
     plain = seer("deep")
     deep: Any = policy_of(plain)
