@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -195,7 +196,7 @@ def resolve_policy(
         chosen = policy() if isinstance(policy, type) else policy
         chosen.find_part = _policy_of_part
         return chosen, f"the user's policy {type(chosen).__name__}"
-    if (known := registered_policy(model)) is not None:
+    if (known := registered_policy(model)) is not None and not _is_about_a_part(model, known[0]):
         known[0].find_part = _policy_of_part
         if tensor not in (None, 1) and not is_users(model):
             check_trusted(model, known[0])
@@ -212,6 +213,22 @@ def resolve_policy(
             return infer_stacks(model, copies=copies), "the order of its layers"
         problem = error
     raise no_policy(model, problem, tensor)
+
+
+def _is_about_a_part(model: nn.Module, policy: Policy) -> bool:
+    """Whether a module of the user's own has the config of a model that it holds, under a name that is not known."""
+    config = getattr(model, "config", None)
+    holds = any(module is not model and getattr(module, "config", None) is config for module in model.modules())
+    if is_users(model) or not holds or type(model).__module__.partition(".")[0] in ("transformers", "timm"):
+        return False
+    try:
+        own = copy.copy(policy)
+        own.find_part = _policy_of_part
+        own.set_model(model)
+        own.stacks()
+    except PolicyError:
+        return True
+    return False
 
 
 def _policy_of_part(model: nn.Module) -> Policy:

@@ -118,9 +118,9 @@ class Engine:
         """
         return self._compute(batch, "engine(batch)")
 
-    def _compute(self, batch: Any, call: str) -> Tensor:
+    def _compute(self, batch: Any, call: str, *, trains: bool = False) -> Tensor:
         batch = self._taken(batch)
-        if not (self.model.training and torch.is_grad_enabled()):
+        if not (trains or (self.model.training and torch.is_grad_enabled())):
             come_to_step(f"{call} in eval mode", self.world)
             return self._of_all_data(self.pipeline.evaluate(batch))
         if self._pending is not None or self._is_backward_done:
@@ -181,8 +181,18 @@ class Engine:
         return is_made
 
     def train_step(self, batch: Any) -> Tensor:
-        """Forward, backward and update for a batch. Returns its loss, as ``engine(batch)``."""
-        loss = self._compute(batch, "engine.train_step")
+        """Forward, backward and update for a batch. Returns its loss, as ``engine(batch)``.
+
+        It trains a model in eval mode, too: without dropout, and with the running averages of its norms as they are.
+        """
+        if not torch.is_grad_enabled():
+            come_to_step("engine.train_step under torch.no_grad()", self.world)
+            raise InputError(
+                "engine.train_step was called under torch.no_grad()",
+                rule="A step needs gradients",
+                remedy="Call it outside of torch.no_grad(), or use engine.evaluate(batch)",
+            )
+        loss = self._compute(batch, "engine.train_step", trains=True)
         self.backward(loss)
         self._step()
         return loss

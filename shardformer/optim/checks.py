@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardformer.comm.agree import agree
+from shardformer.comm.overlap import overlapping, view_of
 from shardformer.comm.values import has_values
 from shardformer.errors import ConfigError, expect
 from shardformer.layout.state import ShardedState
@@ -34,7 +35,7 @@ def as_list(optimizer: Any) -> list[Optimizer]:
 Given = tuple[list[Optimizer], Settings]
 
 
-def checked(given: Callable[[], Given], table: ShardedState) -> Given:
+def checked(given: Callable[[], Given], model: nn.Module, table: ShardedState) -> Given:
     """The optimizers and settings that ``zero`` was given.
 
     Raises ConfigError, on every rank, where one cannot do what it was asked for, or was asked for something else.
@@ -44,7 +45,7 @@ def checked(given: Callable[[], Given], table: ShardedState) -> Given:
     def check() -> Given:
         optimizers, settings = given()
         check_optimizers(optimizers, table)
-        check_memory(table)
+        check_memory(model, table)
         check_free(settings, table.context.device)
         check_files(settings, optimizers, table)
         return optimizers, settings
@@ -86,19 +87,24 @@ def check_optimizers(optimizers: Sequence[Optimizer], table: ShardedState) -> No
         seen |= {id(p) for p in given}
 
 
-def check_memory(table: ShardedState) -> None:
-    """Raises ConfigError where two parameters share memory without being one: here each gets its own."""
-    owners: dict[int, str] = {}
-    for entry in table.entries:
-        if not entry.param.numel() or not has_values(entry.param):
-            continue
-        other = owners.setdefault(entry.param.untyped_storage().data_ptr(), entry.name)
-        if other != entry.name:
-            raise ConfigError(
-                f"{entry.name} and {other} lie in the same memory, and are two parameters",
-                rule="zero moves the values of each parameter to where the ranks' parts lie behind each other",
-                remedy="Tie them as one parameter (a.weight = b.weight), or give each memory of its own (.clone())",
-            )
+def check_memory(model: nn.Module, table: ShardedState) -> None:
+    """Raises ConfigError where something shares memory with a parameter without being it: here each gets its own."""
+    params = [(entry.name, entry.param) for entry in table.entries if has_values(entry.param)]
+    rule = "zero moves the values of each parameter to where the ranks' parts lie behind each other"
+    if group := next(iter(overlapping(params)), None):
+        first, second, *_ = (name for name, _ in params if name in group)
+        raise ConfigError(
+            f"{second} and {first} lie in the same memory, and are two parameters",
+            rule=rule,
+            remedy="Tie them as one parameter (a.weight = b.weight), or give each memory of its own (.clone())",
+        )
+    if found := view_of(model, params):
+        view, name = found
+        raise ConfigError(
+            f"{view} is a view of the parameter {name}: it lies in its memory",
+            rule=f"{rule}, so that {view} would no longer follow it",
+            remedy=f"Read {name} itself where {view} is read, or give {view} memory of its own (.clone())",
+        )
 
 
 def check_files(settings: Settings, optimizers: Sequence[Optimizer], table: ShardedState) -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from shardformer.comm.agree import agree
 from shardformer.comm.values import is_true
 from shardformer.errors import ConfigError
+from shardformer.layers.wide_inputs import accept_wide_inputs
 from shardformer.layout.state import ROOT, ShardedState
 from shardformer.mesh.axis import Axis
 from shardformer.optim.between_steps import loading, reading
@@ -178,6 +179,8 @@ class ZeroOptimizer(Optimizer):
         for entry in self._table.entries:
             if dtype is not None and entry.param.is_floating_point() and entry.param.dtype != dtype:
                 entry.param.data = entry.param.data.to(dtype)
+        if dtype is not None:
+            accept_wide_inputs(self._model)
 
     def _receive(self, bucket: Bucket, part: Tensor, had: Tensor) -> None:
         self._by_bucket[id(bucket.gradients)].receive(part, had, self._precision.scale)

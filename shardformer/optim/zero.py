@@ -69,4 +69,4 @@ def zero(
         places = Offload.of(offload, optimizers)
         return optimizers, Settings(stage, Precision.of(precision), rules, sending, layout, places)
 
-    return ZeroOptimizer(model, table, *checked(given, table))
+    return ZeroOptimizer(model, table, *checked(given, model, table))

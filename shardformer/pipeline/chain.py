@@ -65,12 +65,15 @@ class SequenceNeeds:
             names, those of a module that is given the whole sequence behind its path ("mixer.gate").
         apart: modules that are given no tokens, as a time step that scales all of them. What they give is summed over
             the ranks' tokens in the backward.
+        between: whether the model's own code between two layers reads all positions, as where features of images are
+            added to some. What a layer gives is then gathered where it is read; the next layer gathers nothing.
     """
 
     gathers: Sequence[str] = ()
     around: Sequence[str] = ()
     beside: Sequence[str] = ()
     apart: Sequence[str] = ()
+    between: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from typing import Any
 from torch import nn
 
 from shardformer.errors import ConfigError, PolicyError
+from shardformer.layers.norm import is_elementwise, norm_kind
+from shardformer.layers.tensor.linear import is_linear
 from shardformer.layers.tensor.modes import MODES, ParallelLayers
 from shardformer.pipeline.chain import Chain, SequenceNeeds, StackDescription, StageNeeds
 from shardformer.policies.attention import AttentionLowering
@@ -22,6 +24,7 @@ from shardformer.policies.describe import ModuleKey, ModulePolicyDescription, me
 from shardformer.policies.kinds import check_kind, hints_of
 from shardformer.policies.lowering import LayerLowering, Replacement, check_exits
 from shardformer.policies.paths import (
+    find,
     is_there,
     join,
     matching,
@@ -193,16 +196,25 @@ class RolePolicy(Policy):
     def stacks(self) -> list[StackDescription]:
         return [*self._own_stacks(), *(s.within(path) for path, policy in self._parts() for s in policy.stacks())]
 
-    def _own_stacks(self) -> list[StackDescription]:
+    def _own_stacks(self, *, any_norm: bool = False) -> list[StackDescription]:
+        """The stacks of this table.
+
+        Args:
+            any_norm: whether whatever takes the place of a final norm counts as one. A module that reads more than one
+                token at a time is given them all, behind the stack.
+        """
         base, out = module_at(self.model, self.base), []
         for s, _ in self._present_stacks():
             norm = s.final_norm if s.final_norm and is_there(base, s.final_norm, self.base) else None
+            behind, layers = find(base, (norm or "").rstrip("?")), find(base, s.layers)
+            if norm is not None and not any_norm and not _reads_each_token(behind, layers):
+                norm = None
             own = StackDescription(s.layers, norm, s.context, s.whole_sequence, s.reads_context, stages=s.stages)
             out.append(replace(own, sequence=s.sequence).within(self.base))
         return out
 
     def chain(self) -> Chain:
-        own = Chain.of(self.model, self._own_stacks()).stacks
+        own = Chain.of(self.model, self._own_stacks(any_norm=True)).stacks
         every = [*own, *(s.within(path) for path, policy in self._parts() for s in policy.chain().stacks)]
         if every:  # some models register their head before the layers
             tops = {head.partition(".")[0] for head in several(self.head) if is_there(self.model, f"{head}?")}
@@ -247,8 +259,18 @@ class RolePolicy(Policy):
         base = module_at(self.model, self.base)
         embeddings = [path.rstrip("?") for path in several(self.embeddings) if is_there(base, path, self.base)]
         subs = [Replacement(join(self.base, path), self._classes.embedding) for path in embeddings]
-        subs += [Replacement(p.rstrip("?"), self._classes.head, ignore_if_not_exist=True) for p in several(self.head)]
+        heads = [path.rstrip("?") for path in several(self.head)]
+        own = [path for path in heads if self._is_head_of_user(path)]
+        self._few = [*self._few, *own]
+        self.notes = [*self.notes, *(f"Whole, since it is no linear: {path}." for path in own)]
+        subs += [Replacement(p, self._classes.head, ignore_if_not_exist=True) for p in heads if p not in own]
         return ModulePolicyDescription(sub_module_replacement=subs)
+
+    def _is_head_of_user(self, path: str) -> bool:
+        """Whether a table of ours names a head in whose place there is another module: it stays whole."""
+        head = find(self.model, path)
+        is_ours = type(self).__module__.startswith("shardformer.")
+        return is_ours and head is not None and not is_linear(head)
 
     def _block(self, block: Role, lowering: LayerLowering) -> ModulePolicyDescription | None:
         if not lowering.has(block):
@@ -271,6 +293,13 @@ class RolePolicy(Policy):
         heads, kv_heads = role.num_heads or self.num_heads, role.num_kv_heads or self.num_kv_heads
         role = replace(role, num_heads=heads, num_kv_heads=kv_heads)
         return AttentionLowering(role, where, getattr(self.model, "config", None))
+
+
+def _reads_each_token(norm: nn.Module | None, layers: nn.Module | None) -> bool:
+    """Whether a module behind some layers is a norm, of the class that they have themselves, or as it computes."""
+    assert norm is not None and layers is not None
+    is_theirs = "forward" not in vars(norm) and type(norm) in {type(module) for module in layers.modules()}
+    return is_theirs or norm_kind(norm) is not None or is_elementwise(norm)
 
 
 def _is_backbone(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from shardformer.comm.agree import agree
 from shardformer.config import ShardConfig
 from shardformer.errors import PolicyError, first_line
 from shardformer.layers.random_stream import align_random, random_kept_on_error
-from shardformer.layers.tensor.parallel_module import ParallelModule
+from shardformer.layers.tensor.parallel_module import ParallelModule, keep_hooks
 from shardformer.layers.tensor.parameters import shard_parameter
 from shardformer.layout.state import Request, ShardedState, cut_in
 from shardformer.layout.stream import StreamLayout
@@ -41,6 +41,7 @@ from shardformer.sharding.checks import (
     check_plain,
     check_unheld,
     check_unhooked,
+    check_views,
     checked_plan,
     held_outside,
     unchanged_on_error,
@@ -56,7 +57,7 @@ from shardformer.sharding.prefix import CacheHeads
 from shardformer.sharding.regions import OpenBlock, open_regions, uses_dropout
 from shardformer.sharding.save import install_saving
 from shardformer.sharding.stages import make_stages
-from shardformer.sharding.structure import Structure, parts_of
+from shardformer.sharding.structure import Structure, parts_of, show_whole_behind
 from shardformer.sharding.ties import check_stages, keep_ties, ties_in
 from shardformer.sharding.wrapped import unwrapped
 
@@ -166,7 +167,7 @@ class Sharding:
         model, config = self.model, self.shard_config
         try:
             self._policy, source = self._find(model, self._context.tensor.size)
-            plan = checked_plan(model, self._policy, config)
+            plan = checked_plan(model, self._policy, config, cuts=self._is_cut or not self._optional)
             if (chain := self._policy.chain()).stacks:
                 homes(plan.model, chain)
         except Exception as error:  # the policy of a family, and a model that its user changed: anything can fail
@@ -211,6 +212,7 @@ class Sharding:
             check_stages(self._ties, self._state.stages.stages_of)
         self._state.unproven = self._unproven()
         check_unhooked(self.model, plan)
+        check_views(self.model, plan, self._state.stages)
         if not self._fresh:
             check_unheld(self.model, plan, self._state.stages, self._outside)
         return plan
@@ -275,6 +277,7 @@ class Sharding:
             open_arguments(self.model, plan, state, self._samples)
         if config.cuts_context:
             open_context(self.model, plan.stacks, state, self._learned, draws=draws)
+        show_whole_behind(self.model, plan)
         self.model = policy.postprocess() or self.model
         if state.stages is not None:
             state.stages.open(self.model, state.stream, state.context, self._wrappers)
@@ -293,6 +296,8 @@ class Sharding:
             if id(module) not in made:
                 sub = plan.replacements[path]
                 made[id(module)] = self._replacement(path, module, sub, shared, self._axis_at(path, plan))
+                if isinstance(made[id(module)], ParallelModule):
+                    keep_hooks(made[id(module)], module)
             self._state.note(path, module, made[id(module)])
         put_everywhere(self.model, made)
         for path, splits in plan.parameters.items():

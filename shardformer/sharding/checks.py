@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardformer.comm.overlap import view_of
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.layers.tensor.parallel_module import ParallelModule
@@ -49,8 +50,11 @@ def check_plain(model: nn.Module) -> None:
     check_recipes(model)
 
 
-def checked_plan(model: nn.Module, policy: Policy, config: ShardConfig) -> Plan:
+def checked_plan(model: nn.Module, policy: Policy, config: ShardConfig, *, cuts: bool = True) -> Plan:
     """What the policy does to the model, where all that was asked for can be.
+
+    Args:
+        cuts: whether weights are cut: see ``make_plan``.
 
     The model is as it was, but for what the policy's ``preprocess`` does. Raises as ``make_plan``; ConfigError for an
     option that cannot be.
@@ -62,7 +66,7 @@ def checked_plan(model: nn.Module, policy: Policy, config: ShardConfig) -> Plan:
         model = policy.preprocess() or model
     policy.set_model(model)
     first_form.check(policy, model)
-    return make_plan(model, policy)
+    return make_plan(model, policy, cuts=cuts)
 
 
 def check_unhooked(model: nn.Module, plan: Plan) -> None:
@@ -75,6 +79,19 @@ def check_unhooked(model: nn.Module, plan: Plan) -> None:
                 rule="It is cut: each tensor rank has a parameter of its own in its place, with a part of the gradient",
                 remedy="Remove it; register it after sharding where what it does is right for a part",
             )
+
+
+def check_views(model: nn.Module, plan: Plan, stages: Stages | None) -> None:
+    """Raises ConfigError where a buffer or an attribute shares the memory of a parameter that is cut, or elsewhere."""
+    cut = plan.cut()
+    moved = [(n, p) for n, p in model.named_parameters() if id(p) in cut or not (stages is None or stages.is_here(n))]
+    if found := view_of(model, moved):
+        view, name = found
+        raise ConfigError(
+            f"{view} of this {type(model).__name__} is a view of the parameter {name}: it lies in its memory",
+            rule=f"{name} is cut, or held by another stage, so that {view} would no longer follow it",
+            remedy=f"Read {name} itself where {view} is read, or give {view} memory of its own (.clone())",
+        )
 
 
 def held_outside(model: nn.Module) -> set[int]:

@@ -16,7 +16,7 @@ from shardformer.layers.attention.select import check_flash_attention, use_flash
 from shardformer.layers.fused import start
 from shardformer.layers.norm import fused_norm
 from shardformer.layers.tensor.linear import Linear1D_Col
-from shardformer.layers.tensor.parallel_module import ParallelModule
+from shardformer.layers.tensor.parallel_module import ParallelModule, keep_hooks
 from shardformer.layout.state import ShardedState
 from shardformer.policies.paths import owner_of
 from shardformer.policies.policy import Policy
@@ -127,6 +127,7 @@ def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _put(model: nn.Module, path: str, native: nn.Module, new: nn.Module, kind: str, state: ShardedState) -> None:
-    """Puts a module into the place of another, and records it."""
+    """Puts a module into the place of another, with its hooks, and records it."""
+    keep_hooks(new, native)
     setattr(*owner_of(model, path), new)
     state.note(path, native, new, kind=kind)

@@ -100,14 +100,18 @@ class Plan:
         return [*out, *(f"{path}: gathered" for path in self.gathered), *map(str, self.stacks)]
 
 
-def make_plan(model: nn.Module, policy: Policy) -> Plan:
+def make_plan(model: nn.Module, policy: Policy, *, cuts: bool = True) -> Plan:
     """Matches the policy's rules against the model.
+
+    Args:
+        cuts: whether weights are cut. Without, the stacks are all that is planned: whatever a layer is made of, its
+            weights stay whole.
 
     Raises PolicyError for a rule that matches nothing, a submodule or attribute that does not exist, two rules for one
     module, or a large parameter that no rule explains.
     """
     plan = Plan(model, policy.stacks())
-    for path, module, description in _match(model, _descriptions(policy)):
+    for path, module, description in _match(model, _descriptions(policy) if cuts else {}):
         for sub in description.sub_module_replacement or []:
             _add_replacement(plan, path, module, sub)
         _add_parameters(plan, path, module, description.parameters or {})
@@ -118,6 +122,8 @@ def make_plan(model: nn.Module, policy: Policy) -> Plan:
         for needed in (stack.layers, stack.final_norm, stack.context[0] if stack.context else None):
             if needed is not None:
                 module_at(model, needed, hint="")
+    if not cuts:
+        return plan
     if policy.shard_config.enable_sequence_parallelism:
         plan.gathered.extend(_gathered(plan))
         plan.apart.extend(_in_layers(plan, lambda needs: needs.apart))

@@ -118,13 +118,22 @@ def _check_stream(plan: Plan, stream: StreamLayout) -> None:
 
 
 def _open_stack(model: nn.Module, stack: StackDescription, stream: Stream, axis: Axis, random: bool) -> None:
-    """Another stack's states enter once for all layers; the stream is cut from the first layer to the last."""
+    """Another stack's states enter once for all layers; the stream is cut from the first layer to the last.
+
+    Where something reads it between two layers, each layer is a stack of its own; what none reads is not gathered.
+    """
     if stack.context is not None and stack.reads_context:
         path, name = stack.context
         change_argument(model.get_submodule(path), name, partial(of_positions, partial(enter, axis=axis)))
     layers = model.get_submodule(stack.layers)
     children = [layer for layer in layers._modules.values() if layer is not None]  # one may be there several times
-    stream.register(children[0], model.get_submodule(stack.final_norm) if stack.final_norm else children[-1])
+    ends = [*children, *([model.get_submodule(stack.final_norm)] if stack.final_norm else [])]
+    is_repeated = len(set(ends)) < len(ends)  # then the first layer is no beginning, or the last no end
+    if stream.layout.cuts_stacks and (is_repeated or stack.sequence.between):
+        for module in dict.fromkeys(ends):
+            stream.register(module, module)
+    else:
+        stream.register(ends[0], ends[-1])
     alike = stream.shares_samples
     if random and alike is not None:
         for module in layers.modules():  # each rank has a part of every sample: all drop the same samples

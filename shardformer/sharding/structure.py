@@ -25,6 +25,7 @@ OF_LIBRARIES = ("shardformer", "torch", "transformers", "timm", "accelerate")
 """Whose hooks do not look at the values, or are refused by themselves where they do."""
 INTO = ("_forward_pre_hooks", "_backward_hooks")
 """The tables of hooks that are shown what goes into a module, and its gradient."""
+OUTSIDE = "hook the model, or what stands behind the final norm"
 Marks = tuple[tuple[Any, ...], ...]
 
 
@@ -95,8 +96,8 @@ class Structure:
                     raise ConfigError(
                         f"A hook on {path} ({type(module).__name__}): {_name_of(hook)}",
                         rule=f"It would see a part: {part.why}",
-                        remedy="Remove it before the model is called; hook the whole attention or MLP, or run the "
-                        "plain model for it. Where a part is what it may see, write hook.sees_parts = True",
+                        remedy=f"Remove it before the model is called; {part.instead}, or run the plain model for it. "
+                        "Where a part is what it may see, write hook.sees_parts = True",
                     )
 
     def _check_forwards(self, model: nn.Module) -> None:
@@ -119,11 +120,13 @@ class SeesPart:
 
     Args:
         hooks: the tables of those hooks that would be shown it.
+        instead: what to do in place of hooking it.
     """
 
     path: str
     why: str
     hooks: tuple[str, ...] = HOOKS
+    instead: str = "hook the whole attention or MLP"
 
 
 class _Anew(Structure):
@@ -152,10 +155,20 @@ def parts_of(plan: Plan, state: ShardedState, *, is_cut: bool) -> Iterator[SeesP
         for stack in plan.stacks:
             for path, _ in plan.model.get_submodule(stack.layers).named_modules(prefix=stack.layers):
                 if path != stack.layers:
-                    yield SeesPart(path, why)
+                    yield SeesPart(path, why, instead=OUTSIDE)
+            if stack.final_norm is not None:
+                yield SeesPart(stack.final_norm, why, INTO, OUTSIDE)
     if is_cut:
         for _, block in plan.blocks:
             yield from _in_block(plan.model, block)
+
+
+def show_whole_behind(model: nn.Module, plan: Plan) -> None:
+    """Hooks that were on a final norm see what it gives when the stack has ended, which is whole."""
+    for path in (stack.final_norm for stack in plan.stacks if stack.final_norm is not None):
+        hooks = model.get_submodule(path)._forward_hooks
+        for key in [key for key, hook in hooks.items() if not is_of_library(hook)]:
+            hooks[key] = hooks.pop(key)
 
 
 def _in_block(model: nn.Module, block: BlockDescription) -> Iterator[SeesPart]:

@@ -3,53 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shardformer.comm.values import has_values
+from shardformer.comm.overlap import Group, Memory, overlapping
 from shardformer.errors import ConfigError
 from shardformer.layout.spec import ShardSpec
 
-
-@dataclass(frozen=True)
-class _Memory:
-    """Where a tensor's numbers lie: storage, first byte, the byte behind the last, and how it steps through them."""
-
-    storage: int
-    begin: int
-    end: int
-    view: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
-
-    @classmethod
-    def of(cls, x: Tensor) -> _Memory:
-        storage = x.untyped_storage()
-        span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-        begin = int(x.storage_offset()) * x.element_size()
-        view = (x.dtype, tuple(x.shape), tuple(x.stride()))
-        address = storage.data_ptr() if has_values(x) else 0
-        return cls(address or storage._cdata, begin, begin + span * x.element_size(), view)
-
-
-Ties = list[dict[str, _Memory]]
+Ties = list[Group]
 
 
 def ties_in(model: nn.Module) -> Ties:
     """Groups of parameters, each by its first name, whose memory overlaps."""
-    found = sorted(
-        ((m, name) for name, p in model.named_parameters() if (m := _Memory.of(p)).begin < m.end),
-        key=lambda at: (at[0].storage, at[0].begin),
-    )
-    groups: Ties = []
-    storage, end = -1, 0
-    for memory, name in found:
-        if memory.storage != storage or memory.begin >= end:
-            groups.append({})
-            storage, end = memory.storage, memory.end
-        groups[-1][name] = memory
-        end = max(end, memory.end)
-    return [group for group in groups if len(group) > 1]
+    return overlapping(model.named_parameters())
 
 
 def check_stages(ties: Ties, stages_of: Callable[[str], Sequence[int]]) -> None:
@@ -81,7 +47,7 @@ def keep_ties(model: nn.Module, ties: Ties, specs: Mapping[int, ShardSpec]) -> N
             other.data = first.data
 
 
-def _torn(group: Mapping[str, _Memory], why: str) -> ConfigError:
+def _torn(group: Mapping[str, Memory], why: str) -> ConfigError:
     first, second, *_ = group
     return ConfigError(
         f"{first} and {second} share their memory, and {why}",

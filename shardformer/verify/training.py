@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardformer.errors import ConfigError, nearest
+from shardformer.layers.wide_inputs import accept_wide_inputs
 from shardformer.optim.layerwise import LAMB, LARS
 from shardformer.optim.settings import STAGES, LossScale, Offload, Precision
 
@@ -181,6 +182,7 @@ class Plain:
         if asked.dtype is not None:
             for p in (p for p in model.parameters() if p.is_floating_point()):
                 p.data = p.data.to(asked.dtype)
+            accept_wide_inputs(model)
 
     def step(self, max_norm: float) -> float:
         """Clips, and updates. Returns the norm before."""

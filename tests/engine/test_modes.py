@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 import shardformer
 from shardformer.engine.engine import Engine
 from shardformer.engine.modes import evaluating, modes_of, set_modes
+from shardformer.errors import InputError
 from shardformer.mesh.context import ParallelContext
 from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import MAIN, Batches, Sample
 
 
 class Classifier(nn.Module):
@@ -124,6 +127,31 @@ def test_a_part_alone_in_train_mode_is_all_that_trains() -> None:
     engine = engine_of(made)
     assert {path for path, mode in modes_of(engine.model).items() if mode} == {"", "head"}
     engine.train_step(batch())
+
+
+@pytest.mark.reduced(one_in=3, first=1)
+@pytest.mark.parametrize("axes", [{"data": 2}, {"pipe": 2}, {"tensor": 2}], ids=str)
+def test_a_step_trains_a_model_that_is_in_eval_mode(axes: dict[str, int]) -> None:
+    """A model that its user put into eval mode trains without dropout."""
+    torch.manual_seed(0)
+    plain: Any = Sample("gpt2", changes={"resid_pdrop": 0.5})().double().eval()
+    data = Batches(MAIN["gpt2"])(0)
+    expected = float(plain(**data).loss.detach())
+
+    def run(context: ParallelContext) -> list[float]:
+        own = copy.deepcopy(plain)
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+        engine = shardformer.initialize(own, optimizer, parallel=axes, context=context)
+        engine.model.eval()
+        own_part = {name: x.chunk(context.data.size)[context.data.rank] for name, x in data.items()}
+        losses = [float(engine.train_step(own_part)) for _ in range(2)]
+        assert not any(modes_of(engine.model).values())
+        with torch.no_grad(), pytest.raises(InputError, match="train_step was called under"):
+            engine.train_step(own_part)
+        return losses
+
+    for losses in run_as_threads(run, **axes, in_turn=True):
+        assert losses[0] == pytest.approx(expected, rel=1e-5) and losses[1] < losses[0]
 
 
 class Evaluates(shardformer.Hook):

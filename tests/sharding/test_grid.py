@@ -190,6 +190,39 @@ def test_layers_that_are_computed_again(mode: str, sizes: Sizes) -> None:
     check(plain, [*batches_of("llama", 3), *batches_of("llama", 4)], mode, sizes, casts=1e-5)
 
 
+@pytest.mark.reduced(one_in=2)
+@pytest.mark.parametrize(("mode", "sizes"), [("2d", (2, 2)), ("3d", (2, 1, 2))], ids=str)
+def test_stacks_that_are_computed_again_as_a_whole(mode: str, sizes: Sizes) -> None:
+    """Swin merges patches behind each stack, and the checkpoint is around both."""
+    plain = copy.deepcopy(plain_of("swin"))
+    plain.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    check(plain, [*batches_of("swin", 3), *batches_of("swin", 4)], mode, sizes, casts=1e-5)
+
+
+@pytest.mark.full
+def test_dropout_is_drawn_alike_where_stacks_are_computed_again() -> None:
+    torch.manual_seed(0)
+    plain = Sample("swin", changes={"hidden_dropout_prob": 0.3})().double().train()
+    batch = batches_of("swin", 3, steps=1)[0]
+
+    def gradients(context: ParallelContext, again: bool) -> dict[str, Tensor]:
+        grid = with_tensor(context, (2, 2))
+        model: Any = shardformer.shard_model(copy.deepcopy(plain), context=grid, tensor_parallel_mode="2d")
+        if again:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(7)
+        sample_loss(model, batch).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    first, second = (
+        run_as_threads(lambda context, again=again: gradients(context, again), tensor=4, in_turn=True)  # type: ignore[misc]
+        for again in (False, True)
+    )
+    for once, again in zip(first, second, strict=True):
+        for name, grad in once.items():
+            near(name, again[name], grad, 1e-5)
+
+
 def mixture(family: str, head: str) -> tuple[nn.Module, list[dict[str, Any]]]:
     torch.manual_seed(0)
     config = shrunk(transformers.AutoConfig.for_model(family, architectures=[head]))

@@ -15,6 +15,7 @@ from shardformer.comm.collectives import Pending
 from shardformer.comm.conjugates import first_order_only
 from shardformer.layers.grid.edges import GridEdges
 from shardformer.layers.tensor.projection import Column, matmul_in, weight_grad
+from shardformer.layers.wide_inputs import product_dtype
 
 
 def project_on_grid(
@@ -28,8 +29,7 @@ def project_on_grid(
         known: the input of the block, where it was gathered before.
     """
     weights: list[Tensor | None] = [p for c in columns for p in (c.weight, c.fused_bias)]
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    if (dtype := product_dtype(x, columns[0].weight)) is not None:
         x, known = x.to(dtype), known if known is None else known.to(dtype)
         weights = [None if w is None else w.to(dtype) for w in weights]
     seen, *outputs = _Columns.apply(

@@ -75,18 +75,23 @@ class GridStream(Stream):
         self.samples, self.width = x_BSH.shape[self.batch_dim], x_BSH.shape[-1]
         self._known.add(self.samples)
         self._is_random = training
-        if self._random is not None and training and torch._C._current_graph_task_id() < 0:
+        if self._random is not None and training:
             self._random.enter(x_BSH)
         entered: Tensor = _Enter.apply(x_BSH, self.grid, self.batch_dim)
         return entered
 
     def leave_stack(self, x_bSh: Tensor) -> Tensor:
-        """The stack's output is whole again. Forward: one all-gather over all ranks; backward nothing."""
-        if not self._is_open or torch._C._current_graph_task_id() >= 0:
+        """The stack's output is whole again. Forward: one all-gather over all ranks; backward nothing.
+
+        In a recomputation, too: a checkpoint may hold what follows the stack (the merging of patches of Swin).
+        """
+        if not self._is_open:
             return x_bSh
         if self._random is not None and self._is_random:
             self._random.leave()
-        left: Tensor = _Leave.apply(x_bSh, self.grid, self.samples, self.width, self.batch_dim)
+        samples = self.batch_of(x_bSh.shape[self.batch_dim])
+        assert samples is not None  # of a forward that entered
+        left: Tensor = _Leave.apply(x_bSh, self.grid, samples, self.width, self.batch_dim)
         return left
 
     def register_whole(self, module: nn.Module, random: bool) -> GridGathered:

@@ -14,7 +14,14 @@ from shardformer.comm.conjugates import join_dim, leave_block
 from shardformer.comm.values import has_values
 from shardformer.errors import ConfigError, InputError
 from shardformer.layers.tensor.edges import summed_later
-from shardformer.layers.tensor.parallel_module import GroupLike, ParallelModule, check_divides, check_native, factor_of
+from shardformer.layers.tensor.parallel_module import (
+    GroupLike,
+    ParallelModule,
+    check_divides,
+    check_native,
+    factor_of,
+    keep_hooks,
+)
 from shardformer.layout.spec import ShardSpec
 from shardformer.layout.split import Split
 from shardformer.mesh.axis import Axis
@@ -78,9 +85,7 @@ class _ParallelEmbedding(ParallelModule):
                 )
         new = cls(module.num_embeddings, module.embedding_dim, process_group=process_group, native=module, **kwargs)
         new.factor = factor or 1.0
-        for table, hooks in vars(module).items():  # what they see is as before: whole (enable_input_require_grads)
-            if table.startswith(("_forward_", "_backward_")) and "hooks" in table:
-                setattr(new, table, hooks)
+        keep_hooks(new, module)  # what they see is as before: whole (enable_input_require_grads)
         return new
 
     def _scaled(self, found: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from shardformer.layers.tensor.parallel_module import GroupLike, ParallelModule,
 from shardformer.layers.tensor.pending import resolved
 from shardformer.layers.tensor.projection import RowExit, matmul_in, project_alone
 from shardformer.layers.vocab.logits import shard_logits
+from shardformer.layers.wide_inputs import product_dtype
 from shardformer.layout.spec import ShardSpec
 from shardformer.layout.split import Split
 from shardformer.mesh.axis import Axis
@@ -234,8 +235,7 @@ class Linear1D_Row(_ParallelLinear):
         if not self.parallel_input:
             x = self._part_of(x)
         weight: Tensor = self.weight
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
+        if (dtype := product_dtype(x, weight)) is not None:
             x, weight = x.to(dtype), weight.to(dtype)
         edges = WholeEdges(self.axis) if self.block is None else self.block.edges
         try:

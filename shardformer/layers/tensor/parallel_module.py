@@ -73,6 +73,19 @@ class ParallelModule(nn.Module, ABC):
             mark_slices(self, [name])
 
 
+def keep_hooks(new: nn.Module, native: nn.Module) -> None:
+    """Gives a module the hooks of the one in whose place it comes, behind its own; their handles go on removing them.
+
+    Where they would see a part, that is refused later.
+    """
+    for table, hooks in vars(native).items():
+        if table.startswith(("_forward_", "_backward_")) and "hooks" in table and hooks:
+            for key, own in getattr(new, table).items():
+                hooks[key] = own
+                hooks.move_to_end(key, last=False)
+            setattr(new, table, hooks)
+
+
 def check_native(module: nn.Module, *kinds: type[nn.Module]) -> None:
     """Refuses a module that does something else than the class that a parallel layer stands for.
 

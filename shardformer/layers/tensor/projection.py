@@ -15,6 +15,7 @@ from torch.autograd import Function
 from shardformer.comm.conjugates import first_order_only
 from shardformer.layers.tensor.edges import Edges, WholeEdges
 from shardformer.layers.tensor.pending import PendingTensor
+from shardformer.layers.wide_inputs import is_wider, product_dtype
 from shardformer.mesh.axis import Axis
 
 
@@ -41,15 +42,14 @@ def project(
 ) -> tuple[Tensor, list[Tensor]]:
     """The tensor that the columns read, without history, and their outputs (B, S, f), for this rank's x of the stream.
 
-    Under autocast x is cast before it is sent. Communicates what the entry does; in the backward the gradient of x is
-    on its way while the gradients of the weights are computed.
+    Under autocast, and where it is wider than 16-bit weights, x is cast before it is sent. Communicates what the entry
+    does; in the backward the gradient of x is on its way while the gradients of the weights are computed.
 
     Args:
         known: the full tensor of x, where it was gathered before.
     """
     weights: list[Tensor | None] = [p for c in columns for p in (c.weight, c.fused_bias)]
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    if (dtype := product_dtype(x, columns[0].weight)) is not None:
         x, known = x.to(dtype), known if known is None else known.to(dtype)
         weights = [None if w is None else w.to(dtype) for w in weights]
     seen, *outputs = _Columns.apply(x, known, edges, [c.transposed for c in columns], *weights)
@@ -73,6 +73,7 @@ def project_alone(column: Column, x: Tensor) -> Tensor:
 
 def matmul_in(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     """x @ W^T + b for a weight stored (out, in), or x @ W + b for one stored (in, out)."""
+    x = x.to(weight.dtype) if is_wider(x, weight) else x
     if not transposed:
         return F.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])

@@ -91,7 +91,12 @@ class Stream:
             self._random.enter(x_BSH)
         if isinstance(x_BSH, PendingTensor) and x_BSH.is_pending and x_BSH.known is None and x_BSH.edges is None:
             return scatter_output(x_BSH.local, self.axis, SEQUENCE)
+        if isinstance(x_BSH, PendingTensor) and x_BSH.is_pending and self._is_own(x_BSH.edges):
+            return x_BSH.local  # as the layer before left it
         return split_dim(x_BSH, self.axis, SEQUENCE, self._split())
+
+    def _is_own(self, edges: Any) -> bool:
+        return isinstance(edges, SequenceEdges) and edges.axis is self.axis and edges.full == self.full
 
     def leave_stack(self, x_BsH: Tensor) -> Tensor:
         """The stack's output is whole again, for whoever reads it.

@@ -20,6 +20,7 @@ from shardformer.errors import PolicyError
 from shardformer.layers.attention.select import attention_classes
 from shardformer.layout.state import state_of
 from shardformer.mesh.context import ParallelContext
+from shardformer.policies.infer.own_code import known_by
 from shardformer.policies.infer.prove import Reference, difference
 from shardformer.policies.infer.tokens import TokensIn
 from shardformer.policies.infer.twin import ONE_AT_A_TIME, twin_or_copy_of
@@ -47,23 +48,21 @@ _KNOWN: dict[Hashable, ContextProof] = {}
 
 
 def prove_context(model: nn.Module, find: Find, sizes: Sizes, *, may_be_whole: bool = True) -> ContextProof:
-    """The proof for a model, made once for models of one class with one config. Communicates nothing.
+    """The proof for a model, made once for models of a library's classes with one config. Communicates nothing.
 
     Args:
         find: (model, number of tensor ranks) -> its policy, and where that comes from.
         sizes: how the ranks of the sequence axis are laid out.
         may_be_whole: whether attentions may stay as they are, each computed for all positions on every rank.
     """
-    config: Any = getattr(model, "config", None)
-    said = config.to_json_string() if hasattr(config, "to_json_string") else None
-    ring, group = min(sizes.ring, 2), min(sizes.group, 2)
-    key = (type(model), said, ring, group, sizes.gathers, may_be_whole)
+    ring, group, kind = min(sizes.ring, 2), min(sizes.group, 2), known_by(model)
+    key = (kind, ring, group, sizes.gathers, may_be_whole)
     with ONE_AT_A_TIME:
         if key in _KNOWN:
             return _KNOWN[key]
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             proof = _prove(model, find, Sizes(ring, group, sizes.gathers), may_be_whole)
-        if said is not None:  # two modules of one class without a config may differ in anything
+        if kind is not None:
             _KNOWN[key] = proof
         return proof
 
@@ -91,7 +90,8 @@ def _prove(model: nn.Module, find: Find, sizes: Sizes, may_be_whole: bool) -> Co
             if not learned.is_whole:
                 context = context.view("sequence", ring=sizes.ring, ulysses=sizes.group)
             config = ShardConfig(context=context, context_parallel="gather" if sizes.gathers else "auto")
-            Sharding(model, config, find_copy, prove=lambda *_, **__: ContextProof(None, learned), fresh=True).shard()
+            proven = ContextProof(None, learned)
+            Sharding(model, config, find_copy, prove=lambda *_, **__: proven, optional=True, fresh=True).shard()
             if context.rank == 0:
                 runs.append(state_of(model).context_run)
 

@@ -18,6 +18,7 @@ from shardformer.config import ShardConfig
 from shardformer.errors import PolicyError
 from shardformer.mesh.context import ParallelContext
 from shardformer.mesh.tensor_grid import NAMES, TensorGrid
+from shardformer.policies.infer.own_code import known_by
 from shardformer.policies.infer.prove import difference
 from shardformer.policies.infer.twin import ONE_AT_A_TIME, Twin, twin_of
 from shardformer.policies.policy import Policy
@@ -48,22 +49,24 @@ _KNOWN: dict[Hashable, GridProof] = {}
 
 
 def prove_grid(model: nn.Module, find: Find, grid: TensorGrid) -> GridProof:
-    """The proof for a model, made once for models of one class with one config. Communicates nothing.
+    """The proof for a model, made once for models of a library's classes with one config. Communicates nothing.
 
     It is made on two ranks along each axis that has more than one.
 
     Args:
         find: (model, number of tensor ranks) -> its policy, and where that comes from.
     """
-    config: Any = getattr(model, "config", None)
-    said = config.to_json_string() if hasattr(config, "to_json_string") else id(model)
+    kind = known_by(model)
     sizes = tuple(min(axis.size, 2) for axis in (grid.row, grid.column, grid.depth))
-    key = (type(model), said, grid.mode, sizes)
+    key = (kind, grid.mode, sizes)
     with ONE_AT_A_TIME:
-        if key not in _KNOWN:
-            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-                _KNOWN[key] = _prove(model, find, grid.mode, dict(zip(NAMES, sizes, strict=True)))
-        return _KNOWN[key]
+        if key in _KNOWN:
+            return _KNOWN[key]
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            proof = _prove(model, find, grid.mode, dict(zip(NAMES, sizes, strict=True)))
+        if kind is not None:
+            _KNOWN[key] = proof
+        return proof
 
 
 def _prove(model: nn.Module, find: Find, mode: str, sizes: dict[str, int]) -> GridProof:

@@ -18,12 +18,14 @@ from shardformer.sharding.plan import make_plan
 Stacks = Sequence[Stack]
 WAYS = (
     frozenset[str](),
+    frozenset({"between"}),
     frozenset({"mixing"}),
     frozenset({"mixing", "attentions"}),
     frozenset({"mixing", "holders"}),
     frozenset({"mixing", "attentions", "holders"}),
+    frozenset({"mixing", "attentions", "holders", "between"}),
 )
-"""What is given the whole sequence, in the order in which it is tried: see ``_Found``."""
+"""What is given the whole sequence, in the order in which it is tried: see ``_Found`` and ``SequenceNeeds``."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class _Found:
         around = _each(name for part in ("attentions", "holders") if part in way for name in getattr(self, part))
         given = {"", *gathers, *around}
         beside = tuple(name for name in self.beside if name.rpartition(".")[0] in given)
-        return SequenceNeeds(gathers, around, beside, self.apart)
+        return SequenceNeeds(gathers, around, beside, self.apart, "between" in way)
 
 
 def along_sequence(

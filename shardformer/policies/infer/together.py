@@ -55,11 +55,10 @@ def in_text(model: nn.Module, made: Mapping[str, Tensor]) -> Iterator[Way]:
             yield {name: x for name, x in {**out, **own, **found}.items() if name in names}
 
 
-def values_in_text(model: nn.Module) -> list[str]:
-    """The inputs of the images and sounds that a model takes in its text."""
-    names, config = inspect.signature(model.forward).parameters, getattr(model, "config", None)
-    kinds = [kind for kind in MODALITIES if _method(model, f"get_{kind}_features") and _token(config, kind) is not None]
-    return [name for kind in kinds for name in _VALUES[kind] if name in names]
+def values_beside_text(model: nn.Module) -> list[str]:
+    """The inputs of images and sounds that a model takes, in its text or apart from it."""
+    names = inspect.signature(model.forward).parameters
+    return [name for values in _VALUES.values() for name in values if name in names]
 
 
 def feature_width(model: nn.Module, made: Mapping[str, Tensor]) -> int:

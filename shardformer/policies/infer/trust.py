@@ -10,16 +10,16 @@ import copy
 import inspect
 from collections.abc import Iterator
 from types import MethodType
-from typing import Any
 
 from torch import nn
 
 from shardformer.errors import PolicyError
 from shardformer.layers.norm import is_elementwise
-from shardformer.policies.infer.blame import LIBRARIES
+from shardformer.policies.infer.own_code import is_of_library
 from shardformer.policies.infer.prove import mismatch
 from shardformer.policies.infer.twin import twin_of
 from shardformer.policies.policy import Policy
+from shardformer.policies.role_policy import RolePolicy
 
 RANKS = 2
 
@@ -27,16 +27,20 @@ RANKS = 2
 def check_trusted(model: nn.Module, policy: Policy) -> None:
     """Raises PolicyError where layers run code that the policy was not written for, and that no proof covers.
 
+    Where that code needs tokens that sequence parallelism has on other ranks, the policy refuses that from now on.
     Communicates nothing. A model of the library's own code is not looked at any further.
     """
-    policy = copy.copy(policy)
-    policy.set_model(model)
-    layers = [stack.layers for stack in policy.stacks()]
+    own = copy.copy(policy)
+    own.set_model(model)
+    layers = [stack.layers for stack in own.stacks()]
     foreign = dict(foreign_in(model, layers))
     if not foreign:
         return
     path, module = next(iter(foreign.items()))
-    against = _against(model, type(policy), layers, foreign)
+    against, along_sequence = _against(model, type(policy), layers, foreign)
+    if isinstance(policy, RolePolicy) and along_sequence is not None:
+        why = f"with the code of {path} ({type(module).__name__}) {along_sequence}"
+        policy.against_sequence = policy.against_sequence or why
     if against is not None:
         raise PolicyError(
             f"{path} ({type(module).__name__}) runs code that {type(policy).__name__} was not written for: {against}",
@@ -50,33 +54,28 @@ def foreign_in(model: nn.Module, layers: list[str]) -> Iterator[tuple[str, nn.Mo
     """The modules of some layers whose forward is no library's, without those that look at one feature at a time."""
     for stack in layers:
         for path, module in model.get_submodule(stack).named_modules(prefix=stack):
-            if not _is_of_library(module) and (module._modules or not is_elementwise(module)):
+            if not is_of_library(module) and (module._modules or not is_elementwise(module)):
                 yield path, module
 
 
-def _is_of_library(module: nn.Module) -> bool:
-    of_class: Any = inspect.unwrap(type(module).forward)
-    return "forward" not in vars(module) and _package_of(of_class) in LIBRARIES
-
-
-def _package_of(function: Any) -> str:
-    return str(getattr(function, "__module__", "")).partition(".")[0]
-
-
-def _against(model: nn.Module, policy: type[Policy], layers: list[str], foreign: dict[str, nn.Module]) -> str | None:
-    """Why it must not be used; None where nobody can tell."""
+def _against(
+    model: nn.Module, policy: type[Policy], layers: list[str], foreign: dict[str, nn.Module]
+) -> tuple[str | None, str | None]:
+    """Why it must not be used, and why not with sequence parallelism; None where nobody can tell."""
     try:
         twin = twin_of(model)
         _take_over(twin.model, foreign)
         lacks = _kinds(foreign) - _kinds(dict(foreign_in(twin.model, layers)))
         if lacks:
-            return f"no small twin of the model has {', '.join(sorted(lacks))}"
+            return f"no small twin of the model has {', '.join(sorted(lacks))}", None
         reference = twin.reference()
     except PolicyError as error:
-        return error.what
+        return error.what, None
     except Exception as error:
-        return f"on a small twin it does not run ({type(error).__name__}: {str(error)[:120]})"
-    return mismatch(reference, policy, RANKS)
+        return f"on a small twin it does not run ({type(error).__name__}: {str(error)[:120]})", None
+    if (against := mismatch(reference, policy, RANKS)) is not None:
+        return against, None
+    return None, mismatch(reference, policy, RANKS, enable_sequence_parallelism=True)
 
 
 def _take_over(twin: nn.Module, foreign: dict[str, nn.Module]) -> None:

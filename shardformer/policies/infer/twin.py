@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from shardformer.errors import PolicyError, first_line
 from shardformer.layers.dropout import silence_dropout
 from shardformer.lazy.materialize import copy_with_values, is_lazy
+from shardformer.pipeline.flat import TOKENS, ids_of
+from shardformer.policies.infer.own_code import take_over
 from shardformer.policies.infer.prove import Reference, loss_of
-from shardformer.policies.infer.together import feature_width, in_text, text_width, values_in_text
+from shardformer.policies.infer.together import MODALITIES, feature_width, in_text, text_width, values_beside_text
 from shardformer.testing.zoo.inputs import (
     Forward,
     UnknownInputsError,
@@ -55,7 +57,7 @@ class Twin:
 
     Args:
         further: calls with other inputs that it takes as well.
-        untried: inputs of images and sounds in its text that no call has, since no way to lay them out is known.
+        untried: inputs of images and sounds that no call has, since no way to lay them out is known.
     """
 
     model: nn.Module
@@ -96,17 +98,20 @@ def twin_of(model: nn.Module, batch: Mapping[str, Tensor] | None = None, *, toge
         makes = list(_shrunk_twins(model))
     except Exception as error:  # its class takes more than a config, or asks for what no other config has
         makes, problems = [], [f"{type(error).__name__}: {str(error).strip()[:160]}"]
+    copied = partial(copy_with_values if is_lazy(model) else copy.deepcopy, model)
     if sum(p.numel() for p in model.parameters()) <= SMALL_NUMEL:
-        makes.append(partial(copy_with_values if is_lazy(model) else copy.deepcopy, model))
+        makes.append(copied)
     for make, dtype in product(makes, PRECISIONS):
         try:
             twin = _made(make, dtype)
-            if twin is not model and (lacks := kinds_of_layers(model) - kinds_of_layers(twin)):
-                raise ValueError(f"it lacks {len(lacks)} of the kinds of layers")
+            if make is not copied:
+                if lacks := kinds_of_layers(model) - kinds_of_layers(twin):
+                    raise ValueError(f"it lacks {len(lacks)} of the kinds of layers")
+                take_over(twin, model)
             run, fed = _runs(twin, batch, together=together)
             further = () if batch is not None or together else tuple(_further(twin, fed))
             tried = {*fed, *(name for each in further for name in each.names)}
-            untried = [name for name in values_in_text(twin) if name not in tried] if batch is None else []
+            untried = [name for name in values_beside_text(twin) if name not in tried] if batch is None else []
             return Twin(twin, run, fed, further, tuple(untried))
         except UnknownInputsError:
             raise  # no other twin would be told
@@ -277,9 +282,13 @@ def first_batch(model: nn.Module) -> Mapping[str, Tensor]:
 
 
 def _further(twin: nn.Module, fed: Mapping[str, Tensor]) -> Iterator[Further]:
-    """The first of the batches with images and sounds in their texts that the twin takes, where ``fed`` has none."""
-    for given in in_text(twin, dict(inputs_of(twin))):
-        names = tuple(name for name, x in given.items() if name not in fed and x.is_floating_point())
+    """The first of the batches with images and sounds that the twin takes, where ``fed`` has none: in their texts, or
+    apart from them."""
+    made = dict(inputs_of(twin))
+    for given in (*in_text(twin, made), made):
+        floats = [name for name, x in given.items() if x.is_floating_point()]
+        stands = _stands_for_something(twin, given) and not _stands_for_something(twin, fed)
+        names = tuple(name for name in floats if stands or name not in fed)
         for candidate in (*labelled(twin, given), given) if names else ():
             run = runner(twin, candidate)
             try:
@@ -290,6 +299,12 @@ def _further(twin: nn.Module, fed: Mapping[str, Tensor]) -> Iterator[Further]:
                 continue
             yield Further(run, names)
             return
+
+
+def _stands_for_something(twin: nn.Module, given: Mapping[str, Tensor]) -> bool:
+    """Whether a text has a token in it that stands for an image or a sound."""
+    ids = [x for name, x in ids_of(getattr(twin, "config", None)).items() if name.startswith(tuple(MODALITIES))]
+    return TOKENS in given and bool(torch.isin(given[TOKENS], torch.tensor([*ids, -1])).any())
 
 
 def _train(twin: nn.Module, run: Forward, reseeded: Forward) -> None:

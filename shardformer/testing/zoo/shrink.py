@@ -125,7 +125,7 @@ class Shrinker:
                 few, small_numbers(self.found, self.kinds, replace(sizes, fewer_channels=FEWER_CHANNELS)) | named
             )
         given: dict[str, int] = {}
-        for path, value in numbers(small):
+        for path, value in [*numbers(small), *((path, sizes.words) for path in _unnamed_tokens(small))]:
             if path[-1].endswith(("token_id", "token_index")) and value >= sizes.words:
                 last = sizes.words - 1 - len(given) % RESERVED  # another one for images than for sounds
                 new = 3 if path[-1].startswith(("bos", "eos", "pad", "decoder")) else given.setdefault(path[-1], last)
@@ -138,6 +138,12 @@ class Shrinker:
         if hasattr(small, "_experts_implementation"):
             small._experts_implementation = "eager"  # the other implementations do not compute in fp64
         return small
+
+
+def _unnamed_tokens(config: Any) -> list[Path]:
+    """Tokens that stand for images or sounds and that a config leaves to who has a tokenizer (InstructBLIP's)."""
+    fields = ((name, value) for name, value in vars(config).items() if name.startswith(("image_token", "audio_token")))
+    return [(name,) for name, value in fields if value is None]
 
 
 def shrunk(config: Any, **how: Any) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from types import SimpleNamespace
+from dataclasses import replace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardformer
+from shardformer.comm.recorder import Recorder
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.layout.state import specs_of, state_of
 from shardformer.mesh.context import ParallelContext
+from shardformer.pipeline.chain import SequenceNeeds
 from shardformer.policies.infer.infer import infer_on
 from shardformer.policies.infer.twin import UNTRIED, twin_of
 from shardformer.policies.policy import Policy
@@ -117,15 +120,25 @@ def policy_of(model: Seer) -> Policy:
         return infer_on(twin.model, twin.run, twin)()
 
 
-def check(plain: Seer, policy: Policy, batch: dict[str, Tensor], **layout: Any) -> None:
-    """The loss and all gradients over these ranks are those of the plain model."""
+def check(
+    plain: Seer,
+    policy: Policy,
+    batch: dict[str, Tensor],
+    options: Mapping[str, Any] = MappingProxyType({}),
+    **layout: Any,
+) -> None:
+    """The loss and all gradients over these ranks are those of the plain model.
+
+    Args:
+        options: of the ``ShardConfig``.
+    """
     expected = copy.deepcopy(plain)
     loss = loss_of(expected(**batch), batch)
     loss.backward()
     gradients = {name: p.grad for name, p in expected.named_parameters()}
 
     def run(context: ParallelContext) -> set[str]:
-        model = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context)
+        model = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context, **options)
         if context.pipe.size > 1:
             found = shardformer.Pipeline(model, micro_batches=2, loss_fn=loss_of).step(batch)
         else:
@@ -159,6 +172,41 @@ def test_a_sequence_is_cut_in_which_there_are_images(how: str) -> None:
     policy = policy_of(plain)
     check(plain, policy, batch_of(), sequence=2)
     check(plain, policy, batch_of(images=False), sequence=2)
+
+
+@pytest.mark.reduced(one_in=2, first=1)
+@pytest.mark.parametrize("how", ["plain", "deep"])
+def test_sequence_parallelism_with_images(how: str) -> None:
+    plain = seer(how)
+    policy: Any = policy_of(plain)
+    assert policy.against_sequence is None and not policy.unproven["enable_sequence_parallelism"]
+    assert policy.stack.sequence.between == (how == "deep")
+    for options in ({}, {"enable_sequence_overlap": True}):
+        for images in (True, False):
+            check(plain, policy, batch_of(images), {"enable_sequence_parallelism": True, **options}, tensor=2)
+    check(plain, policy, batch_of(), {"enable_sequence_parallelism": True}, tensor=3)
+    check(plain, policy, batch_of(), {"enable_sequence_parallelism": True}, tensor=2, pipe=2)
+
+
+@pytest.mark.full
+def test_what_no_code_reads_between_two_layers_is_not_gathered() -> None:
+    plain = seer("deep")
+    deep: Any = policy_of(plain)
+    without = copy.deepcopy(deep)
+    without.stack = replace(deep.stack, sequence=SequenceNeeds())
+
+    def sent(policy: Any) -> Any:
+        def run(context: ParallelContext) -> Any:
+            model = shardformer.shard_model(
+                copy.deepcopy(plain), copy.deepcopy(policy), context=context, enable_sequence_parallelism=True
+            )
+            with Recorder(context) as recorder:
+                loss_of(model(**batch_of(images=False)), batch_of(images=False)).backward()
+            return recorder.table()
+
+        return run_as_threads(run, tensor=2)[0]
+
+    assert sent(deep) == sent(without)
 
 
 def test_where_images_cannot_be_batches_with_them_are_refused_on_all_ranks() -> None:

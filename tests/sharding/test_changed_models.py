@@ -1,0 +1,239 @@
+"""Models of a known family that their user has changed: what is not cut may be anything, and layers may come again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardformer
+from shardformer.engine.parallel import Parallel
+from shardformer.engine.pipeline import Pipeline
+from shardformer.errors import ConfigError, PolicyError
+from shardformer.mesh.context import ParallelContext, with_sequence, with_tensor
+from shardformer.mesh.sizes import total_of
+from shardformer.optim.zero import zero
+from shardformer.sharder import shard_model
+from shardformer.sharding.save import full_state_dict
+from shardformer.testing.threads import run_as_threads
+from shardformer.testing.zoo import MAIN, Batches, Sample
+
+pytestmark = pytest.mark.slow
+
+BATCH = Batches(MAIN["llama"])(0)
+Layout = Mapping[str, Any]
+TENSOR: list[Layout] = [
+    {"tensor": 2},
+    {"tensor": 2, "sequence_parallel": True},
+    {"tensor": (2, 1), "tensor_mode": "2d"},
+]
+UNCUT: list[Layout] = [{"pipe": 2}, {"sequence": 2}, {"pipe": 2, "data": 2}]
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    model: Any = Sample("llama")().double().train()
+    model.config.use_cache = False
+    return model
+
+
+class Adapted(nn.Module):
+    """An adapter of low rank, written by hand."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.down = nn.Linear(linear.in_features, 2, bias=False, dtype=linear.weight.dtype)
+        self.up = nn.Linear(2, linear.out_features, bias=False, dtype=linear.weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) + self.up(self.down(x))
+        return out
+
+
+def adapted() -> Any:
+    model = llama()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+    return model
+
+
+def normed() -> Any:
+    model = llama()
+    torch.nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
+    return model
+
+
+def third_tie() -> Any:
+    model = llama()
+    model.extra = nn.Linear(*reversed(model.lm_head.weight.shape), bias=False)
+    model.extra.weight = model.lm_head.weight
+    return model
+
+
+def own_head() -> Any:
+    model = llama()
+    words, hidden = model.lm_head.weight.shape
+    model.lm_head = nn.Sequential(nn.Linear(hidden, 12), nn.GELU(), nn.Linear(12, words)).double()
+    return model
+
+
+def again(model: Any) -> Any:
+    """Its first layer is its last one, too."""
+    layers = list(model.model.layers)
+    model.model.layers = nn.ModuleList([*layers, layers[0]])
+    model.config.num_hidden_layers += 1
+    return model
+
+
+def check(plain: Any, layout: Layout) -> None:
+    """One step over these ranks gives the weights that it gives the plain model."""
+    parallel = Parallel(**layout)
+    axes = {name: size for name, size in parallel.sizes.items() if size is not None}
+    axes["sequence"] = total_of(parallel.sequence)
+    expected = copy.deepcopy(plain)
+    optimizer = torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.5)
+    expected(**BATCH).loss.backward()
+    optimizer.step()
+
+    def train(context: ParallelContext) -> dict[str, Tensor]:
+        context = with_tensor(with_sequence(context, parallel.sequence), parallel.tensor)
+        model: Any = shard_model(copy.deepcopy(plain), config=parallel.shard_config(context))
+        own = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+        data = context.data
+        part = {name: x.chunk(data.size)[data.rank] for name, x in BATCH.items()}
+        if context.pipe.size > 1:
+            Pipeline(model, 2, average_over_data=True).step(part)
+        else:
+            model(**part).loss.backward()
+        own.step()
+        return full_state_dict(model)
+
+    found = run_as_threads(train, **axes, in_turn=True)[0]
+    weights = expected.state_dict()
+    assert found.keys() == weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.reduced(one_in=5)
+@pytest.mark.parametrize("layout", UNCUT, ids=str)
+@pytest.mark.parametrize("make", [adapted, normed, third_tie, own_head], ids=lambda make: make.__name__)
+def test_where_no_weight_is_cut_layers_may_be_made_of_anything(make: Callable[[], Any], layout: Layout) -> None:
+    check(make(), layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("make", [adapted, normed, third_tie], ids=lambda make: make.__name__)
+def test_what_would_be_cut_and_is_not_known_is_refused(make: Callable[[], Any]) -> None:
+    plain = make()
+
+    def refused(context: ParallelContext) -> None:
+        with pytest.raises((ConfigError, PolicyError)):
+            shard_model(copy.deepcopy(plain), context=context)
+
+    run_as_threads(refused, tensor=2)
+
+
+@pytest.mark.reduced(one_in=3, first=1)
+@pytest.mark.parametrize("layout", TENSOR, ids=str)
+def test_a_head_of_the_users_own_stays_whole(layout: Layout) -> None:
+    plain = own_head()
+    check(plain, layout)
+
+
+def test_that_a_head_stays_whole_is_noted() -> None:
+    plain = own_head()
+    pages = run_as_threads(lambda c: str(shardformer.describe(shard_model(copy.deepcopy(plain), context=c))), tensor=2)
+    assert "Whole, since it is no linear: lm_head." in pages[0]
+
+
+@pytest.mark.reduced(one_in=3, first=1)
+@pytest.mark.parametrize("layout", [*TENSOR, *UNCUT, {"tensor": 2, "pipe": 2, "sequence_parallel": True}], ids=str)
+def test_a_layer_that_comes_again(layout: Layout) -> None:
+    check(again(llama()), layout)
+
+
+class Viewing(nn.Module):
+    """A buffer, or an attribute, that lies in the memory of a weight."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        if how == "buffer":
+            self.register_buffer("view", self.linear.weight.data)
+        else:
+            self.view = self.linear.weight.detach()[1:]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x).sum() + self.view.sum()
+        return out
+
+
+@pytest.mark.parametrize("how", ["buffer", "attribute"])
+def test_a_view_of_a_weight_is_refused_where_the_weight_moves(how: str) -> None:
+    """Over data ranks alone it follows the weight, as in the plain model."""
+
+    def run(context: ParallelContext) -> None:
+        model: Any = shard_model(Viewing(how), context=context)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4)).backward()
+        optimizer.step()
+        assert torch.equal(model.view, model.linear.weight.detach()[4 - len(model.view) :])
+        model = Viewing(how)
+        with pytest.raises(ConfigError, match=r"view is a view of the parameter linear\.weight"):
+            zero(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=1, context=context)
+
+    run_as_threads(run, data=2, in_turn=True)
+
+
+def test_a_view_of_a_weight_that_is_cut_is_refused() -> None:
+    def refused(context: ParallelContext) -> None:
+        model = llama()
+        before = model.lm_head.weight.shape
+        model.register_buffer("table", model.lm_head.weight.data[:3], persistent=False)
+        with pytest.raises(ConfigError, match=r"table of this LlamaForCausalLM is a view of the parameter"):
+            shard_model(model, context=context)
+        assert model.lm_head.weight.shape == before
+
+    run_as_threads(refused, tensor=2, in_turn=True)
+
+
+def test_two_parameters_that_lie_beside_each_other_in_one_storage_are_two() -> None:
+    """As those of nn.LSTM on a GPU."""
+    flat = torch.arange(8.0)
+
+    def train(context: ParallelContext) -> list[Tensor]:
+        model = nn.Module()
+        model.a, model.b = nn.Parameter(flat[:4].clone()), nn.Parameter(flat[4:].clone())
+        whole = flat.clone()
+        model.a.data, model.b.data = whole[:4], whole[4:]
+        optimizer = zero(torch.optim.SGD(model.parameters(), lr=1.0), model, stage=2, context=context)
+        (model.a.sum() + 2 * model.b.sum()).backward()
+        optimizer.step()
+        return [model.a.detach(), model.b.detach()]
+
+    for a, b in run_as_threads(train, data=2, in_turn=True):
+        assert torch.equal(a, flat[:4] - 1) and torch.equal(b, flat[4:] - 2)
+
+
+class Around(nn.Module):
+    """The user's own module around a model, whose config it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = llama()
+        self.config = self.inner.config
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
+@pytest.mark.reduced(one_in=3, first=1)
+@pytest.mark.parametrize("layout", [TENSOR[0], *UNCUT[:2]], ids=str)
+def test_a_module_with_the_config_of_what_it_holds(layout: Layout) -> None:
+    check(Around(), layout)

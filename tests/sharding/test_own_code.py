@@ -1,0 +1,188 @@
+"""Code that a user gives to a model of a library: where it reads other tokens than a rank has, it is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from shardformer.engine.parallel import Parallel
+from shardformer.errors import ConfigError, PolicyError
+from shardformer.mesh.context import ParallelContext, with_sequence, with_tensor
+from shardformer.mesh.sizes import total_of
+from shardformer.sharder import shard_model
+from shardformer.testing.threads import run_as_threads
+from tests.sharding.test_changed_models import check, llama
+
+pytestmark = pytest.mark.slow
+
+Layout = Mapping[str, Any]
+CUT: list[Layout] = [{"sequence": 2}, {"tensor": 2, "sequence_parallel": True}]
+WHOLE: list[Layout] = [{"tensor": 2}, {"pipe": 2}]
+
+
+def less_mean(x: Tensor) -> Tensor:
+    """Each token without the mean of all."""
+    return x - x.mean(1, keepdim=True)
+
+
+def halved(x: Tensor) -> Tensor:
+    return x * 0.5
+
+
+class Around(nn.Module):
+    """A module in the place of an MLP."""
+
+    def __init__(self, mlp: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mlp, self.change = mlp, change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(self.mlp(x))
+
+
+def with_method(change: Callable[[Tensor], Tensor]) -> Any:
+    """The MLPs' forwards are replaced by methods."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return change(type(self).forward(self, x))
+
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp.forward = MethodType(forward, layer.mlp)
+    return model
+
+
+def with_function(change: Callable[[Tensor], Tensor]) -> Any:
+    """The MLPs' forwards are replaced by functions of what they were."""
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp.forward = partial(_changed, layer.mlp.forward, change)
+    return model
+
+
+def _changed(forward: Callable[[Tensor], Tensor], change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return change(forward(x))
+
+
+def with_module(change: Callable[[Tensor], Tensor]) -> Any:
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp = Around(layer.mlp, change)
+    return model
+
+
+def is_right_or_refused(plain: Any, layout: Layout) -> None:
+    """Over sequence ranks a module that mixes tokens may be given all of them."""
+    try:
+        check(plain, layout)
+    except (ConfigError, PolicyError):
+        is_refused(plain, layout)
+
+
+def is_refused(plain: Any, layout: Layout) -> None:
+    parallel = Parallel(**layout)
+    axes = {name: size for name, size in parallel.sizes.items() if size is not None}
+
+    def refused(context: ParallelContext) -> None:
+        context = with_tensor(with_sequence(context, parallel.sequence), parallel.tensor)
+        with pytest.raises((ConfigError, PolicyError)):
+            shard_model(copy.deepcopy(plain), config=parallel.shard_config(context))
+
+    run_as_threads(refused, **{**axes, "sequence": total_of(parallel.sequence)}, in_turn=True)
+
+
+@pytest.mark.reduced(one_in=3, first=1)
+@pytest.mark.parametrize("layout", CUT, ids=str)
+@pytest.mark.parametrize("make", [with_method, with_function, with_module], ids=lambda make: make.__name__)
+def test_what_reads_tokens_of_other_ranks_is_never_wrong(make: Callable[..., Any], layout: Layout) -> None:
+    """After a model of the same class and config that is right, and without an effect on the next one."""
+    check(llama(), layout)
+    is_right_or_refused(make(less_mean), layout)
+    check(llama(), layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", WHOLE, ids=str)
+def test_where_all_tokens_are_there_it_trains(layout: Layout) -> None:
+    check(with_method(less_mean), layout)
+
+
+@pytest.mark.reduced(one_in=6)
+@pytest.mark.parametrize("layout", [*CUT, {"tensor": (2, 1), "tensor_mode": "2d"}], ids=str)
+@pytest.mark.parametrize("make", [with_method, with_function], ids=lambda make: make.__name__)
+def test_what_reads_each_token_alone_trains(make: Callable[..., Any], layout: Layout) -> None:
+    check(make(halved), layout)
+
+
+class RunningSum(nn.Module):
+    """In the place of a final norm: it reads the tokens before each."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.norm(x.cumsum(1) / 8)
+        return found
+
+
+CUT_ANYHOW: list[Layout] = [*CUT, {"tensor": (2, 2), "tensor_mode": "2d"}, {"tensor": 2, "sequence": 2}]
+
+
+@pytest.mark.reduced(one_in=4)
+@pytest.mark.parametrize("layout", [*CUT_ANYHOW, {"pipe": 2}], ids=str)
+def test_a_module_in_the_place_of_the_final_norm_is_given_all_tokens(layout: Layout) -> None:
+    model = llama()
+    model.model.norm = RunningSum(model.model.norm)
+    check(model, layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", CUT_ANYHOW, ids=str)
+def test_another_norm_in_the_place_of_the_final_norm(layout: Layout) -> None:
+    model = llama()
+    model.model.norm = nn.LayerNorm(model.config.hidden_size).double()
+    check(model, layout)
+
+
+@pytest.mark.reduced(one_in=2)
+@pytest.mark.parametrize("layout", CUT_ANYHOW, ids=str)
+def test_a_hook_behind_the_final_norm_sees_all_tokens(layout: Layout) -> None:
+    model = llama()
+    model.model.norm.register_forward_hook(lambda module, args, out: less_mean(out))
+    check(model, layout)
+
+
+@pytest.mark.reduced(one_in=2, first=1)
+@pytest.mark.parametrize("layout", CUT_ANYHOW, ids=str)
+def test_a_hook_before_the_final_norm_would_see_a_part(layout: Layout) -> None:
+    model = llama()
+    model.model.norm.register_forward_pre_hook(lambda module, args: (less_mean(args[0]),))
+    is_refused(model, layout)
+
+
+@pytest.mark.reduced(one_in=2)
+@pytest.mark.parametrize("where", ["norm", "layers.0.input_layernorm", "embed_tokens"])
+def test_hooks_stay_where_a_module_is_replaced(where: str) -> None:
+    """By a fused norm, or an embedding of this rank's words; and their handles still remove them."""
+    model = llama()
+    handle = model.model.get_submodule(where).register_forward_hook(lambda module, args, out: less_mean(out))
+    check(model, {"tensor": 2, "fused_normalization": True})
+
+    def removed(context: ParallelContext) -> int:
+        own = llama()
+        handle = own.model.get_submodule(where).register_forward_hook(lambda module, args, out: less_mean(out))
+        shard_model(own, context=context, enable_fused_normalization=True)
+        module = own.model.get_submodule(where)
+        before = len(module._forward_hooks)
+        handle.remove()
+        return before - len(module._forward_hooks)
+
+    assert run_as_threads(removed, tensor=2, in_turn=True) == [1, 1]
+    handle.remove()
