@@ -71,11 +71,16 @@ def to(group: str, rank: int) -> str:
     return f"{group}>{rank}"
 
 
+def uncounted(group: str) -> str:
+    """In what a rank has begun: it sent things over the group that it did not count."""
+    return f"{group}>?"
+
+
 def _blocks(other: Report, rank: Report) -> bool:
     if (other.group, other.number) == (rank.group, rank.number):
         return other.what != rank.what
     name, is_sent, _ = rank.group.partition(">")
-    if name not in other.begun:
+    if name not in other.begun or (is_sent and uncounted(name) in other.begun):
         return False
     return other.begun.get(rank.group, 0 if is_sent else rank.number) < rank.number
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from shardformer.errors import LaunchError
 from shardformer.mesh.traffic import Traffic
 
@@ -122,8 +124,9 @@ class ReceivedWork(ReachedWork):
 
     def wait(self) -> Any:
         done = super().wait()
-        self._arrived[self._from] += self._from >= 0
-        self._from = -1  # once, also where it is waited for again
+        if self._from >= 0 and not torch.compiler.is_compiling():
+            self._arrived[self._from] += 1
+            self._from = -1  # once, also where it is waited for again
         return done
 
     @property

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from shardformer.mesh.deadlock import to
+from shardformer.mesh.deadlock import to, uncounted
 from shardformer.mesh.lost import Peers, ReachedWork, ReceivedWork
 from shardformer.mesh.presence import Presence, presence
 from shardformer.mesh.transport import NOBODY, Lines, Meeting, Transport, Word, Work
@@ -75,6 +75,7 @@ class ProcessGroupTransport:
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._backends = {device: backend for device, backend in pairs}
         self._is_counted = is_counted(group)
+        self._sends_uncounted = False
         self._sent, self._arrived = [0] * len(self._ranks), [0] * len(self._ranks)
         # answers, from now on, those that wait for this process
         presence(_get_default_store(), dist.get_rank()).carriers.append(weakref.ref(self))
@@ -83,6 +84,8 @@ class ProcessGroupTransport:
         """How often this process sent something to others over the group, and something arrived: see ``Report``."""
         name = name_of_group(self.group)
         sent = {to(name, rank): count for rank, count in zip(self._ranks, self._sent, strict=True) if count}
+        if self._sends_uncounted:
+            sent = {uncounted(name): 1}
         return {**sent, f"{name}<": sum(self._arrived)}
 
     @property
@@ -154,7 +157,10 @@ class ProcessGroupTransport:
     def send(self, x: Tensor, to: int, tag: int) -> Work:
         if self._is_staged(x):
             return StagedWork([self.send(_copied(x), to, tag)])
-        self._sent[to] += 1
+        if torch.compiler.is_compiling():  # which would compile anew for each number
+            self._sends_uncounted = True
+        else:
+            self._sent[to] += 1
         return ReachedWork(dist.isend(x, self._ranks[to], group=self.group, tag=tag), self.peers, "a send", to)
 
     def receive(self, x: Tensor, source: int, tag: int) -> Work:
@@ -250,8 +256,9 @@ class ProcessGroupTransport:
         return words
 
     def _started(self, work: Any, what: str, peer: int | None = None) -> Work:
-        kind = what.partition(" ")[2].replace("-", "_")
-        joined = (self.group, num_begun(self.group), kind) if self._is_counted else None
+        joined = None
+        if self._is_counted and not torch.compiler.is_compiling():
+            joined = self.group, num_begun(self.group), what.partition(" ")[2].replace("-", "_")
         return ReachedWork(work, self.peers, what, peer, joined)
 
 

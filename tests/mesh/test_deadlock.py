@@ -61,6 +61,7 @@ CASES: dict[str, tuple[list[Report], dict[int, int]]] = {
     ),
     "for what was not sent": ([receives(1, 3, {"012": 1, "012>2": 9}), LATE], {0: 1, 1: 0}),
     "for what was sent, and has not arrived": ([receives(1, 2, {"012": 1}), SENT], {}),
+    "for what was perhaps sent": ([receives(1, 3, {"012": 1}), waits("012", 2, {"012": 2, "012>?": 1})], {}),
     "for what was never sent": ([receives(1, 1, {"012": 1}), waits("012", 2, {"012": 2})], {0: 1, 1: 0}),
     "one line": ([waits("01", 3, {"01": 3}, "x"), waits("01", 3, {"01": 3}, "x", what="barrier")], {}),
     "a group that another does not know": ([IN_A_RING[0], waits("12", 2, {"12": 2}), IN_A_RING[2]], {}),
