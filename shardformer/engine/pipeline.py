@@ -225,15 +225,15 @@ class Pipeline:
         schedule = self._schedule(len(parts))
         if not backward:
             schedule = forward_only(schedule)
-        device = self._context.device
+        device, manager = self._context.device, self._stages.manager
         self._refuse_compiled()
         draws = self._agree_on_step(batches)
-        self._look_for_pairs(batches, len(parts), backward=backward, has_loss=not wants_output)
+        looks = not wants_output and self._looks_for_pairs(len(parts), backward=backward)
         with forked_random(device):
             keys, seed = self._agree(parts, backward, _next_seed() if draws else 0)
             seeds = [(seed + 7919 * i) % 2**62 if seed else None for i in range(len(parts))]
             self._take_over_checkpointing()
-            head = self._head(parts, sizes, wants_output, counts)
+            head = self._head(parts, sizes, wants_output, counts, looks and manager.num_stages > 1)
             try:
                 with self._stages.installed(self._model):
                     self._runtime.run(StepJob(schedule, inputs, keys, seeds, head, loss_scale))
@@ -242,20 +242,13 @@ class Pipeline:
         if draws and self._draws():
             _next_seed()
         head.finish()
-        manager = self._stages.manager
         if not wants_output:
-            given = head.loss if head.loss is not None else torch.zeros((), dtype=torch.float64)
-            is_first = self._compares_factors
-            if is_first:  # beside the loss, since it costs no message of its own
-                given = torch.stack([given, head.factors.to(given), head.factors.to(given).square()])
-            with self._runtime.named("at the end of a step"):
-                loss = broadcast(given.to(self._context.device), manager.axis, manager.last_stage)
-            if self._averages:
-                loss = all_reduce(loss, self._context.data, purpose="loss") / self._context.data.size
-            if is_first:
-                loss, mean, mean_square = loss
-                _check_factors(mean, mean_square)
+            loss, *noted = self._loss_of_all(head, looks)
+            if self._compares_factors:
+                _check_factors(*noted[:2])
                 self._compares_factors = False
+            if looks and has_values(loss):
+                self._look_for_pairs(batches, len(parts), *map(bool, numbers_in(noted[-1] > 0)))
             in_fp64 = any(p.dtype == torch.float64 for p in self._model.parameters())
             head.loss = loss if in_fp64 else loss.float()
         return head
@@ -282,43 +275,75 @@ class Pipeline:
         given = [x for batch in batches for _, x in tensors_of(batch)]
         return agree_on_step(self._state, given, self._draws()) and training
 
-    def _head(self, parts: Sequence[Batch], sizes: Sequence[int], wants_output: bool, counts: bool) -> Head:
+    def _loss_of_all(self, head: Head, looks: bool) -> list[Tensor]:
+        """The loss of the batch, and what goes along with it, since it costs no message of its own: the mean of the
+        factors of means and of their squares; whether a loss may compare samples, and does."""
+        manager = self._stages.manager
+        given = head.loss if head.loss is not None else torch.zeros((), dtype=torch.float64)
+        rows = [given]
+        if self._compares_factors:
+            rows += [head.factors.to(given), head.factors.to(given).square()]
+        if looks:
+            rows += [given.new_tensor(float(self._may_compare(head))), given.new_tensor(float(head.compares))]
+        with self._runtime.named("at the end of a step"):
+            loss = broadcast(torch.stack(rows).to(self._context.device), manager.axis, manager.last_stage)
+        if self._averages:
+            loss = all_reduce(loss, self._context.data, purpose="loss") / self._context.data.size
+        found = list(loss.unbind())
+        return [*found[:-2], loss[-2:]] if looks else found
+
+    def _head(
+        self, parts: Sequence[Batch], sizes: Sequence[int], wants_output: bool, counts: bool, looks: bool
+    ) -> Head:
         stage_forward, weights = self._stages.stage_forward, None
         assert stage_forward is not None
         if not wants_output:
             over = (self._context.data, self._context.device) if self._averages else None
             weights = LossWeights(parts, sizes, self._loss_weight, self._found, over, counts=counts)
-        return Head(parts, sizes, stage_forward, weights, self._loss_fn)
+        return Head(parts, sizes, stage_forward, weights, self._loss_fn, looks=looks)
 
-    def _look_for_pairs(self, batches: Sequence[Batch], num_parts: int, *, backward: bool, has_loss: bool) -> None:
-        """Once in each mode: whether the loss of a batch that is divided compares its samples. See ``judge``.
+    def _looks_for_pairs(self, num_parts: int, *, backward: bool) -> bool:
+        """Whether it is to be found out if the loss compares samples: in the first step in each mode whose batch is
+        divided. Data ranks that evaluate by themselves may not come here together."""
+        is_divided = num_parts > 1 or self._context.data.size > 1
+        return is_divided and self._model.training not in self._tried and (backward or self._averages)
 
-        Runs a few samples without gradients. Communicates a few numbers a rank besides.
+    def _refuses_pairs(self, num_parts: int) -> bool:
+        """Whether the loss is to be that of the whole batch: the user did not choose the mean of the parts' losses."""
+        return self._loss_weight is None and (num_parts > 1 or self._averages)
+
+    def _may_compare(self, head: Head) -> bool:
+        """Whether samples have to be run apart and together. Over stages only a ``loss_fn`` is looked at, by itself."""
+        if self._stages.manager.num_stages > 1:
+            return False
+        if not self._refuses_pairs(len(head.sizes)):
+            return self._loss_fn is not None
+        return not head.is_explained or (self._model.training and any(map(_normalizes, self._model.modules())))
+
+    def _look_for_pairs(self, batches: Sequence[Batch], num_parts: int, may_compare: bool, compares: bool) -> None:
+        """Raises ConfigError, or warns, where the loss of a batch that is divided compares its samples. See ``judge``.
+
+        Where it may, a few samples are run without gradients. Communicates a few numbers a rank then.
         """
         size, mode = self._context.data.size, self._model.training
         into = [f"into {num_parts} micro-batches"] * (num_parts > 1) + [f"over {size} data ranks"] * (size > 1)
-        # data ranks that evaluate by themselves may not come here together
-        if not into or not has_loss or mode in self._tried or not (backward or self._averages):
-            return
-        inputs = [x for _, x in tensors_of(batches[0])]
-        if not all(map(has_values, [*inputs, *self._model.parameters()])):
-            return
-        self._take_over_checkpointing()
-        refuses = self._loss_weight is None and (num_parts > 1 or self._averages)
-        trial = trial_of(
-            batches[0],
-            getattr(self._model, "main_input_name", None),
-            ids_of(getattr(self._model, "config", None)),
-            fails_alone=self._context.pipe.size > 1 or self._state.parameters is not None,
-            weighs=self._loss_weight is None,
-            refused=refuses,
-        )
-        findings, normalizes = self._findings(trial), False
-        if mode and (findings is None or Finding.COMPARES in findings):  # draws, as dropout does, or normalizes
-            with evaluating(self._model):
-                in_eval = self._findings(trial)
-            normalizes = findings is not None and in_eval is not None and {*in_eval} == {Finding.FINE}
-            findings = in_eval if findings is None else findings
+        findings: Sequence[int] | None = [Finding.COMPARES] if compares else []
+        refuses, normalizes = self._refuses_pairs(num_parts), False
+        if may_compare:
+            trial = trial_of(
+                batches[0],
+                getattr(self._model, "main_input_name", None),
+                ids_of(getattr(self._model, "config", None)),
+                fails_alone=self._state.parameters is not None,
+                weighs=self._loss_weight is None,
+                refused=refuses,
+            )
+            findings = self._findings(trial)
+            if mode and (findings is None or Finding.COMPARES in findings):  # draws, as dropout does, or normalizes
+                with evaluating(self._model):
+                    in_eval = self._findings(trial)
+                normalizes = findings is not None and in_eval is not None and {*in_eval} == {Finding.FINE}
+                findings = in_eval if findings is None else findings
         judge(findings or (), " and ".join(into), refuses=refuses, gathers=num_parts == 1, normalizes=normalizes)
         self._tried.add(mode)
 
@@ -334,9 +359,8 @@ class Pipeline:
                 draws.begin()
                 found = self._try(trial)
                 draws.end()
-        except Exception:
-            if self._context.pipe.size > 1:
-                raise
+        except Exception:  # what cannot be tried is not judged
+            found = Finding.UNKNOWN
         return findings_of(gather_numbers([int(found), bool(draws.seen)], world))
 
     def _try(self, trial: Trial) -> Finding:
@@ -545,6 +569,11 @@ def _different(every: Sequence[Sequence[int]], axis: Axis) -> InputError:
         rule="All stages make the same calls with the same batch: each takes from it what its layers read",
         remedy="Draw the batch by the data rank: context.data.rank of context.data.size, not the global rank",
     )
+
+
+def _normalizes(module: nn.Module) -> bool:
+    """Whether a module computes statistics over the batch."""
+    return isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and module.training
 
 
 def _check_factors(mean: Tensor, mean_square: Tensor) -> None:

@@ -13,6 +13,7 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.pipeline.loss import LossWeights
 from shardformer.pipeline.microbatches import merge_outputs
 from shardformer.pipeline.placeholders import is_placeholder
+from shardformer.pipeline.samples import compares_outputs
 from shardformer.pipeline.stage_forward import StageForward
 from shardformer.pipeline.targets import tensors_of
 
@@ -31,6 +32,7 @@ class Head:
         stage_forward: the forward of the last stage; others' heads see no output.
         weights: of the micro-batches in the loss of the batch; None where the outputs are wanted.
         loss_fn: (output, micro-batch) -> loss; None for the model's own.
+        looks: whether ``compares`` is to become whether ``loss_fn`` compares the samples of the first micro-batch.
     """
 
     def __init__(
@@ -40,7 +42,10 @@ class Head:
         stage_forward: StageForward,
         weights: LossWeights | None,
         loss_fn: LossFn | None,
+        *,
+        looks: bool = False,
     ) -> None:
+        self._looks, self.compares = looks, False
         self._parts, self.sizes, self._stage_forward = parts, sizes, stage_forward
         self._weights, self._loss_fn = weights, loss_fn
         self._outputs: dict[int, Any] = {}
@@ -64,6 +69,9 @@ class Head:
         finally:
             self._weights.stop()
         self._check_first(loss, output)
+        if self._looks and self._loss_fn is not None:
+            part, size = self._parts[micro_batch], self.sizes[micro_batch]
+            self.compares, self._looks = compares_outputs(self._loss_fn, output, part, size, len(self._parts)), False
         loss = self._weights.of(micro_batch, loss)
         value = loss.detach().double()
         self.loss = value if self.loss is None else self.loss + value
@@ -102,6 +110,11 @@ class Head:
             remedy="Give Pipeline(..., loss_fn=) that reads the last states or the logits only; where the model's "
             "head reads states between its layers, leave pipe out",
         )
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether the loss is made of means over classes that the batch holds."""
+        return self._weights is not None and self._weights.is_explained
 
     def close(self) -> None:
         """After the last forward, or an error."""

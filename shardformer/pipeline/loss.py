@@ -108,6 +108,8 @@ class LossWeights:
         self._later: list[tuple[Tensor, Problem]] = []
         self._watch: _Watch | None = None
         self._evaluates = not torch.is_grad_enabled()
+        self.is_explained = self._shares is None
+        """Whether all losses so far are means over classes that the batch holds: each sample has its own."""
 
     @property
     def is_watching(self) -> bool:
@@ -204,6 +206,8 @@ class LossWeights:
             self._losses.append(_Loss(call.name, call.is_mean))
             if call.is_mean:
                 self._total(self._losses[-1], partial(self._predict, index, trace, call, number))
+            else:
+                self.is_explained = False
         elif number >= len(self._losses) or not self._losses[number].is_like(call):
             raise no_sum_of_means(f"{call.name} was called as loss {number} of micro-batch {index} alone")
         elif call.is_mean:
@@ -268,6 +272,7 @@ class LossWeights:
         here = call.count()
         tensors = [dict(tensors_of(m)) for m in self._micro_batches]
         n_m = self._by_basis(first, trace, call, number, tensors)
+        self.is_explained = self.is_explained and n_m is not None and call.has_classes
         if n_m is None:
             n_m = self._by_sample(first, call, here)
         n_m[first] = here

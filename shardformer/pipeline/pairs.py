@@ -15,7 +15,6 @@ import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -34,13 +33,11 @@ from shardformer.pipeline.flat import Ids
 from shardformer.pipeline.head import Batch, Head, LossFn
 from shardformer.pipeline.loss import LossWeights
 from shardformer.pipeline.microbatches import batch_size_of, merge_outputs, split_batch
+from shardformer.pipeline.samples import ABSOLUTE, IS_TRYING, RELATIVE, Gathers
 from shardformer.pipeline.stage_forward import StageForward
 from shardformer.pipeline.targets import LabelTracer
 from shardformer.torch_compat import is_compiled
 
-_IS_TRYING: ContextVar[bool] = ContextVar("shardformer_is_trying_a_loss", default=False)
-RELATIVE, ABSOLUTE = 1e-3, 1e-6
-"""How far losses may differ by rounding, in 32 bits."""
 ROUNDINGS = 8
 """Of a number in fewer bits."""
 REPEATED = 1e-2
@@ -49,10 +46,6 @@ NUM_TRIED = 6
 """Micro-batches of a trial, at the least."""
 SAMPLES = 2
 """In a part that is tried, where the batch has enough: BatchNorm takes no single one."""
-
-
-class _Gathers(Exception):
-    """Raised where a loss that is tried out gathers the samples of all data ranks."""
 
 
 def gather_over_data(x: Tensor, context: Any) -> Tensor:
@@ -78,8 +71,8 @@ def gather_over_data(x: Tensor, context: Any) -> Tensor:
             rule="It gathers over the data axis of a grid",
             remedy="Pass engine.context, or what launch_from_torch returned",
         )
-    if _IS_TRYING.get():
-        raise _Gathers
+    if IS_TRYING.get():
+        raise Gathers
     if context.data.size == 1:
         return x
     lengths = [row[0] for row in gather_numbers([len(x)], context.data)]
@@ -209,19 +202,19 @@ class TrialHead(Head):
             super().before(micro_batch)
 
     def after(self, micro_batch: int, output: Any) -> None:
-        token = _IS_TRYING.set(True)
+        token = IS_TRYING.set(True)
         try:
             loss = self._loss_of(output, self._parts[micro_batch])
             self.close()
             if micro_batch < 2:
                 loss = loss * math.nan if self._tried is None else self._tried.of(micro_batch, loss)
             self._noted[micro_batch] = float(loss)
-        except _Gathers:
+        except Gathers:
             self.gathers = True
         except Exception:  # what cannot be tried is not judged
             return
         finally:
-            _IS_TRYING.reset(token)
+            IS_TRYING.reset(token)
             self.close()
 
     def losses(self) -> list[float]:

@@ -127,10 +127,10 @@ def test_means_and_sums_are_those_of_the_whole_batch(loss_fn: Any) -> None:
 
 
 def test_the_users_choice_of_the_mean_of_the_parts_losses_is_warned_of_once() -> None:
-    engine = training(Own(contrastive), micro_batch_size=4, loss_weight=lambda part: len(part["inputs"]))
+    engine = training(model_of(), contrastive, micro_batch_size=4, loss_weight=lambda part: len(INPUTS))
     with pytest.warns(UserWarning, match="compares the samples of a batch") as caught:
-        engine.train_step({"inputs": INPUTS})
-        engine.train_step({"inputs": INPUTS})
+        engine.train_step((INPUTS, INPUTS))
+        engine.train_step((INPUTS, INPUTS))
     assert len(caught) == 1
 
 
@@ -151,7 +151,7 @@ def test_what_is_tried_leaves_nothing_behind(layer: nn.Module) -> None:
         if looks and isinstance(layer, Averaged):
             with pytest.raises(ConfigError, match="compares the samples"):
                 engine.train_step({"inputs": INPUTS})
-            assert all(torch.equal(before[name], x) for name, x in engine.model.state_dict().items())
+            assert all(torch.equal(before[name], x) for name, x in engine.model.named_parameters())
             return
         with pytest.warns(UserWarning, match="BatchNorm") if warns else nullcontext():
             loss = engine.train_step({"inputs": INPUTS})
