@@ -25,7 +25,7 @@ OF_LIBRARIES = ("shardformer", "torch", "transformers", "timm", "accelerate")
 """Whose hooks do not look at the values, or are refused by themselves where they do."""
 INTO = ("_forward_pre_hooks", "_backward_hooks")
 """The tables of hooks that are shown what goes into a module, and its gradient."""
-OUTSIDE = "hook the model, or what stands behind the final norm"
+OUTSIDE = "hook the model, or a module after the final norm"
 Marks = tuple[tuple[Any, ...], ...]
 
 

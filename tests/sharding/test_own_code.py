@@ -97,7 +97,7 @@ def is_refused(plain: Any, layout: Layout) -> None:
     run_as_threads(refused, **{**axes, "sequence": total_of(parallel.sequence)}, in_turn=True)
 
 
-@pytest.mark.reduced(one_in=3, first=1)
+@pytest.mark.reduced(one_in=6, first=1)
 @pytest.mark.parametrize("layout", CUT, ids=str)
 @pytest.mark.parametrize("make", [with_method, with_function, with_module], ids=lambda make: make.__name__)
 def test_what_reads_tokens_of_other_ranks_is_never_wrong(make: Callable[..., Any], layout: Layout) -> None:
