@@ -338,30 +338,36 @@ class Pipeline:
                 weighs=self._loss_weight is None,
                 refused=refuses,
             )
-            findings = self._findings(trial)
-            if mode and (findings is None or Finding.COMPARES in findings):  # draws, as dropout does, or normalizes
+            findings, writers = self._findings(trial)
+            if mode and findings is None:  # draws, as dropout does; what has running averages normalizes as in training
                 with evaluating(self._model):
-                    in_eval = self._findings(trial)
-                normalizes = findings is not None and in_eval is not None and {*in_eval} == {Finding.FINE}
-                findings = in_eval if findings is None else findings
+                    for module in writers:
+                        module.training = True
+                    findings, _ = self._findings(trial)
+            if mode and findings is not None and Finding.COMPARES in findings:
+                with evaluating(self._model):
+                    in_eval, _ = self._findings(trial)
+                normalizes = in_eval is not None and {*in_eval} == {Finding.FINE}
         judge(findings or (), " and ".join(into), refuses=refuses, gathers=num_parts == 1, normalizes=normalizes)
         self._tried.add(mode)
 
-    def _findings(self, trial: Trial | None) -> Sequence[int] | None:
-        """What all ranks found in their trials; None where the loss is another one each time."""
+    def _findings(self, trial: Trial | None) -> tuple[Sequence[int] | None, list[nn.Module]]:
+        """What all ranks found in their trials, None where the loss is another one each time; and the modules that
+        wrote to their buffers."""
         world = self._context.merged(*AXES) if self._context.world is not None else Axis("world")
         if not all(has_one for (has_one,) in gather_numbers([trial is not None], world)):
-            return ()
+            return (), []
         assert trial is not None
         found, draws = Finding.UNKNOWN, DrawObserver(self._context.device)
+        writers: list[nn.Module] = []
         try:
-            with tried(self._model, self._context.device):
+            with tried(self._model, self._context.device) as writers:
                 draws.begin()
                 found = self._try(trial)
                 draws.end()
         except Exception:  # what cannot be tried is not judged
             found = Finding.UNKNOWN
-        return findings_of(gather_numbers([int(found), bool(draws.seen)], world))
+        return findings_of(gather_numbers([int(found), bool(draws.seen)], world)), writers
 
     def _try(self, trial: Trial) -> Finding:
         """Runs the micro-batches of a trial."""

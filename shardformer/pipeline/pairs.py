@@ -247,11 +247,12 @@ class _TriedWeights(LossWeights):
 
 
 @contextmanager
-def tried(model: nn.Module, device: torch.device) -> Iterator[None]:
+def tried(model: nn.Module, device: torch.device) -> Iterator[list[nn.Module]]:
     """What forwards do in here to the random states, to buffers and to plain values in modules is undone behind it.
 
-    Hooks that a script registered are not called.
+    Hooks that a script registered are not called. Gives a list that then holds the modules that wrote to their buffers.
     """
+    writers: list[nn.Module] = []
     own = __name__.partition(".")[0]
     modules = [module for module in model.modules() if type(module).__module__.partition(".")[0] != own]
     plain = [({n: v for n, v in vars(m).items() if isinstance(v, (int, float, str, type(None)))}, m) for m in modules]
@@ -263,7 +264,7 @@ def tried(model: nn.Module, device: torch.device) -> Iterator[None]:
             for number in [number for number, hook in registered.items() if _is_of_script(hook)]:
                 del each[number]
         with torch.no_grad(), forked_random(device), eager:
-            yield
+            yield writers
     finally:
         for each, registered in hooks:
             each.clear()
@@ -273,9 +274,10 @@ def tried(model: nn.Module, device: torch.device) -> Iterator[None]:
         with torch.no_grad():
             for module, held in buffers:
                 for name, (buffer, before) in held.items():
-                    module._buffers[name] = buffer
-                    if buffer is not None and before is not None:
+                    is_same, module._buffers[name] = module._buffers.get(name) is buffer, buffer
+                    if buffer is not None and before is not None and not (is_same and torch.equal(buffer, before)):
                         buffer.copy_(before)
+                        writers.append(module)
 
 
 def _is_of_script(hook: Any) -> bool:

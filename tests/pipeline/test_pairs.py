@@ -134,7 +134,16 @@ def test_the_users_choice_of_the_mean_of_the_parts_losses_is_warned_of_once() ->
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize("layer", [Averaged(), nn.BatchNorm1d(4, dtype=torch.float64), nn.Dropout(0.5), Noise()])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Averaged(),
+        nn.BatchNorm1d(4, dtype=torch.float64),
+        nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), nn.Dropout(0.2)),
+        nn.Dropout(0.5),
+        Noise(),
+    ],
+)
 def test_what_is_tried_leaves_nothing_behind(layer: nn.Module) -> None:
     """BatchNorm is warned of. Random numbers are no reason for either; and nothing of the trial is left."""
     found: list[list[Tensor]] = []
@@ -147,7 +156,7 @@ def test_what_is_tried_leaves_nothing_behind(layer: nn.Module) -> None:
         called = list[int]()
         engine.model.body.register_forward_hook(lambda *_, called=called: called.append(1))
         torch.manual_seed(3)
-        warns = looks and isinstance(layer, nn.BatchNorm1d)
+        warns = looks and any(isinstance(m, nn.BatchNorm1d) for m in layer.modules())
         if looks and isinstance(layer, Averaged):
             with pytest.raises(ConfigError, match="compares the samples"):
                 engine.train_step({"inputs": INPUTS})
