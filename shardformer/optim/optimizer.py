@@ -277,9 +277,9 @@ class ZeroOptimizer(Optimizer):
             self._clip(rules.max_grad_norm)
         return is_finite
 
-    def _raise_together(self, problem: Exception | None) -> None:
+    def _raise_together(self, problem: Exception | None, *, in_stage: bool = False) -> None:
         """Raises, on all ranks, where one has a problem, or where scripts on them did other things to gradients."""
-        self._norm(problem, only=())
+        norm_of_shards(self.shards, self._table, self._stage, problem, (), in_stage=in_stage)
 
     def _norm(self, problem: Exception | None = None, only: Collection[int] | None = None) -> Tensor:
         return norm_of_shards(self.shards, self._table, self._stage, problem, only)
@@ -384,10 +384,11 @@ class ZeroOptimizer(Optimizer):
     def full_gradient(self, name: str) -> Tensor | None:
         """The gradient of a parameter as the next step will use it, in the shape that the parameter has on this rank.
 
-        None where it has none. All ranks call it. Communicates one all-gather of a bucket.
+        None where it has none. All ranks of the parameter's pipeline stage call it. Communicates one all-gather of a
+        bucket, and a few numbers.
         """
         self.agree()
-        self._raise_together(self._take_edits())
+        self._raise_together(self._take_edits(), in_stage=True)
         self._show()
         for shard in self.shards:
             for number, gradient in enumerate(shard.gradients):

@@ -26,6 +26,8 @@ def norm_of_shards(
     stage: int,
     problem: Exception | None = None,
     only: Collection[int] | None = None,
+    *,
+    in_stage: bool = False,
 ) -> Tensor:
     """The norm of the gradients of the whole model, alike on all ranks. Communicates four numbers over each axis.
 
@@ -34,6 +36,7 @@ def norm_of_shards(
     Args:
         problem: why this rank has none; all ranks then raise.
         only: of which parameters, by identity; None: of all.
+        in_stage: whether the ranks of one pipeline stage alone call it.
     """
     device = table.context.device
     here, there = (torch.zeros(4, dtype=torch.float64, device=place) for place in (device, "cpu"))
@@ -47,6 +50,7 @@ def norm_of_shards(
                 total[0] += torch.linalg.vector_norm(found[piece.at]).to(total) ** 2
     total, count = here + there.to(device), 1
     axes = sorted(table.context.own_axes, key=lambda axis: axis.name not in ALIKE)
+    axes = [axis for axis in axes if not (in_stage and axis.name == "pipe")]
     for axis in axes:
         if axis.name in ALIKE:
             count *= axis.size

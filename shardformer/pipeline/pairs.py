@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardformer.comm.collectives import all_gather, all_reduce, gather_numbers
 from shardformer.errors import ConfigError, ShardFormerError
@@ -263,7 +264,7 @@ def tried(model: nn.Module, device: torch.device) -> Iterator[list[nn.Module]]:
         for each, registered in hooks:
             for number in [number for number, hook in registered.items() if _is_of_script(hook)]:
                 del each[number]
-        with torch.no_grad(), forked_random(device), eager:
+        with torch.no_grad(), forked_random(device), eager, _disable_current_modes():  # no mode counts or traces it
             yield writers
     finally:
         for each, registered in hooks:

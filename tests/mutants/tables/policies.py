@@ -133,7 +133,7 @@ MUTANTS = [
     ),
     mutant(
         "replaced-forward-is-trusted",
-        "shardformer/policies/infer/trust.py",
+        "shardformer/policies/infer/own_code.py",
         'return "forward" not in vars(module) and _package_of(of_class) in LIBRARIES',
         "return _package_of(of_class) in LIBRARIES",
         "A layer whose forward was replaced is sharded by a policy that does not fit it.",
