@@ -168,7 +168,7 @@ def test_a_second_job_is_refused_on_all_ranks_before_it_trains(tmp_path: Path) -
     assert trained(tmp_path, 2)[2] == 1
 
 
-@pytest.mark.parametrize("what", ["dtype", "hook", "extra", "scheduler"])
+@pytest.mark.parametrize("what", ["hook", "extra", "scheduler"])
 def test_what_cannot_be_saved_is_refused_on_all_ranks_before_it_trains(what: str, tmp_path: Path) -> None:
     class Remembers(Hook):
         def state(self) -> Any:
@@ -177,9 +177,7 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks_before_it_trains(what: str
     def do(context: ParallelContext) -> tuple[str, int]:
         engine = engine_of(context)
         trainer = Trainer(engine, [Checkpoint(tmp_path), Remembers()])
-        if what == "dtype":
-            engine.model.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
-        elif what == "scheduler":
+        if what == "scheduler":
             engine.scheduler = SimpleNamespace(state_dict=lambda: {"at": Path("a")})
         elif what == "extra":
             trainer.extra = {"at": Path("a")}
@@ -188,6 +186,6 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks_before_it_trains(what: str
         return str(caught.value), engine.steps
 
     for said, steps in run_as_threads(do, data=2):
-        assert ("complex128" if what == "dtype" else "cannot be saved") in said
+        assert "cannot be saved" in said
         assert steps == 0
     assert steps_in(tmp_path) == []
