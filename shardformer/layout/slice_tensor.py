@@ -41,12 +41,6 @@ MODEL = Whole(
     "transformers loads, shardformer.save_checkpoint to go on training, or shardformer.full_state_dict(model) for the "
     f"plain model's state dict. {_PLAIN}",
 )
-OPTIMIZER = Whole(
-    "state_dict() of the optimizer of a sharded model holds this rank's part of its state, and a file would lack the "
-    "rest",
-    "On all ranks call shardformer.save_checkpoint(folder, model, optimizer, step=step), or engine.save(folder), whose "
-    f"checkpoints any layout loads. {_PLAIN}",
-)
 
 
 class SliceTensor(Tensor):

@@ -34,7 +34,7 @@ from shardformer.optim.shards import Piece, Shard
 from shardformer.optim.stage3.layout import lay_out_units
 from shardformer.optim.stage3.units import Unit
 from shardformer.optim.stage3.walk import Walk
-from shardformer.optim.torch_states import marked, place_of
+from shardformer.optim.torch_states import place_of
 from shardformer.optim.undo import unchanged_on_error
 from shardformer.optim.update import Update
 from shardformer.optim.zero_grad import ZeroGrad, hold
@@ -401,25 +401,20 @@ class ZeroOptimizer(Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank keeps: the optimizers' states of its pieces, and their masters.
-
-        Where that is a part of what all ranks keep, ``torch.save`` and others refuse it: see ``save_checkpoint``.
-        """
+        """What this rank keeps: the optimizers' states of its pieces, and their masters. Each rank saves its own."""
         return hooked_state(self, self._state_dict)
 
     def _state_dict(self) -> dict[str, Any]:
         context = self._table.context
-        is_part = bool(place_of(self.inner[0]))
         with self.reading():
             states = [optimizer.state_dict() for optimizer in self.inner]
-            masters = [(p.entry.name, p.value.detach().clone()) for shard in self.shards for p in shard.pieces]
             return {
                 "place": {"sizes": context.sizes, "coords": context.coords},
                 # torch hands out the dictionaries that an optimizer goes on using
                 "optimizers": [{**d, "state": {k: dict(v) for k, v in d["state"].items()}} for d in states],
                 "loss_scale": asdict(self._precision.loss_scale),
                 "rounds": self.rounds,
-                "masters": [marked(f"the master of {name}", x) if is_part else x for name, x in masters],
+                "masters": [piece.value.detach().clone() for shard in self.shards for piece in shard.pieces],
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -17,11 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from shardformer.comm.agree import agree, gather_all
 from shardformer.errors import ConfigError
-from shardformer.layout.slice_tensor import OPTIMIZER, slice_of, without_marks
 from shardformer.layout.spec import ShardSpec
 from shardformer.layout.state import ShardedState, tables_here, tables_of
 from shardformer.optim.undo import unchanged_on_error
@@ -62,7 +60,6 @@ def _noting(original: Any) -> Any:
         found: dict[str, Any] = original(self)
         if place := place_of(self):
             found[PLACE] = place
-            found["state"] = _marked(self, found)
         return found
 
     marked: Any = state_dict
@@ -71,18 +68,14 @@ def _noting(original: Any) -> Any:
 
 
 def _checking(original: Any) -> Any:
-    def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
-        has_state = isinstance(state_dict, dict) and "state" in state_dict
-        original(optimizer, {**state_dict, "state": without_marks(state_dict["state"])} if has_state else state_dict)
-
     @wraps(original)
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         if _LOADING.is_checked or (table := _table_of(self)) is None:
-            load(self, state_dict)
+            original(self, state_dict)
             return
         state_dict = _checked(self, state_dict, table)
         with unchanged_on_error([self]):
-            agree(table.context, lambda: load(self, state_dict), doing=f"load this {type(self).__name__}'s state")
+            agree(table.context, lambda: original(self, state_dict), doing=f"load this {type(self).__name__}'s state")
 
     marked: Any = load_state_dict
     marked.of_torch = original
@@ -113,36 +106,6 @@ def place_of(optimizer: Any) -> Place:
         entries = table.entries if holder is not None else tables_of(params).get(table, ())
         names = {name for entry in entries for name in entry.spec.axes} | {"pipe"}
     return {name: (axis.size, axis.rank) for name, axis in table.axes.items() if name in names and axis.size > 1}
-
-
-def marked(called: str, values: Any) -> Any:
-    """What a state dict holds, in which tensors other than single numbers are known to be this rank's part."""
-    return tree_map(lambda x: slice_of(OPTIMIZER, x, called) if type(x) is Tensor and x.dim() else x, values)
-
-
-def _marked(optimizer: Any, state_dict: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
-    """The states of parameters, of which those are marked that are this rank's part. Shares their memory."""
-    names = _names_of_parts(optimizer)
-    called = {number: names.get(id(p)) for number, p in _pairs(optimizer, state_dict)}
-    return {
-        number: state
-        if (name := called.get(number)) is None or type(state) is not dict
-        else {key: marked(f"{key} of {name}", value) for key, value in state.items()}
-        for number, state in state_dict["state"].items()
-    }
-
-
-def _names_of_parts(optimizer: Any) -> dict[int, str]:
-    """Identity of a parameter of which this rank has a part of the state -> its name."""
-    if (holder := holder_of(optimizer)) is not None:
-        return {id(piece.value): piece.entry.name for shard in holder.shards for piece in shard.pieces}
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    return {
-        id(entry.param): entry.name
-        for table, entries in tables_of(params).items()
-        for entry in entries
-        if entry.spec.is_sharded or table.context.pipe.size > 1
-    }
 
 
 def _checked(optimizer: Any, state_dict: dict[str, Any], table: ShardedState) -> dict[str, Any]:
