@@ -249,7 +249,6 @@ def odd_one(num_layers: int) -> Any:
     return model
 
 
-@pytest.mark.slow
 def test_a_sharded_model_is_refused_on_all_ranks() -> None:
     def refused(context: ParallelContext) -> None:
         model = shard_model(Sample("gpt2")(), context=context)
@@ -259,6 +258,7 @@ def test_a_sharded_model_is_refused_on_all_ranks() -> None:
     run_as_threads(refused, in_turn=True, tensor=2)
 
 
+@pytest.mark.slow
 def test_a_layer_that_the_twin_does_not_have_is_refused() -> None:
     policy = infer(transformers.Olmo2ForCausalLM(shrunk(transformers.Olmo2Config())))
     policy.set_model(odd_one(3))
