@@ -289,6 +289,7 @@ def test_a_model_whose_gradients_are_not_finite_in_fp64_is_proven_in_fp32() -> N
     assert [block.at for block in policy.stack.blocks] == ["attention.self", "intermediate"]
 
 
+@pytest.mark.slow
 def test_a_twin_that_gives_nothing_to_compare_is_none() -> None:
     class NoNumber(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
