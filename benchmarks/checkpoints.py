@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.checkpoint.save import Saving
-from shardformer.layout.slice_tensor import without_marks
 from shardformer.mesh.context import ParallelContext
 
 TORCH, TORCH_DISK, DCP = "torch.save", "torch.save, and fsync", "torch.distributed.checkpoint"
@@ -84,7 +83,7 @@ def measure(setting: Setting) -> Found:
     model, optimizer = trained(setting)
     rank, folder = dist.get_rank(), Path(setting.folder)
     part = {name: x.as_subclass(Tensor) for name, x in model.state_dict().items()}  # as plain tensors, to be pickled
-    own = {"model": part, "optimizer": without_marks(optimizer.state_dict())}
+    own = {"model": part, "optimizer": optimizer.state_dict()}
     values = tensors_in(own)
     memory = [x.clone() for x in values]
 

@@ -15,7 +15,7 @@ from shardformer.checkpoint.held import Item, Region
 from shardformer.checkpoint.model import ModelTensors
 from shardformer.checkpoint.plain import from_json, to_json
 from shardformer.errors import ConfigError, nearest
-from shardformer.layout.slice_tensor import without_marks
+from shardformer.layout.slice_tensor import without_mark
 from shardformer.optim.live_state import load_in_place
 from shardformer.optim.optimizer import ZeroOptimizer
 
@@ -65,7 +65,7 @@ class OptimizerStates:
             for key, value in self.optimizer.state.get(slot.param, {}).items():
                 if isinstance(value, Tensor) and not _is_scalar(key, value, slot):
                     region = self._region_of(value, slot, key)
-                    x = without_marks(value.detach())  # a script may put in what state_dict gave
+                    x = without_mark(value.detach())  # a script may put in a tensor of model.state_dict()
                     x = x.to_dense() if x.is_sparse else x  # momentum of sparse gradients has some rows alone
                     x = x.reshape(-1) if region.stretch is not None else x
                     yield region.item(_name(self._number, key, slot.name), x)

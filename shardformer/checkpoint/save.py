@@ -185,7 +185,7 @@ def start_checkpoint(
 
 
 def check_savable(model: nn.Module, optimizer: Any = None, *, scheduler: Any = None, extra: Any = None) -> None:
-    """Raises, on all ranks, what ``save_checkpoint`` would refuse to write of a training run; writes nothing.
+    """Raises, on all ranks, the error that ``save_checkpoint`` would raise for a training run. Writes nothing.
 
     All ranks call it. Communicates names and sizes, as a save does.
     """

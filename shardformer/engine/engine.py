@@ -183,7 +183,7 @@ class Engine:
     def train_step(self, batch: Any) -> Tensor:
         """Forward, backward and update for a batch. Returns its loss, as ``engine(batch)``.
 
-        It trains a model in eval mode, too: without dropout, and with the running averages of its norms as they are.
+        A model in eval mode is trained, too: without dropout, and without updating the running averages of its norms.
         """
         if not torch.is_grad_enabled():
             come_to_step("engine.train_step under torch.no_grad()", self.world)
@@ -386,7 +386,7 @@ class Engine:
         return None if isinstance(made, Saving) else made
 
     def check_save(self, *, extra: Any = None, position: Any = None) -> None:
-        """Raises, on all ranks, what ``save`` would refuse to write, so that this is known before training."""
+        """Raises, on all ranks, the error that ``save`` would raise for this training run. Writes nothing."""
         said = packed(self.steps, self.skipped, position, extra)
         check_savable(self.model, self.optimizer, scheduler=self.scheduler, extra=said)
 

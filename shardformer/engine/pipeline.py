@@ -32,7 +32,6 @@ from shardformer.pipeline.head import Batch, Head, LossFn, NoOutput
 from shardformer.pipeline.loss import LossWeight, LossWeights, no_sum_of_means
 from shardformer.pipeline.microbatches import batch_size_of, check_sizes, sizes_of, split_batch
 from shardformer.pipeline.pairs import (
-    NUM_TRIED,
     Finding,
     Trial,
     TrialHead,
@@ -276,8 +275,11 @@ class Pipeline:
         return agree_on_step(self._state, given, self._draws()) and training
 
     def _loss_of_all(self, head: Head, looks: bool) -> list[Tensor]:
-        """The loss of the batch, and what goes along with it, since it costs no message of its own: the mean of the
-        factors of means and of their squares; whether a loss may compare samples, and does."""
+        """The loss of the batch, and facts that are sent in the same message.
+
+        These are the mean of the factors of means and of their squares, and (whether the loss may compare samples,
+        whether it does).
+        """
         manager = self._stages.manager
         given = head.loss if head.loss is not None else torch.zeros((), dtype=torch.float64)
         rows = [given]
@@ -303,8 +305,10 @@ class Pipeline:
         return Head(parts, sizes, stage_forward, weights, self._loss_fn, looks=looks)
 
     def _looks_for_pairs(self, num_parts: int, *, backward: bool) -> bool:
-        """Whether it is to be found out if the loss compares samples: in the first step in each mode whose batch is
-        divided. Data ranks that evaluate by themselves may not come here together."""
+        """Whether this step finds out if the loss compares samples: the first one in each mode that divides its batch.
+
+        An evaluation whose loss is not averaged over data ranks is left out: each data rank may run it alone.
+        """
         is_divided = num_parts > 1 or self._context.data.size > 1
         return is_divided and self._model.training not in self._tried and (backward or self._averages)
 
@@ -352,8 +356,7 @@ class Pipeline:
         self._tried.add(mode)
 
     def _findings(self, trial: Trial | None) -> tuple[Sequence[int] | None, list[nn.Module]]:
-        """What all ranks found in their trials, None where the loss is another one each time; and the modules that
-        wrote to their buffers."""
+        """What all ranks found in their trials, None if the loss is random; and the modules that wrote to buffers."""
         world = self._context.merged(*AXES) if self._context.world is not None else Axis("world")
         if not all(has_one for (has_one,) in gather_numbers([trial is not None], world)):
             return (), []
@@ -370,28 +373,24 @@ class Pipeline:
         return findings_of(gather_numbers([int(found), bool(draws.seen)], world)), writers
 
     def _try(self, trial: Trial) -> Finding:
-        """Runs the micro-batches of a trial."""
-        stages, data_rank, compares, trace = self._stages, self._context.data.rank, self._compares, self._runtime.trace
-        manager, stage_forward = stages.manager, stages.stage_forward
+        """Runs the micro-batches of a trial, on the only stage."""
+        data_rank, compares, trace = self._context.data.rank, self._compares, self._runtime.trace
+        parts, stage_forward = trial.micro_batches(data_rank), self._stages.stage_forward
         assert stage_forward is not None
-        count = fitting_micro_batches(manager.schedule, manager.num_stages, manager.num_model_chunks, NUM_TRIED)
-        parts = trial.micro_batches(data_rank, count)
         inputs, head = self._inputs(parts), TrialHead(trial, parts, stage_forward, self._loss_fn)
         keys, _ = self._agree(inputs, False, 0)
         self._runtime.trace = None
         try:
-            with stages.installed(self._model):
-                schedule = forward_only(self._schedule(count))
-                self._runtime.run(StepJob(schedule, inputs, keys, [None] * count, head))
+            with self._stages.installed(self._model):
+                schedule = forward_only(self._schedule(len(parts)))
+                self._runtime.run(StepJob(schedule, inputs, keys, [None] * len(parts), head))
         finally:
             head.close()
             self._runtime.trace, self._compares = trace, compares
-        noted = torch.tensor([*head.losses(), head.gathers], dtype=torch.float64, device=self._context.device)
-        *losses, gathers = numbers_in(broadcast(noted, manager.axis, manager.last_stage))
         dtypes = {p.dtype for p in self._model.parameters() if p.is_floating_point()}
         dtypes |= {autocast} if (autocast := _autocast(self._context.device)) is not None else set()
         eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-        return Finding.GATHERS if gathers else trial.find(losses, data_rank=data_rank, eps=eps)
+        return Finding.GATHERS if head.gathers else trial.find(head.losses(), data_rank=data_rank, eps=eps)
 
     def _draws(self) -> bool:
         """Whether this rank may draw random numbers: by the config, or since it was seen to or not tried yet.

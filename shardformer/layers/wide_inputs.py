@@ -1,9 +1,8 @@
-"""Layers whose weights have 16 bits, and inputs that have more.
+"""Inputs in fp32 for layers with 16-bit weights.
 
-Where parameters are converted to 16 bits and buffers are not, a buffer in fp32 can reach a layer (the table of relative
-coordinates of Swin V2, sinusoidal positions), and so can a batch in fp32. torch multiplies no two dtypes. As under
-autocast, the layer's input is then cast to the dtype of its weight, which decides nothing where torch raises an error
-anyway.
+When parameters are converted to 16 bits, buffers stay in fp32 and can reach a layer (the relative coordinates of Swin
+V2, sinusoidal positions), as can a batch in fp32. torch raises an error for operands of different dtypes. Instead, the
+input is cast to the dtype of the weight, as autocast does.
 """
 
 from __future__ import annotations
@@ -15,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 RUNNING = "running_mean"
-"""The buffer of a norm that keeps statistics, and whose weight torch takes in their dtype alone."""
+"""The buffer of a norm that keeps statistics. torch takes the weight of such a norm only in their dtype."""
+_NARROW = "_shardformer_narrow"
+"""The attribute of such a norm with its 16-bit parameters while a forward runs."""
 
 
 def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
@@ -89,6 +90,3 @@ def _put_back(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 def _cast(params: Mapping[str, nn.Parameter], dtype: torch.dtype) -> dict[str, Any]:
     return {name: param.to(dtype) for name, param in params.items()}
-
-
-_NARROW = "_shardformer_narrow"

@@ -1,13 +1,12 @@
-"""What ``state_dict`` of a sharded model, or of its optimizer, gives: tensors that know that they are one rank's part.
+"""What ``state_dict`` of a sharded model gives: tensors that know that they are one rank's part of the model.
 
 Within torch they are tensors like others: they are loaded, copied, compared and computed with. What leaves torch would
-be taken for the whole: ``torch.save``, pickle and what is built on it, safetensors and NumPy are refused.
+be taken for the model: ``torch.save``, pickle and what is built on it, safetensors and NumPy are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
 
@@ -19,27 +18,10 @@ from shardformer.errors import ConfigError
 
 MARKED = "_shardformer_slices"
 """Attribute of a module whose state dict marks slices: the names of its parameters; None: all, and its buffers."""
-_PLAIN = "tensor.as_subclass(torch.Tensor) is this rank's part as a plain tensor"
-
-
-@dataclass(frozen=True)
-class Whole:
-    """What a slice is a part of.
-
-    Args:
-        rule: why a file of it would be wrong.
-        remedy: what to call instead.
-    """
-
-    rule: str
-    remedy: str
-
-
-MODEL = Whole(
-    "state_dict() of a sharded model holds this rank's part of it, and a file would lack the rest",
+_REMEDY = (
     "On all ranks call model.save_pretrained(folder) or shardformer.export_pretrained(folder, model) for a model that "
     "transformers loads, shardformer.save_checkpoint to go on training, or shardformer.full_state_dict(model) for the "
-    f"plain model's state dict. {_PLAIN}",
+    "plain model's state dict. tensor.as_subclass(torch.Tensor) is this rank's part as a plain tensor"
 )
 
 
@@ -50,7 +32,6 @@ class SliceTensor(Tensor):
     """
 
     _called: str
-    _whole: Whole
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,7 +39,7 @@ class SliceTensor(Tensor):
         leaves = tree_leaves((args, kwargs))
         slices = [x for x in leaves if isinstance(x, SliceTensor)]
         if func in _leaving_torch():
-            slices[0]._refuse()
+            refuse(slices[0]._called, slices[0].shape)
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
             if func is Tensor.as_subclass:
@@ -66,11 +47,8 @@ class SliceTensor(Tensor):
             arguments = {id(x) for x in leaves}
             return tree_map(lambda x: x if id(x) in arguments else _like(x, slices), found)
 
-    def _refuse(self) -> NoReturn:
-        _refuse(self._called, self.shape, self._whole)
-
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse()
+        refuse(self._called, self.shape)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
@@ -82,12 +60,12 @@ class SliceTensor(Tensor):
         return self.view_as(self)
 
 
-def _refuse(name: str, shape: tuple[int, ...], whole: Whole) -> NoReturn:
+def refuse(name: str, shape: tuple[int, ...]) -> NoReturn:
     """Raises ConfigError for a slice that is about to leave torch."""
     raise ConfigError(
         f"{name}, of the shape {tuple(shape)}, was to be written to a file, pickled, or read by another library",
-        rule=whole.rule,
-        remedy=whole.remedy,
+        rule="state_dict() of a sharded model holds this rank's part of it, and a file would lack the rest",
+        remedy=_REMEDY,
     )
 
 
@@ -99,20 +77,19 @@ def _leaving_torch() -> frozenset[Any]:
 
 
 def _like(x: Any, slices: Iterable[SliceTensor]) -> Any:
-    like = next((each for each in slices if type(x) is Tensor and x.numel() == each.numel()), None)
-    return x if like is None else slice_of(like._whole, x, like._called)
+    name = next((each._called for each in slices if type(x) is Tensor and x.numel() == each.numel()), None)
+    return x if name is None else _slice(x, name)
 
 
-def slice_of(whole: Whole, x: Tensor, name: str) -> SliceTensor:
-    """The same tensor, which knows that it is this rank's part."""
+def _slice(x: Tensor, name: str) -> SliceTensor:
     found = x.as_subclass(SliceTensor)
-    found._called, found._whole = name, whole
+    found._called = name
     return found
 
 
-def without_marks(values: Any) -> Any:
-    """The same values, in which slices are the plain tensors of the same memory."""
-    return tree_map(lambda x: x.as_subclass(Tensor) if isinstance(x, SliceTensor) else x, values)
+def without_mark(x: Tensor) -> Tensor:
+    """A slice as the plain tensor of the same memory; any other tensor as it is."""
+    return x.as_subclass(Tensor) if isinstance(x, SliceTensor) else x
 
 
 def mark_slices(module: nn.Module, names: Collection[str] | None) -> None:
@@ -133,7 +110,7 @@ def _mark(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_meta
     for name in (*module._parameters, *module._buffers) if marked is None else marked:
         full = f"{prefix}{name}"
         if type(value := state_dict.get(full)) is Tensor and value is not module._buffers.get(name):
-            state_dict[full] = slice_of(MODEL, value, full)
+            state_dict[full] = _slice(value, full)
 
 
 class _Refuses:
@@ -143,7 +120,7 @@ class _Refuses:
         self._name, self._shape = name, shape
 
     def __call__(self, protocol: Any) -> NoReturn:
-        _refuse(self._name, self._shape, MODEL)
+        refuse(self._name, self._shape)
 
 
 def refuse_pickling(name: str, param: Tensor) -> None:

@@ -1,10 +1,10 @@
-"""Which ranks wait for each other in collectives, so that none of them can go on: found from what each reports.
+"""Finds a deadlock from the reports of all ranks: ranks that wait for each other in collectives.
 
-A rank is blocked by another that has not begun the collective that it waits in, or that takes part in it by another
-one, such as an all-reduce in a barrier; and by one that has sent it no more than has arrived. A rank that computes, or
-that waits where this cannot be known (in a send, in the launcher's store), may go on, and with it all that wait for it.
-So does a transfer that all its ranks have begun, however long it takes. What is left waits for ever: a rank in it is
-blocked by ranks that are in it, too.
+Rank a is blocked by rank b if b has not started the collective in which a waits, if b has started another kind of
+collective in its place (an all-reduce instead of a barrier), or if a waits for a message that b has not sent. A rank
+that computes is not blocked, nor is one that waits where this cannot be known (in a send, in the launcher's store), nor
+one in a transfer that all of its ranks have started, however long that takes. A rank that waits for such a rank may go
+on, too. The ranks that remain are blocked by each other, and wait forever.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ def deadlocked(reports: Mapping[int, Report], after_s: float) -> dict[int, int]:
 
 
 def to(group: str, rank: int) -> str:
-    """What is sent to a rank over a group."""
+    """The key in ``Report.begun`` of what is sent to a rank over a group."""
     return f"{group}>{rank}"
 
 
 def uncounted(group: str) -> str:
-    """In what a rank has begun: it sent things over the group that it did not count."""
+    """The key in ``Report.begun`` that says that a rank sent messages over the group without counting them."""
     return f"{group}>?"
 
 

@@ -3,8 +3,8 @@
 A rank that has not come to a call may be slow, or it may wait in another collective and never come. Its main thread
 cannot answer while it waits, so that a thread of each process does, through the launcher's store.
 
-The thread asks, too, when its own main thread has waited for long in one collective. Where ranks wait for each other
-(``deadlock``) it ends the process with a message: a collective that waits in C++ cannot be interrupted from Python.
+When its own main thread has waited in one collective for a long time, the thread asks the other processes. In a
+deadlock (``deadlock``) it ends the process with a message: Python cannot interrupt a collective that waits in C++.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ ENDED = "ended"
 QUESTION = "shardformer/presence/question"
 """Where the number of questions is, in the launcher's store."""
 DEADLOCK, ENDING = "shardformer/presence/deadlock", "shardformer/presence/ending"
-"""Which ranks wait for each other, once one of them found it; how many of them are about to end."""
+"""The ranks of a deadlock, once one of them has found it; how many of them are about to end."""
 LOOK_EVERY_S = 0.5
 END_S = 2.0
 SURE_AFTER_S = 15.0
 """A process that has waited so long at one place does not come: longer than one collective takes."""
 FORGOTTEN_AFTER_S = 10.0
 WATCH_AFTER_S = 30.0
-"""In one collective: then the others are asked."""
+"""Seconds in one collective after which the other processes are asked."""
 WATCH_EVERY_S = 3.0
 END_TOGETHER_S = 10.0
 BLOCKED_AFTER_S = 12.0
-"""All that wait for each other were seen in one call for so long: longer than answers are apart."""
+"""All ranks of a deadlock have been in one call for at least this long. Answers come in shorter intervals."""
 _FORMS = re.compile("_(into_tensor|tensor|single|coalesced|uneven)$")
-"""Of one collective: ranks may take part in it by any of them."""
+"""Suffixes of functions of torch that start the same collective."""
 WAITS_IN = (
     os.path.join("torch", "distributed", "distributed_c10d.py"),
     os.path.join("torch", "distributed", "c10d_logger.py"),
@@ -151,7 +151,7 @@ class Presence:
         self._store.set(_key(self._rank), f"{asked} {report.as_text()}")
 
     def _watch(self, now: float) -> None:
-        """Ends the process where its main thread waits in a collective for ranks that wait for it."""
+        """Ends the process if its main thread is in a deadlock."""
         frame, _ = _call_of_main()
         seen = None if frame is None else (id(frame), self._begun())  # no frame is held, nor what is in it
         del frame
@@ -188,8 +188,10 @@ class Presence:
         return found
 
     def _end_process(self, ranks: Collection[int], message: str = "") -> None:
-        """Ends this process, if it is one of those that wait for each other, together with the others: where one ends
-        before, gloo may let the rest wait on. The first one has the word."""
+        """Ends this process if it is among ``ranks``. The first of them prints the message.
+
+        All of them end together: if one ends earlier, gloo may let the others wait.
+        """
         if self._rank not in ranks:
             return
         with suppress(RuntimeError):  # the process that has the store has ended

@@ -1,8 +1,8 @@
-"""Before an optimizer of torch steps, its gradients are those that the ranks agreed on.
+"""Checks before a step of a torch optimizer that all ranks have the same gradients.
 
-Ranks sum gradients in the backward that accumulates them in ``p.grad``. What comes there in other ways is each rank's
-own: what ``torch.autograd.grad`` returns, what backwards leave that were all in ``no_sync``, and what a hook sees
-during a backward. A step with it would make the ranks diverge.
+Ranks sum gradients in ``loss.backward()``. Gradients that reach ``p.grad`` in another way differ between ranks: those
+of ``torch.autograd.grad``, those of backwards that all ran in ``no_sync``, and those that a hook sees during a backward.
+A step with them would make the ranks diverge.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from shardformer.reduce.buckets import GradientReducer
 from shardformer.reduce.watch import models_of
 
 PASSES = "_shardformer_passes"
-"""The attribute of an optimizer with how often ranks had agreed on gradients when it stepped last."""
+"""The attribute of an optimizer with how often gradients had been summed when it last stepped."""
 
 
 def agree_before_step(optimizer: Optimizer) -> None:
-    """Sums what backwards left in ``no_sync``. Raises ConfigError, on all ranks, for gradients that are a rank's own.
+    """Sums gradients of backwards in ``no_sync``. Raises ConfigError, on all ranks, if gradients differ between ranks.
 
-    Communicates what such backwards left, and checksums of gradients where no backward was agreed on since the last
-    step.
+    Communicates the gradients of such backwards; checksums of gradients if none were summed since the last step.
     """
     found = [(state, _reducers(state)) for state in models_of(optimizer)]
     found = [(state, reducers) for state, reducers in found if reducers]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardformer.comm.agree import agree
-from shardformer.comm.overlap import overlapping, view_of
+from shardformer.comm.shared_memory import overlapping, view_of
 from shardformer.comm.values import has_values
 from shardformer.errors import ConfigError, expect
 from shardformer.layout.state import ShardedState

@@ -1,9 +1,9 @@
 """The state of an optimizer of torch, whose parameters are this rank's parts, is loaded by the same rank alone.
 
 Scripts for one process save ``optimizer.state_dict()`` on the first rank, and load the file on all. Where a model is
-cut, ranks have other moments of the same shapes. So ``state_dict`` marks what is a part, which ``torch.save`` and
-others refuse, and notes the place of the rank; ``load_state_dict`` raises on all ranks if it is another one on any.
-Of the state of a plain model's optimizer each rank takes its part, as ``load_state_dict`` of the model does.
+cut, ranks have other moments of the same shapes. So ``state_dict`` notes the place of the rank, and ``load_state_dict``
+raises on all ranks if any of them was given the state of another place. From the state of a plain model's optimizer
+each rank takes its part, as ``load_state_dict`` of the model does.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Such a loss is not the mean of the losses of parts of the batch: micro-batches and data ranks each compare their own
 samples alone. ``gather_over_data`` gives every data rank the samples of all. A ``Trial`` finds such a loss, of the
-model or of a ``loss_fn``, before the first step: a few samples are run apart and together, without gradients.
+model or of a ``loss_fn``, in the first step: a few samples are run apart and together, without gradients.
 """
 
 # A, B two parts of a batch; AB both as one batch
@@ -43,8 +43,6 @@ ROUNDINGS = 8
 """Of a number in fewer bits."""
 REPEATED = 1e-2
 """How far the same computation may differ, as a part of that."""
-NUM_TRIED = 6
-"""Micro-batches of a trial, at the least."""
 SAMPLES = 2
 """In a part that is tried, where the batch has enough: BatchNorm takes no single one."""
 
@@ -135,11 +133,9 @@ class Trial:
     ) -> None:
         self.parts, self.both, self.sizes, self.weighs, self._refused = parts, both, sizes, weighs, refused
 
-    def micro_batches(self, data_rank: int, count: int) -> list[Batch]:
-        """``count`` of them, six or more: A and B, to be weighted; A, B and AB; and again A, on other data ranks B."""
-        own = self.parts[min(data_rank, 1)]
-        listed = [*self.parts, *self.parts, self.both, own]
-        return listed + [own] * (count - len(listed))
+    def micro_batches(self, data_rank: int) -> list[Batch]:
+        """A and B, to be weighted; A, B and AB; and A once more, or B on all data ranks but the first."""
+        return [*self.parts, *self.parts, self.both, self.parts[min(data_rank, 1)]]
 
     def find(self, losses: Sequence[float], *, data_rank: int, eps: float) -> Finding:
         """What the losses of the micro-batches show: of A and B weighted, and added; of A, of B, of AB, and again.
@@ -188,7 +184,7 @@ def trial_of(
 
 
 class TrialHead(Head):
-    """Notes the losses of a trial. It raises nothing: the other stages would wait for the last one."""
+    """Notes the losses of a trial. It raises no error: a loss that cannot be tried is not judged."""
 
     def __init__(
         self, trial: Trial, parts: Sequence[Batch], stage_forward: StageForward, loss_fn: LossFn | None
@@ -225,7 +221,7 @@ class TrialHead(Head):
                 self._tried.finish()
         except ConfigError:
             self._noted[0] = math.nan
-        return [self._noted[0] + self._noted[1], *self._noted[2:6]]
+        return [self._noted[0] + self._noted[1], *self._noted[2:]]
 
 
 class _TriedWeights(LossWeights):

@@ -1,4 +1,4 @@
-"""Whether a ``loss_fn`` compares the samples of a batch: found from the losses of two samples apart and together."""
+"""Finds out whether a ``loss_fn`` compares samples, from the losses of two samples apart and together."""
 
 from __future__ import annotations
 

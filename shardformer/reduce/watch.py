@@ -99,6 +99,7 @@ FACTS = {
 }
 ORDER = tuple(FACTS)
 KIND_SHIFT = 40
+"""The number of an optimizer's options has its class above this bit, and the values of its options below."""
 
 
 @dataclass(eq=False)
@@ -149,8 +150,7 @@ class Watch:
     def options_of_stage(self) -> int:
         """A number of the optimizer's options, where one group has all parameters; 0 for any other optimizer.
 
-        Stages have other parameters, and where these are in groups each stage may have other groups. The bits from
-        ``KIND_SHIFT`` on are those of the optimizer's class.
+        Stages have other parameters, and where these are in groups each stage may have other groups.
         """
         has_one_group = len(self.options) == 2 and len(self.options[1]) == 1
         if not has_one_group or len(self._optimizers) > 1 or self.has_several_optimizers:

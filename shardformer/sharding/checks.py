@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardformer.comm.overlap import view_of
+from shardformer.comm.shared_memory import view_of
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.layers.tensor.parallel_module import ParallelModule

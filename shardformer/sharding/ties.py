@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
-from shardformer.comm.overlap import Group, Memory, overlapping
+from shardformer.comm.shared_memory import Group, Memory, overlapping
 from shardformer.errors import ConfigError
 from shardformer.layout.spec import ShardSpec
 

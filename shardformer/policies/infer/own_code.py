@@ -1,4 +1,4 @@
-"""Code that somebody gave to modules of a model, in the place of a library's: a small twin of its config lacks it."""
+"""User code in a model of a library: classes and replaced forwards that a small twin of its config does not have."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import nn
 from shardformer.policies.infer.blame import LIBRARIES
 
 
-def is_of_library(module: nn.Module) -> bool:
-    """Whether a module runs the forward that a library gave its class."""
+def runs_library_code(module: nn.Module) -> bool:
+    """Whether a module runs the forward of its class, and that class is from a library."""
     of_class: Any = inspect.unwrap(type(module).forward)
     return "forward" not in vars(module) and _package_of(of_class) in LIBRARIES
 
 
 def take_over(twin: nn.Module, model: nn.Module) -> None:
-    """Gives a twin the forwards that were put in the place of those of classes in ``model``.
+    """Replaces forwards in a twin as they were replaced in ``model``.
 
-    Raises ValueError where the twin lacks a module that has one, and for a function that knows its module in another
-    way than as a method does: it would go on with that.
+    Raises ValueError if the twin does not have the module, and if the new forward is not a method of its module: it
+    would still run on the module in ``model``.
     """
     places = dict(twin.named_modules())
     for path, module in model.named_modules():
@@ -40,18 +40,18 @@ def take_over(twin: nn.Module, model: nn.Module) -> None:
 
 
 def _replaced(model: nn.Module) -> Counter[tuple[str, Any]]:
-    """The forwards in the place of others, by where they are in any layer."""
+    """The replaced forwards, each with its path, in which * stands for the number of a layer."""
     found = ((path, vars(m)["forward"]) for path, m in model.named_modules() if "forward" in vars(m))
     return Counter((re.sub(r"\d+", "*", path), getattr(method, "__func__", None)) for path, method in found)
 
 
 def known_by(model: nn.Module) -> Hashable | None:
-    """By what models are told apart of which one's proof holds for the other, beside the number of their layers.
+    """A key of a model: a proof holds for all models with the same key, whatever the number of their layers.
 
-    None for a model that may differ in anything from another one: without a config, or with code of somebody's own.
+    None for a model without a config, or with user code: it shares no proof.
     """
     config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_json_string") or not all(map(is_of_library, model.modules())):
+    if not hasattr(config, "to_json_string") or not all(map(runs_library_code, model.modules())):
         return None
     kinds = frozenset((re.sub(r"\d+", "*", path), type(module)) for path, module in model.named_modules())
     return type(model), config.to_json_string(), kinds

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardformer.errors import PolicyError
 from shardformer.layers.norm import is_elementwise
-from shardformer.policies.infer.own_code import is_of_library
+from shardformer.policies.infer.own_code import runs_library_code
 from shardformer.policies.infer.prove import mismatch
 from shardformer.policies.infer.twin import twin_of
 from shardformer.policies.policy import Policy
@@ -54,7 +54,7 @@ def foreign_in(model: nn.Module, layers: list[str]) -> Iterator[tuple[str, nn.Mo
     """The modules of some layers whose forward is no library's, without those that look at one feature at a time."""
     for stack in layers:
         for path, module in model.get_submodule(stack).named_modules(prefix=stack):
-            if not is_of_library(module) and (module._modules or not is_elementwise(module)):
+            if not runs_library_code(module) and (module._modules or not is_elementwise(module)):
                 yield path, module
 
 

@@ -1,4 +1,4 @@
-"""Tensors that share memory: whose numbers lie in the same bytes of one storage, wholly or in part."""
+"""Tensors that share memory, in whole or in part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardformer.comm.values import has_values
 
 @dataclass(frozen=True)
 class Memory:
-    """Where a tensor's numbers lie: storage, first byte, the byte behind the last, and how it steps through them."""
+    """The memory of a tensor: its storage, its first byte, the byte after its last one, and its strides."""
 
     storage: int
     begin: int
@@ -51,7 +51,7 @@ def overlapping(named: Iterable[tuple[str, Tensor]]) -> list[Group]:
 
 
 def view_of(model: nn.Module, params: Collection[tuple[str, Tensor]]) -> tuple[str, str] | None:
-    """(name of a buffer or attribute, name of the parameter whose memory it shares) of the first there is."""
+    """The first buffer or attribute that shares memory with a parameter, and that parameter: their names, or None."""
     known = {id(x) for _, x in params}
     views = [(name, x) for name, x in _held(model) if id(x) not in known]
     names = {name for name, _ in views}
