@@ -1,8 +1,8 @@
 """Checks before a step of a torch optimizer that all ranks have the same gradients.
 
 Ranks sum gradients in ``loss.backward()``. Gradients that reach ``p.grad`` in another way differ between ranks: those
-of ``torch.autograd.grad``, those of backwards that all ran in ``no_sync``, and those that a hook sees during a backward.
-A step with them would make the ranks diverge.
+of ``torch.autograd.grad``, those of backwards that all ran in ``no_sync``, and those that a hook sees in the middle of
+a backward. A step with them would make the ranks diverge.
 """
 
 from __future__ import annotations
