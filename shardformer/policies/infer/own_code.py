@@ -5,12 +5,17 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from shardformer.comm.values import has_values
 from shardformer.policies.infer.blame import LIBRARIES
 
 
@@ -43,6 +48,46 @@ def _replaced(model: nn.Module) -> Counter[tuple[str, Any]]:
     """The replaced forwards, each with its path, in which * stands for the number of a layer."""
     found = ((path, vars(m)["forward"]) for path, m in model.named_modules() if "forward" in vars(m))
     return Counter((re.sub(r"\d+", "*", path), getattr(method, "__func__", None)) for path, method in found)
+
+
+@contextmanager
+def apart_from(model: nn.Module) -> Iterator[None]:
+    """Raises ValueError if what runs in here, a copy of ``model``, reads weights or buffers of ``model`` itself.
+
+    So does a copy with a replaced forward or a hook that is a closure over a module: copies of it share the closure. A
+    comparison with such a copy would show nothing, and its gradients would be added to those of the model.
+    """
+    watch = _Reads(model)
+    try:
+        with watch:
+            yield
+    except Exception as error:
+        if not watch.found:
+            raise
+        raise ValueError(_NOT_APART) from error
+    if watch.found:
+        raise ValueError(_NOT_APART)
+
+
+_NOT_APART = "a copy of it runs modules of the model itself, by a replaced forward or a hook that holds them"
+
+
+class _Reads(TorchDispatchMode):
+    """Raises RuntimeError where a function of torch reads a weight or a buffer of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        held = (x for x in (*model.parameters(), *model.buffers()) if has_values(x) and x.layout == torch.strided)
+        self._storages = {x.untyped_storage().data_ptr() for x in held if x.numel()}
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in tree_leaves((args, kwargs)):
+            if type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and has_values(x):
+                self.found = self.found or x.untyped_storage().data_ptr() in self._storages
+        if self.found:
+            raise RuntimeError(_NOT_APART)
+        return func(*args, **(kwargs or {}))
 
 
 def known_by(model: nn.Module) -> Hashable | None:

@@ -18,7 +18,7 @@ from shardformer.errors import PolicyError, first_line
 from shardformer.layers.dropout import silence_dropout
 from shardformer.lazy.materialize import copy_with_values, is_lazy
 from shardformer.pipeline.flat import TOKENS, ids_of
-from shardformer.policies.infer.own_code import take_over
+from shardformer.policies.infer.own_code import apart_from, take_over
 from shardformer.policies.infer.prove import Reference, loss_of
 from shardformer.policies.infer.together import MODALITIES, feature_width, in_text, text_width, values_beside_text
 from shardformer.testing.zoo.inputs import (
@@ -108,7 +108,8 @@ def twin_of(model: nn.Module, batch: Mapping[str, Tensor] | None = None, *, toge
                 if lacks := kinds_of_layers(model) - kinds_of_layers(twin):
                     raise ValueError(f"it lacks {len(lacks)} of the kinds of layers")
                 take_over(twin, model)
-            run, fed = _runs(twin, batch, together=together)
+            with apart_from(model):
+                run, fed = _runs(twin, batch, together=together)
             further = () if batch is not None or together else tuple(_further(twin, fed))
             tried = {*fed, *(name for each in further for name in each.names)}
             untried = [name for name in values_beside_text(twin) if name not in tried] if batch is None else []
@@ -139,7 +140,8 @@ def own_twin_of(model: nn.Module) -> Twin:
     for make, dtype in product(makes, PRECISIONS):
         try:
             twin = without_hooks(_made(make, dtype))
-            return Twin(twin, *_runs(twin, None, guesses=True))
+            with apart_from(model):
+                return Twin(twin, *_runs(twin, None, guesses=True))
         except PolicyError as error:
             problem = error.what
         except Exception as error:  # a model of somebody's own can raise anything

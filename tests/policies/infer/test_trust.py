@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from types import MethodType
 from typing import Any
 
@@ -141,3 +141,29 @@ def test_a_policy_that_a_user_gives_is_tried_on_such_code_too() -> None:
 
     for said in run_as_threads(do, tensor=2):
         assert "the MLP 'mlp' of LlamaPolicy alone, LlamaForCausalLM " in said
+
+
+def wrap(module: nn.Module) -> None:
+    """As accelerate wraps a forward: copies of the module share the wrapper, and with it the module."""
+    forward = module.forward
+
+    @wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    module.forward = wrapped  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["model.layers.1", "model.layers.0.input_layernorm"])
+def test_a_wrapped_forward_that_copies_of_the_model_share_is_refused(path: str) -> None:
+    models = [plain() for _ in range(2)]
+
+    def shard(context: ParallelContext) -> None:
+        model = models[context.rank]
+        wrap(model.get_submodule(path))
+        with pytest.raises(PolicyError):
+            shardformer.shard_model(model, context=context)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+    run_as_threads(shard, tensor=2)
