@@ -352,10 +352,15 @@ def test_workers_end_with_a_parent_that_is_killed_in_a_call(tmp_path: Path) -> N
 
 def alive(pid: int) -> bool:
     """Whether any thread of the process is: the first may have ended before the others."""
-    for status in Path(f"/proc/{pid}/task").glob("*/stat"):
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    for thread in threads:
         try:
-            if status.read_text().rpartition(")")[2].split()[0] not in ("Z", "X"):
-                return True
+            status = Path(f"/proc/{pid}/task/{thread}/stat").read_text()
         except (FileNotFoundError, ProcessLookupError):
             continue
+        if status.rpartition(")")[2].split()[0] not in ("Z", "X"):
+            return True
     return False
