@@ -132,7 +132,10 @@ def ended(fault: Fault) -> tuple[str, float]:
 
 def _below(pid: int) -> list[int]:
     """The processes that one has started, and they in turn."""
-    of = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    try:
+        of = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        return []
     return [below for child in map(int, of) for below in (child, *_below(child))]
 
 
