@@ -29,7 +29,7 @@ TIER := $(TEST_ENV) $(BIN)/python -m tests.run_tier --jobs $(JOBS) --started $(S
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
-	$(BIN)/shardformer demo $(ARGS)
+	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(VENV)/.installed-test $(VENV)/.installed-timm
 	$(TIER) test $(ARGS)

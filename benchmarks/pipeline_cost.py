@@ -8,11 +8,11 @@ from typing import Any
 
 import common
 from common import MB, Llama
+from peak_memory import measure_peak
 from torch import Tensor
 
 import shardformer
 from shardformer.comm.recorder import Recorder
-from shardformer.demo.memory import measure_peak
 from shardformer.engine.pipeline import Pipeline
 from shardformer.mesh.context import ParallelContext
 from shardformer.pipeline.stage_manager import PipelineStageManager

@@ -40,7 +40,6 @@ FLOORS = [
     "trainer",
     "verify",
     "runs",
-    "demo",
     "cli",
     "__main__",
 ]

@@ -1,4 +1,4 @@
-"""``shardformer plot``: the loss, speed and memory of runs, in the terminal and as a picture."""
+"""``shardformer plot``: a table of what runs reached, and a picture of their loss, speed and memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 
     from shardformer.trainer.picture import Runs
 
-SHOWN = ("loss", "tokens_per_s", "memory_bytes")
-NUM_COLOURS = 6
-"""Of those of the picture: the next is too dark for a terminal."""
-
 
 def plot(
     runs: Annotated[
@@ -35,7 +31,7 @@ def plot(
         str, typer.Option(metavar="NAMES", help="What is drawn, as loss,grad_norm; by default all in the picture.")
     ] = "",
 ) -> None:
-    """Draw the loss, tokens per second and memory of one run or several, as a picture and in the terminal."""
+    """Print what one or more runs reached, and draw their loss, tokens per second and memory as a picture."""
     from rich.console import Console
 
     from shardformer.pipeline.picture import check_file
@@ -57,11 +53,7 @@ def plot(
     if has_matplotlib:
         check_file(path)
     console = Console(highlight=False)
-    shown = asked or [name for name in known if name in SHOWN] or known
-    _print(console, found, shown)
-    left = [name for name in known if name not in shown]
-    if left and not asked:
-        _say(console, f"Recorded, too: {', '.join(left)} (--values NAMES draws them here)", wraps=True)
+    _print(console, found)
     if has_matplotlib:
         draw(found, path, asked or None)
         _say(console, f"The picture is in {path}")
@@ -111,22 +103,10 @@ def _names(runs: list[Path]) -> list[str]:
 # ---------------------------------------------------------------------------------------------------- in the terminal
 
 
-def _print(console: Console, runs: Runs, names: list[str]) -> None:
-    from rich.text import Text
+def _print(console: Console, runs: Runs) -> None:
+    from shardformer.trainer.picture import summary
 
-    from shardformer.trainer.curves import NEEDED, curves, summary
-    from shardformer.trainer.picture import COLOURS
-
-    # without colours of their own runs are told apart by marks
-    has_colours = console.color_system is not None and len(runs) <= NUM_COLOURS
-    dots = _printable(console, NEEDED) == NEEDED and (len(runs) == 1 or has_colours)
     runs = {_printable(console, run): records for run, records in runs.items()}
-    for line in curves(runs, console.width, names, dots=dots):
-        text = Text()
-        for piece, run in line.pieces:
-            text.append(_printable(console, piece), style=COLOURS[run % NUM_COLOURS] if run is not None else "")
-        console.print(text, soft_wrap=True)
-    console.print()
     rows = [{name: cell for name, cell in row.items() if cell} for row in summary(runs)]
     columns = list(dict.fromkeys(name for row in summary(runs) for name in row if any(name in r for r in rows)))
     tables = [_across(rows, columns)], [_down(rows, columns)], [_down([row], columns) for row in rows]

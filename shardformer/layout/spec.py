@@ -182,58 +182,6 @@ class ShardSpec:
         return out
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """A piece that a rank of one layout gives to a rank of another: where it is in the parts of both, and its size."""
-
-    source: Coords
-    target: Coords
-    source_start: Place
-    target_start: Place
-    size: Place
-
-
-def transfers(source: ShardSpec, target: ShardSpec) -> Iterator[Transfer]:
-    """What every rank of ``target`` gets from which rank of ``source``, each number once.
-
-    Of several ranks that hold a number, the one gives it whose coordinates are the receiver's on the axes that both
-    layouts have, and else the first. Axes that a layout is not cut over are left open: any rank along them will do.
-
-    Raises ConfigError for layouts of different shapes.
-    """
-    if source.shape != target.shape:
-        raise ConfigError(
-            f"A tensor of shape {source.shape} was to be moved into the layout of one of shape {target.shape}",
-            rule="Two layouts of one tensor have its full shape",
-            remedy="Give the layouts of one and the same parameter",
-        )
-    for to in target.places():
-        dims = [list(_pieces(source, target, dim, to)) for dim in range(len(source.shape))]
-        for pieces in product(*dims):
-            coords = {axis: rank for giver, *_ in pieces for axis, rank in giver.items()}
-            starts, own_starts = tuple(a for _, a, _, _ in pieces), tuple(b for _, _, b, _ in pieces)
-            yield Transfer(coords, to, starts, own_starts, tuple(n for *_, n in pieces))
-
-
-def _pieces(source: ShardSpec, target: ShardSpec, dim: int, to: Coords) -> Iterator[tuple[Coords, int, int, int]]:
-    """(who gives, start in its part, start in the receiver's, length) of each piece of one dim."""
-    givers = _places(_axes_of(source.splits.get(dim, ())))
-    givers.sort(key=lambda coords: -sum(to.get(axis) == rank for axis, rank in coords.items()))
-    for start, at, length in _with_starts(target.slices_of(dim, to)):
-        missing: list[Slice] = [(start, start + length)]
-        for coords in givers:
-            for a, held_at, n in _with_starts(source.slices_of(dim, coords)):
-                left: list[Slice] = []
-                for c, d in missing:
-                    low, high = max(a, c), min(a + n, d)
-                    if low >= high:
-                        left.append((c, d))
-                        continue
-                    yield coords, held_at + low - a, at + low - start, high - low
-                    left += [(x, y) for x, y in ((c, low), (high, d)) if x < y]
-                missing = left
-
-
 def _axes_of(splits: Sequence[AnySplit]) -> dict[str, int]:
     return {axis: size for split in splits for axis, size in zip(split.axes, split.sizes, strict=True)}
 

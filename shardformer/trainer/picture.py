@@ -1,9 +1,9 @@
-"""Runs as a picture: a chart with a panel for each value that was recorded."""
+"""Runs as a picture, with a chart for each recorded value, and as a table of what they reached."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import ceil, log10
+from math import ceil, isfinite, log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -275,3 +275,51 @@ def _draw_legend(figure: Figure, runs: Runs, names: Sequence[str]) -> None:
 def _short(name: str, most: int) -> str:
     """The end of a long name, which is where runs differ."""
     return name if len(name) <= most else f"...{name[3 - most :]}"
+
+
+# --------------------------------------------------------------------------------------------------------- the summary
+
+
+def summary(runs: Runs) -> list[dict[str, str]]:
+    """A row for each run: how far it went, what it reached, how fast it was on the mean, what it held at the most.
+
+    A best or mean value is of those that are finite; a last one is said as it is.
+    """
+    return [{"run": run, **_reached(records)} for run, records in runs.items()]
+
+
+def _reached(records: Sequence[Record]) -> dict[str, str]:
+    losses = {name: series(records, name)[1] for name in ("loss", VALIDATION + "loss")}
+    cells = {
+        "step": str(max((record.step for record in records), default=0)),
+        "time": _time(records[-1].seconds if records else 0.0),
+    }
+    for name, values in losses.items():
+        shown = name.replace("/", " ")
+        best = values[np.isfinite(values)]
+        cells[f"last {shown}"] = _said_loss(values[-1]) if len(values) else ""
+        cells[f"best {shown}"] = _said_loss(best.min()) if len(best) else cells[f"last {shown}"]
+    speed, memory = finite(series(records, "tokens_per_s"))[1], finite(series(records, "memory_bytes"))[1]
+    cells["mean tokens/s"] = _short_number(float(f"{speed.mean():.4g}")) if len(speed) else ""
+    cells["peak memory"] = said_bytes(float(memory.max())) if len(memory) else ""
+    return cells
+
+
+def _said_loss(value: float) -> str:
+    """Four digits behind the point, where they say something."""
+    return f"{value:.4f}" if value == 0 or 1e-2 <= abs(value) < 1e5 or not isfinite(value) else f"{value:.3e}"
+
+
+def _short_number(value: float) -> str:
+    """51200 as 51.2k."""
+    for unit, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if scale * 1e4 > abs(value) >= scale * (10 if unit == "k" else 1):
+            return f"{value / scale:.5g}{unit}"
+    return f"{value:.10g}"
+
+
+def _time(seconds: float) -> str:
+    if not isfinite(seconds):
+        return str(seconds)
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardformer.errors import ConfigError
 from shardformer.layout import spec as spec_module
 from shardformer.layout import split as split_module
-from shardformer.layout.spec import ShardSpec, transfers
+from shardformer.layout.spec import ShardSpec
 from shardformer.layout.split import EvenSplit, Split, even_bounds, holders_of
 from shardformer.policies.heads import HeadLayout
 
@@ -112,38 +112,6 @@ def test_multiplicities_add_up(spec: ShardSpec) -> None:
     held = sum(prod(spec.local_shape(coords)) for coords in spec.places())
     assert held == int((ones * spec.multiplicity()).sum())
     assert spec.is_partition == (held == prod(spec.shape))
-
-
-@st.composite
-def pairs(draw: Any) -> tuple[ShardSpec, ShardSpec]:
-    source = draw(specs())
-    return source, draw(specs(source.shape))
-
-
-@settings(deadline=None, max_examples=80)
-@given(pairs())
-def test_transfers_carried_out_give_the_same_tensor(pair: tuple[ShardSpec, ShardSpec]) -> None:
-    source, target = pair
-    full = numbered(source.shape)
-    have = {tuple(coords.items()): source.slice(full, coords) for coords in source.places()}
-    get = {tuple(c.items()): torch.full(target.local_shape(c), -1) for c in target.places()}
-    sent = 0
-    for t in transfers(source, target):
-        # in the order of the axes of the source, of which a transfer names those that its dims are cut over
-        giver = {axis: t.source[axis] for axis in source.axes}
-        piece = spec_module._cut(have[tuple(giver.items())], t.source_start, t.size)
-        into = spec_module._cut(get[tuple(t.target.items())], t.target_start, t.size)
-        assert bool((into == -1).all())
-        into.copy_(piece)
-        sent += prod(t.size)
-    for coords in target.places():
-        assert torch.equal(get[tuple(coords.items())], target.slice(full, coords))
-    assert sent == sum(prod(target.local_shape(coords)) for coords in target.places())
-
-
-def test_a_number_comes_from_the_rank_with_the_same_coordinates_where_that_one_has_it() -> None:
-    shared = ShardSpec((4,), {0: Split((((0, 4),), ((0, 4),)))})
-    assert {(t.source["tensor"], t.target["tensor"]) for t in transfers(shared, shared)} == {(0, 0), (1, 1)}
 
 
 @settings(deadline=None, max_examples=60)

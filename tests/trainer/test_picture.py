@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.trainer.picture import alone, draw, drawn, is_log, panel_names, series
+from shardformer.trainer.picture import alone, draw, drawn, is_log, panel_names, series, summary
 from shardformer.trainer.records import Record
 
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is an extra")
@@ -131,3 +131,38 @@ def test_a_picture_takes_the_place_of_a_link_and_a_failure_leaves_the_old_one(
         draw({"a": run(4)}, path)
     assert path.read_bytes() == before
     assert sorted(file.name for file in tmp_path.iterdir()) == ["curves.svg", "precious"]
+
+
+def recorded(count: int) -> list[Record]:
+    values = {"tokens_per_s": 1000.0, "memory_bytes": 2e9}
+    return [Record(step, 0, step * 0.5, {"loss": 3.0 / step, **values}) for step in range(1, count + 1)]
+
+
+def test_a_run_is_summed_up() -> None:
+    speeds = [
+        Record(41 + n, 0, 20.0 + n, {"tokens_per_s": speed}) for n, speed in enumerate([4000.0, 80000.0, math.nan])
+    ]
+    runs = {"a": [*recorded(40), *speeds], "b": of("loss", 4.0, 2.0, math.nan), "c": of("loss", math.inf), "d": []}
+    assert summary(runs) == [
+        {
+            "run": "a", "step": "43", "time": "0:22", "last loss": "0.0750", "best loss": "0.0750",
+            "last validation loss": "", "best validation loss": "", "mean tokens/s": "2952", "peak memory": "2.0 GB",
+        },
+        {
+            "run": "b", "step": "3", "time": "0:03", "last loss": "nan", "best loss": "2.0000",
+            "last validation loss": "", "best validation loss": "", "mean tokens/s": "", "peak memory": "",
+        },
+        {
+            "run": "c", "step": "1", "time": "0:01", "last loss": "inf", "best loss": "inf",
+            "last validation loss": "", "best validation loss": "", "mean tokens/s": "", "peak memory": "",
+        },
+        {
+            "run": "d", "step": "0", "time": "0:00", "last loss": "", "best loss": "",
+            "last validation loss": "", "best validation loss": "", "mean tokens/s": "", "peak memory": "",
+        },
+    ]  # fmt: skip
+
+
+def test_small_and_large_losses_keep_their_digits() -> None:
+    small, large = summary({"small": of("loss", 1.5e-6), "large": of("loss", 2.5e9)})
+    assert (small["last loss"], large["last loss"]) == ("1.500e-06", "2.500e+09")

@@ -34,7 +34,6 @@ tensor = 2
 steps = 2
 """
 VERIFY = ("gpt2", "--tensor", "2")
-DEMO = ("--steps", "4", "--layers", "1", "--hidden", "64", "--batch", "2", "--sequence", "16")
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,8 @@ class Step:
     Args:
         name: of the column.
         about: what it runs, for the page.
-        arguments: of Python; ``{folder}`` is the folder of the row, ``{before}`` that of the row before it.
+        arguments: of Python; ``{folder}`` is the folder of the row, ``{before}`` that of the row before it,
+            ``{root}`` the checkout.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Step:
     def run(self, environment: Environment, before: Path) -> Outcome:
         """Runs it in the environment of a row; what it printed is in ``log``, ``before`` is ``work`` of another row."""
         folder = environment.work
-        places = {"folder": str(folder), "before": str(before)}
+        places = {"folder": str(folder), "before": str(before), "root": str(ROOT)}
         command = [str(environment.python), *(argument.format(**places) for argument in self.arguments)]
         own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         env = {**os.environ, **own, "PYTHONPATH": str(ROOT), "PET_MASTER_PORT": str(_free_port())}
@@ -124,7 +124,7 @@ STEPS = (
     Step("trainer", "`Trainer`", _program("trainer")),
     Step("train", "`shardformer train`", _shardformer("train", "--config", "run.toml")),
     Step("verify", f"`shardformer verify {' '.join(VERIFY)}`", _shardformer("verify", *VERIFY)),
-    Step("demo", "`shardformer demo`", _shardformer("demo", *DEMO)),
+    Step("demo", "`examples/demo.py`", ("{root}/examples/demo.py", "--steps", "4")),
     Step("checkpoint", "the engine goes on from the checkpoint of the row above; the first row from the last one's",
          _program("checkpoint", "{before}/checkpoint")),
 )  # fmt: skip

@@ -8,9 +8,8 @@ of a gathered tensor, on all ranks alike, is right, and what each rank computes 
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
@@ -33,18 +32,8 @@ _INSIDE = threading.local()
 """Whether a model is in its forward: operands that need a gradient are then its own, on all ranks."""
 
 
-@contextlib.contextmanager
-def inside_model() -> Iterator[None]:
-    """What is computed in here is of a model whose gradients are averaged over the ranks."""
-    before, _INSIDE.now = getattr(_INSIDE, "now", False), True
-    try:
-        yield
-    finally:
-        _INSIDE.now = before
-
-
 def enter_model(is_now: bool) -> None:
-    """The same, where no context manager can stand."""
+    """Whether what is computed from here on is of a model whose gradients are averaged over the ranks."""
     _INSIDE.now = is_now
 
 
