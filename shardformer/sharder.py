@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from shardformer.policies.policy import Policy
 from shardformer.policies.registry import is_users, registered_policy
 from shardformer.sharding.apply import Sharding
 from shardformer.sharding.costs import measured_costs
+from shardformer.sharding.loading import install_loading
+from shardformer.sharding.save import install_saving
 
 
 class ModelSharder(Sharding):
@@ -56,6 +58,16 @@ class ModelSharder(Sharding):
             model, _checked(shard_config), find,
             prove=prove_context, prove_policy=given, prove_grid=prove_grid, optional=policy is None,
         )  # fmt: skip
+
+    def shard(self, then: Callable[[nn.Module], object] = lambda _: None) -> list[dict[int, Tensor]]:
+        """Shards the model, and installs the saving and loading of its whole weights. Arguments: see ``Sharding``."""
+
+        def finish(model: nn.Module) -> None:
+            install_saving(model, self._state)
+            install_loading(model)
+            then(model)
+
+        return super().shard(finish)
 
 
 def _is_policy(thing: Any) -> bool:

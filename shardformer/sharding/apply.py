@@ -50,12 +50,10 @@ from shardformer.sharding.context import Learned, learned_of, open_context, star
 from shardformer.sharding.gradients import agree_on_gradients
 from shardformer.sharding.grid import Samples, learned_samples, on_grid, open_arguments, with_edges
 from shardformer.sharding.guards import Guard
-from shardformer.sharding.loading import install_loading
 from shardformer.sharding.optimize import apply_optimizations
 from shardformer.sharding.plan import Plan, name_of
 from shardformer.sharding.prefix import CacheHeads
 from shardformer.sharding.regions import OpenBlock, open_regions, uses_dropout
-from shardformer.sharding.save import install_saving
 from shardformer.sharding.stages import make_stages
 from shardformer.sharding.structure import Structure, parts_of, show_whole_behind
 from shardformer.sharding.ties import check_stages, keep_ties, ties_in
@@ -281,8 +279,6 @@ class Sharding:
         self.model = policy.postprocess() or self.model
         if state.stages is not None:
             state.stages.open(self.model, state.stream, state.context, self._wrappers)
-        install_saving(self.model, state)
-        install_loading(self.model)
         return blocks
 
     def replace_module(self, plan: Plan) -> None:

@@ -21,11 +21,17 @@ from shardformer.pipeline.placeholders import Placeholders
 from shardformer.pipeline.stage_forward import StageForward
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies.paths import configs_in, owner_of
-from shardformer.policies.policy import Policy
 from shardformer.sharding.costs import costs_of
 
 OF_EVERY_LAYER = ("output_router_logits", "output_hidden_states", "output_attentions")
 WHY_NOT = "It collects something of every layer, and a stage has its own layers only"
+
+
+class Chained(Protocol):
+    """What a policy says of the row of layers of its model."""
+
+    def chain(self) -> Chain: ...
+    def refuses_pipeline(self) -> str | None: ...
 
 
 class Asked(Protocol):
@@ -156,7 +162,7 @@ def _random_stream(stack: StackDescription, stream: StreamLayout, context: Paral
     return 0 if is_whole else layout.stream_of(Place.STACK, context.coords, context.sizes)
 
 
-def make_stages(model: nn.Module, policy: Policy, manager: PipelineStageManager) -> Stages:
+def make_stages(model: nn.Module, policy: Chained, manager: PipelineStageManager) -> Stages:
     """Cuts a model, which is as it was, into the virtual stages of ``manager``.
 
     Raises ConfigError when the model has no stack that can be cut, fewer layers than stages, layers that are left out
@@ -178,7 +184,7 @@ def make_stages(model: nn.Module, policy: Policy, manager: PipelineStageManager)
 
 
 def cut_into(
-    model: nn.Module, policy: Policy, asked: Asked
+    model: nn.Module, policy: Chained, asked: Asked
 ) -> tuple[Chain, dict[str, frozenset[int]], list[float], list[UnitRange]]:
     """The layers of a model in a row, what goes with each, what each costs, and those of each virtual stage.
 
