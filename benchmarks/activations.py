@@ -21,7 +21,7 @@ import common
 from common import MB, Llama, Step, Timing
 
 import shardformer
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.parallel_context import ParallelContext
 
 VARIANTS: dict[str, tuple[bool, str | None]] = {
     "all kept": (False, None),

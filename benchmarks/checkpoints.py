@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.checkpoint.save import Saving
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.parallel_context import ParallelContext
 
 TORCH, TORCH_DISK, DCP = "torch.save", "torch.save, and fsync", "torch.distributed.checkpoint"
 OURS, STARTS, COPY = "save_checkpoint", "start_checkpoint, until it returns", "one copy in memory"

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardformer.engine.pipeline import Pipeline
-from shardformer.testing.pool import WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.pipeline.pipeline import Pipeline
 
 MB = 1e6
 NUM_BATCHES = 4

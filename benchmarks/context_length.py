@@ -21,7 +21,7 @@ import common
 from common import Llama, Timing
 
 import shardformer
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.parallel_context import ParallelContext
 
 SINGLE, OURS = "one process", "two processes"
 WORST_DIFFERENCE = 1e-4

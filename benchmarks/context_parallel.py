@@ -27,13 +27,13 @@ from common import MB, Llama, Step, Timing
 from torch import Tensor
 
 import shardformer
-from shardformer.layers.context.heads import Exchange, key_heads, query_heads, to_heads, to_positions
-from shardformer.layers.context.kernels import Scores
-from shardformer.layers.context.mask import Mask, causal
-from shardformer.layers.context.ring import Travel, ring_attention
-from shardformer.layout.positions import Positions
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.fake import LiveBytes
+from shardformer.context_parallel.attention_kernels import Scores
+from shardformer.context_parallel.masks import Mask, causal
+from shardformer.context_parallel.ring_attention import Travel, ring_attention
+from shardformer.context_parallel.sequence_layout import Positions
+from shardformer.context_parallel.ulysses import Exchange, key_heads, query_heads, to_heads, to_positions
+from shardformer.local_ranks.fake_rank import LiveBytes
+from shardformer.mesh.parallel_context import ParallelContext
 
 HEADS, WIDTH = 8, 64
 ALLOWED = {"float32": 1e-4, "bfloat16": 4e-2}

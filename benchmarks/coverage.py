@@ -42,20 +42,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardformer.config import ShardConfig
+from shardformer.discovery.derive_policy import OUTSIDE, InferredPolicy
+from shardformer.discovery.example_inputs import batches_for, runner
+from shardformer.discovery.reduced_model import Reference, Twin, loss_of, twin_of
+from shardformer.discovery.shrink_config import model_of
+from shardformer.discovery.validation import mismatch
 from shardformer.errors import ShardFormerError
-from shardformer.layers.tensor.linear import is_linear
-from shardformer.mesh.context import ParallelContext
-from shardformer.policies.infer.infer import OUTSIDE, InferredPolicy
-from shardformer.policies.infer.prove import Reference, loss_of, mismatch
-from shardformer.policies.infer.twin import Twin, twin_of
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.module_paths import is_linear
 from shardformer.policies.policy import Policy
-from shardformer.sharder import resolve_policy
+from shardformer.shard_model_api import resolve_policy
 from shardformer.sharding.plan import make_plan
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.zoo.inputs import batches_for, runner
-from shardformer.testing.zoo.shrink import model_of
-from shardformer.verify import verify
-from shardformer.verify.any_type import main_classes
+from shardformer.verify.model_types import main_classes
+from shardformer.verify.verification import verify
 
 SECONDS = 30
 """Of the processor, after which an architecture is given up; all times are those of the processor."""

@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.progress import track
 
 from shardformer.errors import ShardFormerError, WorkerError
-from shardformer.testing.pool import WorkerPool
-from shardformer.verify import verify
-from shardformer.verify.any_type import main_classes
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.verify.model_types import main_classes
+from shardformer.verify.verification import verify
 
 POOL_S = 120.0
 

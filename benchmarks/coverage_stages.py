@@ -32,10 +32,11 @@ from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
 from shardformer.errors import ShardFormerError, WorkerError
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.zoo import num_samples
-from shardformer.verify import Pipelined, verify
-from shardformer.verify.any_type import TASKS, main_classes
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.verify.model_types import TASKS, main_classes
+from shardformer.verify.small_models import num_samples
+from shardformer.verify.train_both import Pipelined
+from shardformer.verify.verification import verify
 
 POOL_S = 120.0
 WHY = {

@@ -15,9 +15,8 @@ import torch
 from common import Llama, Step
 
 import shardformer
-from shardformer.engine.pipeline import Pipeline
-from shardformer.mesh.axis import Axis
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.pipeline.pipeline import Pipeline
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "one process": {},

@@ -22,8 +22,8 @@ from common import Timing
 
 import shardformer
 from shardformer.errors import ConfigError
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.zoo import LANGUAGE_MODEL, Batches, Sample
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.verify.small_models import LANGUAGE_MODEL, Batches, Sample
 
 PLAIN, EAGER = "as it comes", "eager attention"
 OPTIONS: Mapping[str, tuple[str, ...]] = {

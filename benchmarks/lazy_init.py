@@ -26,9 +26,9 @@ from torch import nn
 
 import shardformer
 from shardformer.comm.collectives import checksum
-from shardformer.layout.state import specs_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.pool import WorkerPool
+from shardformer.layout.sharding_metadata import specs_of
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
 
 EAGER, LAZY = "built, then sharded", "LazyInit"
 LOADED, LAZY_LOADED = "transformers' from_pretrained, then sharded", "shardformer.from_pretrained"

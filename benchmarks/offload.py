@@ -30,10 +30,10 @@ from common import Llama, Timing
 from torch import nn
 
 import shardformer
-from shardformer.comm.link import DOWN, UP
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.optimizer import ZeroOptimizer
-from shardformer.optim.zero import zero
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.offload.host_device_copies import DOWN, UP
+from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 ON_DEVICE = "on the device"
 GB = 1e9

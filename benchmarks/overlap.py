@@ -26,8 +26,8 @@ from common import Llama, Timing
 
 import shardformer
 from shardformer.comm.collectives import Pending
-from shardformer.layers.tensor import edges
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.tensor_parallel import region as edges
 
 WAITING, PLAIN = "blocks, waiting", "blocks"
 SEQUENCE_WAITING, SEQUENCE, RING = "sequence parallel, waiting", "sequence parallel", "sequence parallel, ring"

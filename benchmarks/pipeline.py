@@ -30,10 +30,10 @@ from common import Llama, Timing
 from hand_cut import HandCut
 
 import shardformer
-from shardformer.engine.pipeline import Pipeline
-from shardformer.layout.state import state_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.pipeline.schedule import SCHEDULES
+from shardformer.layout.sharding_metadata import state_of
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.pipeline.pipeline import Pipeline
+from shardformer.pipeline.schedules import SCHEDULES
 from shardformer.pipeline.stage_manager import PipelineStageManager
 
 SINGLE, OURS, TORCH = "one process", "ShardFormer", "torch"

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import shardformer
 from shardformer.comm.recorder import Recorder
-from shardformer.engine.pipeline import Pipeline
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.stage_manager import PipelineStageManager
 
 

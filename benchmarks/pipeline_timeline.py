@@ -14,13 +14,11 @@ import torch.distributed as dist
 from common import Llama
 
 import shardformer
-from shardformer.engine.pipeline import Pipeline
-from shardformer.mesh.context import ParallelContext
-from shardformer.pipeline.actions import Action, Kind
-from shardformer.pipeline.picture import colours, name_of
-from shardformer.pipeline.schedule import Schedule, make_schedule
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.pipeline.pipeline import Pipeline
+from shardformer.pipeline.schedule_chart import colours, name_of
+from shardformer.pipeline.schedules import Action, Kind, Schedule, Span, formula, make_schedule, simulate
 from shardformer.pipeline.stage_manager import PipelineStageManager
-from shardformer.pipeline.timing import Span, formula, simulate
 
 MICRO_BATCHES = (2, 4, 8, 16)
 WARM_UP, AT_LEAST = 2, 5

@@ -20,11 +20,11 @@ import common
 import torch
 import torch.distributed as dist
 from common import MB, Llama, Step, Timing
+from summa_linear import Linear2D
 
 import shardformer
 from shardformer.comm.recorder import Recorder
-from shardformer.layers import Linear2D
-from shardformer.mesh.context import ParallelContext, with_tensor
+from shardformer.mesh.parallel_context import ParallelContext, with_tensor
 from shardformer.mesh.tensor_grid import TensorGrid
 
 GRIDS = {"1D": None, "2D 2x2": (2, 2), "2D 4x1": (4, 1), "2D 1x4": (1, 4)}

@@ -33,8 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardformer
 from shardformer.comm.recorder import Recorder
-from shardformer.mesh.context import ParallelContext
-from shardformer.mesh.traffic import WIRE_FACTOR
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.mesh.transport import WIRE_FACTOR
 
 SINGLE, OURS = "one process", "ShardFormer"
 WORST_DIFFERENCE = 1e-4

@@ -16,8 +16,8 @@ import torch
 from common import Llama, Step
 
 import shardformer
-from shardformer.layout.state import state_of
-from shardformer.mesh.context import ParallelContext
+from shardformer.layout.sharding_metadata import state_of
+from shardformer.mesh.parallel_context import ParallelContext
 
 EVALUATED = ", evaluated"
 LAYOUTS: dict[str, dict[str, int]] = {

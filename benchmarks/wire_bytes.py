@@ -28,7 +28,7 @@ from common import MB, Llama
 
 import shardformer
 from shardformer.comm.recorder import Recorder
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.parallel_context import ParallelContext
 
 DEVICES = Path("/proc/net/dev")
 

@@ -29,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from wire_bytes import counted
 
 import shardformer
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.zero import zero
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.zero.shard_optimizer import zero
 
 PEER, SHARDED = "DDP + ZeroRedundancyOptimizer", "fully_shard"
 WORST_DIFFERENCE = 1e-4

@@ -24,8 +24,11 @@ import torch
 import transformers
 
 import shardformer
-from shardformer.trainer.hooks import JsonLines, Metrics, Progress, Throughput
-from shardformer.trainer.records import read_records
+from shardformer.training.hooks.json_lines import JsonLines
+from shardformer.training.hooks.metrics import Metrics
+from shardformer.training.hooks.progress import Progress
+from shardformer.training.hooks.throughput import Throughput
+from shardformer.training.metrics_log import read_records
 
 # The settings of the published table: two samples at a time, eight times a step.
 BATCH, ACCUMULATION, EPOCHS, RATE, WARMUP = 2, 8, 3, 2.4e-5, 0.03

@@ -30,7 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 import shardformer
-from shardformer.verify import Pipelined, Training, verify
+from shardformer.verify.train_both import Pipelined
+from shardformer.verify.training_options import Training
+from shardformer.verify.verification import verify
 
 transformers.logging.set_verbosity_error()  # otherwise every process prints the same notes
 

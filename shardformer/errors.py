@@ -1,13 +1,19 @@
 """What ShardFormer says when something cannot be.
 
 Every error has four parts: what went wrong, the value that came, the rule it breaks, and the remedy.
+
+Also here, each to be said in one text by hand:
+
+- An error of ours on the command line: its parts on lines of their own, the nearest names first.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from textwrap import indent
 
 TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
 
@@ -84,3 +90,24 @@ def nearest(name: object, known: Iterable[str], count: int = 3) -> str:
         return "Did you mean " + " or ".join(repr(c) for c in close) + "?"
     shown = ", ".join(repr(n) for n in names[:8])
     return f"There is {shown}{', ...' if len(names) > 8 else ''}." if names else "There is none."
+
+
+_HINT = re.compile(r"Did you mean [^?]*\?\s*")
+
+
+def message(error: ShardFormerError) -> str:
+    """The kind of error and what went wrong; then, indented, what may have been meant, the rule and the remedy."""
+    return in_lines(type(error).__name__, error.what, error.rule, error.remedy)
+
+
+def in_lines(kind: str, what: str, rule: str, remedy: str) -> str:
+    """As ``message``, of the parts."""
+    hint = _HINT.search(remedy)
+    meant = hint[0].strip() if hint else ""
+    rest = _HINT.sub("", remedy, count=1).strip(" ")
+    below = [_ended(part) for part in (meant, rule, rest) if part.strip()]
+    return "\n".join([f"{kind}: {_ended(what)}", *(indent(part, "  ") for part in below)])
+
+
+def _ended(part: str) -> str:
+    return part if part.endswith((".", "\n", "!", "?")) else f"{part}."

@@ -1,15 +1,23 @@
-"""What has another form in another version of torch, in one place, from the oldest that is supported (2.11)."""
+"""What has another form in another version of torch, in one place, from the oldest that is supported (2.11).
+
+Also here, each to be said in one text by hand:
+
+- Tensors without values: of the meta device, or torch's fake ones, under which a step is traced and not computed.
+"""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.optim import Adagrad, Optimizer
 
@@ -113,3 +121,76 @@ def is_counted(group: dist.ProcessGroup) -> bool:
 def _is_a(module: nn.Module, where: str, kind: str) -> bool:
     found = getattr(sys.modules.get(where), kind, None)
     return found is not None and isinstance(module, found)
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether there are numbers in ``x`` to look at."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
+
+
+def numbers_in(x: Tensor) -> Any:
+    """What ``x.tolist()`` gives; ones where there are no values."""
+    if has_values(x):
+        return x.tolist()
+    ones: Any = 1
+    for size in reversed(x.shape):
+        ones = [ones] * size
+    return ones
+
+
+def is_true(x: Tensor) -> bool:
+    """What ``bool(x)`` gives; True where there are no values: a check of numbers finds nothing wrong in a trace."""
+    return bool(x) if has_values(x) else True
+
+
+def memory_of(x: Tensor) -> int:
+    """A number of the memory of ``x``, which no other memory has while it is held; also where it has no address."""
+    number: int = x.untyped_storage()._cdata
+    return number
+
+
+with_values = unset_fake_temporarily
+"""In here, or in what it decorates, what is made has values, also while a step is traced: something is tried out."""
+
+Node = Any  # torch.autograd.graph.Node, whose subclasses differ in what they have beside its methods
+
+
+def _as_tuple(given: Any) -> Any:
+    return given if isinstance(given, tuple | list) else (given,)
+
+
+def _custom_function(node: Node) -> Any:
+    """The autograd.Function whose backward this node is, None for a node of torch's own."""
+    return getattr(node, "_forward_cls", None)
+
+
+@cache
+def _names_of_what_is_saved(kind: Any) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _saved_by(node: Node) -> Iterator[Any]:
+    """The tensors that the forward saved for this node, as torch.autograd's SavedTensor."""
+    kind: Any = type(node)
+    for name in _names_of_what_is_saved(kind):
+        saved = getattr(node, name)
+        yield from (one for one in _as_tuple(saved) if one is not None)
+
+
+def _is_packed(node: Node) -> bool:
+    """Whether a hook has to bring back what was saved, as checkpointing does by running the forward again."""
+    return any(getattr(saved, "unpack_hook", None) is not None for saved in _saved_by(node))
+
+
+def _let_go_of_what_they_saved(nodes: Iterable[Node]) -> None:
+    """Gives back the memory of nodes that have done their part, though the graph lives on."""
+    for node in nodes:
+        for saved in _saved_by(node):
+            try:
+                saved.register_hooks(lambda _: None, _has_gone)
+            except RuntimeError:  # nothing is held here, or it is held by a hook
+                pass
+
+
+def _has_gone(_: object) -> Tensor:
+    raise RuntimeError("A backward goes a second time through a graph that backward_of_inputs has used up.")

@@ -16,7 +16,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from shardformer.testing.pool import Pools, WorkerPool
+import tests.models.chatglm2  # noqa: F401  (registers a family that transformers lacks)
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
 
 torch.set_num_threads(1)
 settings.register_profile("no deadline", deadline=None)  # what an example takes depends on what else runs
@@ -38,7 +39,7 @@ def _search_what_is_imported_no_more() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Pools]:
-    """``pools(n).run(fn, *args)`` calls ``fn`` on n workers; see :class:`shardformer.testing.pool.WorkerPool`."""
+    """``pools(n).run(fn, *args)`` calls ``fn`` on n workers; see ``local_ranks.worker_pool.WorkerPool``."""
     from tests.tiers import PRELOADED  # pytest imports its plugins itself
 
     with Pools(imports=PRELOADED) as pools:

@@ -9,10 +9,8 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-import shardformer.cli
-import shardformer.testing.threads
-import shardformer.verify  # noqa: F401  (imported for the workers that are forked from here)
-from shardformer.testing.zoo import HEADS, MAIN
+import tests.models.chatglm2  # noqa: F401  (imported for the workers that are forked from here)
+from shardformer.verify.small_models import HEADS, MAIN
 
 torch.set_num_threads(1)
 for family, head in MAIN.items():

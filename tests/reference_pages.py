@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from shardformer.cli import build_app
-from shardformer.runs.config import RunConfig
-from shardformer.runs.hooks import DEFAULTS, FOLDERS, KNOWN
+from shardformer.train_command.build import DEFAULTS, FOLDERS, KNOWN
+from shardformer.train_command.config_schema import RunConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 WRITTEN = "This page is written from the code: `make pages`.\n"
@@ -135,6 +135,8 @@ def commands_page() -> str:
     parts = ["# Commands\n", WRITTEN]
     group: Any = typer.main.get_command(build_app())
     for name, command in sorted(group.commands.items()):
+        if command.hidden:
+            continue
         parts += [f"## shardformer {name}\n", f"{inspect.cleandoc(command.help or '')}\n"]
         rows = [_option(parameter) for parameter in command.params if parameter.name != "help"]
         if rows:

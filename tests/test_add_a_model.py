@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from shardformer.policies.roles import MLP, Attention, Experts, Inputs, Projections, SequenceNeeds, Stack, StageNeeds
+from shardformer.pipeline.layer_sequence import SequenceNeeds, StageNeeds
+from shardformer.policies.roles import MLP, Attention, Experts, Inputs, Projections, Stack
 from tests.scripts import run_line
 
 pytestmark = pytest.mark.slow
@@ -35,14 +36,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text(text)
     run_line("python save.py", folder)
     for line in COMMANDS:
-        if "infer" in line:
+        if "derive-policy" in line:
             run_line(line, folder)
     return folder
 
 
 def test_the_page_has_these_files_and_commands() -> None:
     assert list(FILES) == ["save.py", "phi.py", "nystromformer.py", "train.py"]
-    assert [line.split()[1] for line in COMMANDS] == ["infer", "infer", "verify", "verify", "verify", "run"]
+    assert [line.split()[1] for line in COMMANDS] == [
+        "derive-policy",
+        "derive-policy",
+        "verify",
+        "verify",
+        "verify",
+        "run",
+    ]
 
 
 def test_what_is_printed_is_what_the_page_shows(folder: Path) -> None:

@@ -22,16 +22,17 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 import shardformer
 from shardformer.errors import ConfigError, InputError, LaunchError, PolicyError, ShardFormerError
-from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
-from shardformer.mesh.launch import launch_from_torch
-from shardformer.mesh.lost import LostPeerError
-from shardformer.policies.describe import ModulePolicyDescription, SubModuleReplacementDescription
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.init_distributed import launch_from_torch
+from shardformer.mesh.rank_failures import LostPeerError
+from shardformer.policies.module_descriptions import ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.policy import Policy
-from shardformer.policies.role_policy import MLP, RolePolicy, Stack
-from shardformer.sharder import ShardFormer, shard_model
-from shardformer.sharding import agree
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.zoo import Batches, Sample
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Stack
+from shardformer.shard_model_api import ShardFormer, shard_model
+from shardformer.sharding import checks as agree
+from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
+from shardformer.verify.small_models import Batches, Sample
 from tests.policies.toy import ToyLM, ToyPolicy, toy_batch, toy_loss
 from tests.scripts import SHARDFORMER
 
@@ -306,7 +307,7 @@ def ranks_differ(rank: int, how: str) -> tuple[nn.Module, dict[str, Any]]:
         arguments["extra_kwargs"] = {"bucket_bytes": 1000}
     if how == "sharded" and rank:
         arguments["policy"] = NoStack
-        model = nn.Sequential(Linear1D_Col(4, 4, process_group=shardformer.mesh.context.Axis("tensor")))
+        model = nn.Sequential(Linear1D_Col(4, 4, process_group=shardformer.mesh.parallel_context.Axis("tensor")))
     if how == "one raises":
         arguments["policy"] = Broken
     if how == "one raises at the end":
@@ -652,7 +653,7 @@ DYING = """
     import torch
     from torch import nn
     import shardformer
-    from shardformer.testing.zoo import Batches, Sample
+    from shardformer.verify.small_models import Batches, Sample
 
     context = shardformer.launch_from_torch(tensor={tensor})
     torch.manual_seed(0)

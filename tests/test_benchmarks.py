@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
 
 pytestmark = pytest.mark.slow
 

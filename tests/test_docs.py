@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.zoo import Batches, Sample
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.verify.small_models import Batches, Sample
 from tests.scripts import SHARDFORMER
 
 ROOT = Path(__file__).parents[1]
@@ -113,7 +113,7 @@ def test_the_page_of_the_architecture_runs() -> None:
 
 
 def test_the_page_of_the_architecture_has_every_floor() -> None:
-    from tests.test_house import FLOORS
+    from tests.test_architecture import FLOORS
 
     missing = [floor for floor in FLOORS if not re.search(rf"\b{floor.replace('.', '/')}\b", ARCHITECTURE)]
     assert missing == []

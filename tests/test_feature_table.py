@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardformer.config import ShardConfig
-from shardformer.testing.zoo import SMALL
+from shardformer.verify.small_models import SMALL
 from tests.feature_table import COLUMNS, PAGE, ROWS, Case, Cell, labels_of, page_of, read_page
 
 pytestmark = pytest.mark.slow

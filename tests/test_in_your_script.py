@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import shardformer
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.verify.small_models import MAIN, Batches, Sample
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "in-your-script.md"
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -57,7 +57,7 @@ def test_the_page_of_the_trainer_runs(
 
 
 def test_the_page_of_the_trainer_has_every_moment() -> None:
-    from shardformer.trainer.hook import MOMENTS
+    from shardformer.training.hook import MOMENTS
 
     said = (DOCS / "training.md").read_text(encoding="utf-8")
     table = said[said.index("| moment |") : said.index("## When something fails")]

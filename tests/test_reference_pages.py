@@ -7,9 +7,8 @@ import tomllib
 
 import pytest
 
-from shardformer.runs.config import RunConfig
-from shardformer.runs.hooks import KNOWN
-from shardformer.runs.read import config_of
+from shardformer.train_command.build import KNOWN
+from shardformer.train_command.config_schema import RunConfig, config_of
 from tests.reference_pages import DOCS, PAGES
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Adagrad
 
-from shardformer.optim.probe import needs_whole, state_bytes, state_of_step
 from shardformer.torch_compat import state_when_made
+from shardformer.zero.matrix_optimizers import needs_whole, state_bytes, state_of_step
 
 own_init_group: Any = Adagrad._init_group
 

@@ -19,21 +19,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.comm.collectives import gather_objects
-from shardformer.comm.gather import gather_full
+from shardformer.comm.collectives import gather_full, gather_objects
 from shardformer.comm.recorder import Recorder
 from shardformer.config import ShardConfig
-from shardformer.layers.tensor import edges
-from shardformer.layers.vocab.logits import VocabParallelLogits
-from shardformer.layout.state import ROOT, specs_of, state_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.grad_norm import clip_grad_norm_
-from shardformer.reduce.pause import no_sync
-from shardformer.sharder import shard_model
-from shardformer.sharding.save import full_state_dict
-from shardformer.testing.pool import Pools, WorkerPool
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import LANGUAGE_MODEL, Batches, Sample
+from shardformer.gradients.clipping import clip_grad_norm_
+from shardformer.gradients.reducer import no_sync
+from shardformer.layout.sharding_metadata import ROOT, specs_of, state_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.shard_model_api import shard_model
+from shardformer.tensor_parallel import region
+from shardformer.tensor_parallel import region as edges
+from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits
+from shardformer.verify.small_models import LANGUAGE_MODEL, Batches, Sample
+from shardformer.weights.state_dict import full_state_dict
 from tests.ops import seeing_parts
 from tests.pairwise import pairwise
 
@@ -621,7 +621,7 @@ def sent_by_blocks(options: Mapping[str, Any], enabled: bool) -> tuple[int, bool
     """How many bytes the blocks of a step send in fp32 or under autocast, and whether a ring carries them."""
     context = ParallelContext.from_world({})
     model: Any = shard_model(build("llama").float(), config=ShardConfig(context=context, **options))
-    ring = mock.Mock(wraps=edges.ring_gather)
+    ring = mock.Mock(wraps=region.ring_gather)
     cast, watched = (
         torch.autocast("cpu", torch.bfloat16, enabled=enabled),
         mock.patch.object(edges, "ring_gather", ring),

@@ -80,6 +80,9 @@ def test_a_model_of_transformers_is_built_where_docstrings_are_missing() -> None
 
 @pytest.mark.slow
 def test_a_run_file_is_read_where_docstrings_are_missing() -> None:
-    code = "from shardformer.runs.config import ParallelTable as T; print(T.model_fields['pipe'].description[:6])"
+    code = (
+        "from shardformer.train_command.config_schema import ParallelTable as T; "
+        "print(T.model_fields['pipe'].description[:6])"
+    )
     said = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, timeout=240)
     assert said.stdout.split() == ["stages"], said.stderr

@@ -32,7 +32,7 @@ from typing import Any
 
 import pytest
 
-from shardformer.testing.pool import start_fork_server
+from shardformer.local_ranks.worker_pool import start_fork_server
 from tests import scripts
 from tests.feature_table import case_of
 
@@ -185,7 +185,7 @@ def _refusing(name: str) -> Iterator[None]:
         patch.setattr(subprocess.Popen, "__init__", refuse("starts a process"))
         patch.setattr(subprocess.Popen, "__del__", lambda self: None)
         patch.setattr(multiprocessing.process.BaseProcess, "start", refuse("starts a process"))
-        patch.setattr("shardformer.policies.infer.infer.infer_on", refuse("derives a policy"))
+        patch.setattr("shardformer.discovery.derive_policy.infer_on", refuse("derives a policy"))
         yield
 
 

@@ -25,9 +25,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from shardformer.comm.recorder import Recorder
 from shardformer.errors import ConfigError
-from shardformer.layout.state import specs_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.mesh.launch import launch_from_torch
+from shardformer.layout.sharding_metadata import specs_of
+from shardformer.mesh.init_distributed import launch_from_torch
+from shardformer.mesh.parallel_context import ParallelContext
 
 MB = 1e6
 # the kinds of device in a trace's memory events

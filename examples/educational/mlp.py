@@ -19,11 +19,11 @@ from measuring import add_arguments, profiled, report, start
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from shardformer.comm.gather import gather_full
+from shardformer.comm.collectives import gather_full
 from shardformer.comm.recorder import Recorder
-from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
-from shardformer.layout.state import specs_of
-from shardformer.mesh.context import ParallelContext
+from shardformer.layout.sharding_metadata import specs_of
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 
 SEED, BATCH, HIDDEN, NUM_STEPS = 1234, 8, 128, 2
 

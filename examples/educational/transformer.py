@@ -26,11 +26,14 @@ from torch.profiler import record_function
 
 from shardformer.comm.recorder import Recorder
 from shardformer.errors import ConfigError
-from shardformer.layers.tensor.embedding import VocabParallelEmbedding1D
-from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
-from shardformer.layers.vocab.loss import cross_entropy_1d
-from shardformer.mesh.axis import Axis
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.tensor_parallel.layers import (
+    Linear1D_Col,
+    Linear1D_Row,
+    VocabParallelEmbedding1D,
+    VocabParallelLMHead1D,
+)
+from shardformer.tensor_parallel.vocab_parallel_loss import cross_entropy_1d
 
 SEED, NUM_STEPS = 1234, 5
 VOCAB_SIZE, BLOCK_SIZE, NUM_HEADS, NUM_LAYERS = 50257, 1024, 8, 2
@@ -131,8 +134,9 @@ def loss_of(logits_BTV: Tensor, labels_BT: Tensor, args: argparse.Namespace, con
     """The cross entropy: log of the sum of exp(logits), less the logit of the label.
 
     Cut logits know how to do this: a rank sends three numbers a token instead of v logits, its largest logit, its sum
-    of exponentials relative to that one, and the label's logit if it is here (``shardformer.layers.vocab.loss``). That
-    is why F.cross_entropy can stay. In one process the same code runs with one rank that holds all of V.
+    of exponentials relative to that one, and the label's logit if it is here (see
+    ``shardformer.tensor_parallel.vocab_parallel_loss``). That is why F.cross_entropy can stay. In one process the same
+    code runs with one rank that holds all of V.
     """
     if args.loss_parallel and not args.tensor_parallel:
         return cross_entropy_1d(logits_BTV, labels_BT, process_group=context.tensor)

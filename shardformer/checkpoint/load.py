@@ -1,27 +1,469 @@
-"""Loads a checkpoint into a training run of any layout."""
+"""Reads pieces of boxes out of the files of a checkpoint, into memory that is there.
+
+Also here, each to be said in one text by hand:
+
+- Reads the pieces that a rank will hold, and checks, together with the other ranks, all that was saved of them.
+- What a rank wants of a training run that was saved under some layout, to go on under its own.
+- Loads a checkpoint into a training run of any layout.
+"""
 
 from __future__ import annotations
 
+import copy
+import json
+import mmap
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from shardformer.checkpoint import folder as folders
-from shardformer.checkpoint.files import DamagedError, Index
-from shardformer.checkpoint.holding import as_list
-from shardformer.checkpoint.model import ModelTensors
-from shardformer.checkpoint.optimizers import optimizers_of
-from shardformer.checkpoint.plain import from_json
-from shardformer.checkpoint.read import read_items
-from shardformer.checkpoint.together import all_do, first_does
-from shardformer.checkpoint.wanted import Wanted
-from shardformer.comm.calls import come
-from shardformer.disk.writing import path_of
+from shardformer.checkpoint import directory
+from shardformer.checkpoint.chunks import Cell, Item, Region, Stretch, share_out
+from shardformer.checkpoint.file_format import (
+    HEADER_BYTES,
+    Box,
+    DamagedError,
+    Entry,
+    Index,
+    boxes_in,
+    damaged,
+    file_name,
+    from_json,
+    header,
+    key_of,
+    weighted_sum,
+)
+from shardformer.checkpoint.training_state import (
+    EXTRA_STATE,
+    MASTERS,
+    RESTS,
+    WEIGHTS,
+    ModelTensors,
+    OptimizerStates,
+    as_list,
+    buffer_name,
+    optimizers_of,
+    random_name,
+    random_tensors,
+    set_random_tensors,
+)
+from shardformer.comm.collective_call import all_do, come, first_does
+from shardformer.comm.collectives import all_reduce, gather_objects
+from shardformer.errors import ConfigError, nearest
+from shardformer.filesystem.atomic_write import path_of
+from shardformer.mesh.parallel_context import Axis
+from shardformer.zero.flat_shards import Piece, Shard
+from shardformer.zero.optimizer_state_view import unchanged_on_error
+
+LONG = 2**16
+"""Bytes in a row from which on they are read one row after the other; shorter ones are picked out of mapped memory."""
+
+
+class BoxReader:
+    """Reads from a folder. ``num_bytes`` counts what was read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[int, _File] = {}
+        self.num_bytes = 0
+
+    def read(self, name: str, box: Box, piece: Stretch, out: Tensor) -> None:
+        """Fills ``out`` with a piece of the full tensor that lies in the box. Raises DamagedError."""
+        path, key = self._folder / file_name(box.file), key_of(name, box.start)
+        try:
+            if box.file not in self._files:
+                self._files[box.file] = _File(path)
+            begin = self._files[box.file].place_of(key, out.dtype, box)
+            self._files[box.file].fill(out, begin, tuple(a - o for a, o in zip(piece[0], box.start, strict=True)), box)
+        except FileNotFoundError:
+            raise damaged(f"{path} is missing") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise damaged(f"{key} cannot be read from {path}: {error}") from error
+        self.num_bytes += out.nbytes
+
+    def close(self) -> None:
+        """No more is read."""
+        for file in self._files.values():
+            os.close(file.descriptor)
+        self._files = {}
+
+
+class _File:
+    """One safetensors file."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY)
+        try:
+            size = os.fstat(self.descriptor).st_size
+            length = int.from_bytes(os.pread(self.descriptor, HEADER_BYTES, 0), "little")
+            if HEADER_BYTES + length > size:
+                raise ValueError("the file is cut short")
+            self._header: dict[str, Any] = json.loads(os.pread(self.descriptor, length, HEADER_BYTES))
+            self._header.pop("__metadata__", None)
+            end = max((entry["data_offsets"][1] for entry in self._header.values()), default=0)
+            if HEADER_BYTES + length + end > size:
+                raise ValueError("the file is cut short")
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        self._begin = HEADER_BYTES + length
+        self._mapped: Tensor | None = None
+
+    def place_of(self, key: str, dtype: torch.dtype, box: Box) -> int:
+        """Where a box begins in the file. Raises ValueError where it is not what the index says, KeyError for none."""
+        entry = self._header[key]
+        low, high = entry["data_offsets"]
+        found = entry["dtype"], tuple(entry["shape"]), high - low
+        expected = (*header(dtype, box.size), prod(box.size) * dtype.itemsize)
+        if found != expected or low < 0:
+            raise ValueError(f"there is {found}, not {expected}")
+        return int(self._begin + low)
+
+    def fill(self, out: Tensor, begin: int, start: tuple[int, ...], box: Box) -> None:
+        """Reads what begins at ``start`` of a box that lies at ``begin``."""
+        row = out.element_size()
+        dim = out.dim() - 1
+        while dim > 0 and out.shape[dim] == box.size[dim]:
+            row *= box.size[dim]
+            dim -= 1
+        # from dim on, numbers lie behind each other: in the box, and in ``out`` where that is contiguous
+        run = row * (out.shape[dim] if out.dim() else 1)
+        if run < LONG and out.numel() * out.element_size() > run:
+            out.copy_(self._picked(out, begin, start, box))
+            return
+        target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
+        numbers: Any = target.reshape(-1).view(torch.uint8).numpy()
+        data = memoryview(numbers)
+        strides = _strides(box.size, out.element_size())
+        outer = torch.cartesian_prod(*(torch.arange(n) for n in out.shape[:dim])).view(-1, dim) if dim > 0 else [()]
+        for number, at in enumerate(outer):
+            place = [a + int(i) for a, i in zip(start, at, strict=False)] + list(start[max(dim, 0) :])
+            offset = begin + sum(i * stride for i, stride in zip(place, strides, strict=True))
+            self._read_into(data[number * run : (number + 1) * run], offset)
+        if target is not out:
+            out.copy_(target)
+
+    def _read_into(self, data: Any, offset: int) -> None:
+        while len(data):
+            count = os.preadv(self.descriptor, [data], offset)
+            if count == 0:
+                raise ValueError("the file is cut short")
+            data, offset = data[count:], offset + count
+
+    def _picked(self, out: Tensor, begin: int, start: tuple[int, ...], box: Box) -> Tensor:
+        """Many short rows, of which the pages are read that they lie in."""
+        if self._mapped is None:
+            memory = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_COPY)
+            self._mapped = torch.frombuffer(memory, dtype=torch.uint8)
+        size = out.element_size()
+        rows = self._mapped[begin : begin + prod(box.size) * size].view(*box.size[:-1], box.size[-1] * size)
+        inner = slice(start[-1] * size, (start[-1] + out.shape[-1]) * size)
+        outer = tuple(slice(a, a + n) for a, n in zip(start[:-1], out.shape[:-1], strict=True))
+        return rows[(*outer, inner)].clone(memory_format=torch.contiguous_format).view(out.dtype)
+
+
+def _strides(shape: tuple[int, ...], size: int) -> list[int]:
+    """In bytes."""
+    return [size * prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+
+BITS = 2**64
+
+
+def read_items(folder: Path, index: Index, items: Sequence[Item], world: Axis) -> int:
+    """Fills the items from a checkpoint. Returns how many bytes this rank read.
+
+    Each rank reads what it will hold, and no more. Of each number one rank adds its share to the checksum of the box
+    that it was saved in. Communicates the names and sizes of what is read, and two numbers for each saved box.
+
+    Raises DamagedError, on all ranks, where a file is missing or a box is not what was saved.
+    """
+    numbers = _numbered(index, items, world)
+    mine = share_out([item for item in items if item.is_checked], world)
+    sums = torch.zeros(len(numbers), 2, dtype=torch.int64)
+    reader = BoxReader(folder)
+
+    def read() -> None:
+        for item in items:
+            _read_item(reader, item, index.tensors[item.name])
+            if item.is_checked:
+                _add_sums(item, index.tensors[item.name], mine, numbers, sums)
+
+    try:
+        all_do(read, world, f"Reading {folder}")
+    finally:
+        reader.close()
+    _compare(all_reduce(sums, world, purpose="setup"), numbers, index, folder)
+    return reader.num_bytes
+
+
+def _numbered(index: Index, items: Sequence[Item], world: Axis) -> dict[tuple[str, int], int]:
+    """A number for each saved box of all tensors that any rank reads, alike on all ranks."""
+    names = list(index.tensors)
+    wanted = torch.zeros(len(names), dtype=torch.int64)
+    own = {item.name for item in items}
+    wanted[[i for i, name in enumerate(names) if name in own]] = 1
+    wanted = all_reduce(wanted, world, op="max", purpose="setup")
+    chosen = [name for name, is_wanted in zip(names, wanted.tolist(), strict=True) if is_wanted]
+    keys = [(name, number) for name in chosen for number in range(len(index.tensors[name].boxes))]
+    return {key: i for i, key in enumerate(keys)}
+
+
+def _read_item(reader: BoxReader, item: Item, entry: Entry) -> None:
+    for held in item.held:
+        count = 0
+        for number, (start, size) in boxes_in(entry, (held.start, tuple(held.values.shape))):
+            reader.read(item.name, entry.boxes[number], (start, size), held.part(start, size))
+            count += prod(size)
+        if count != held.values.numel():
+            raise damaged(f"Of {item.name} at {list(held.start)} {count} of {held.values.numel()} numbers were saved")
+
+
+def _add_sums(
+    item: Item, entry: Entry, mine: dict[Cell, list[Stretch]], numbers: dict[tuple[str, int], int], sums: Tensor
+) -> None:
+    """Adds to the checksums of saved boxes what of an item falls to this rank."""
+    for held in item.held:
+        for piece in mine.get((item.name, held.start, tuple(held.values.shape)), ()):
+            for number, (start, size) in boxes_in(entry, piece):
+                row = numbers[item.name, number]
+                total = (int(sums[row, 0]) + weighted_sum(held.part(start, size), start)) % BITS
+                sums[row, 0] = total - BITS if total >= BITS // 2 else total
+                sums[row, 1] += prod(size)
+
+
+def _compare(sums: Tensor, numbers: dict[tuple[str, int], int], index: Index, folder: Path) -> None:
+    """Raises DamagedError where what was read is not what was saved."""
+    for (name, number), (total, count) in zip(numbers, sums.tolist(), strict=True):
+        box = index.tensors[name].boxes[number]
+        where = f"{name} at {list(box.start)} in {folder / file_name(box.file)}"
+        if count != prod(box.size):
+            raise damaged(f"Of {where} {count} of {prod(box.size)} numbers were read")
+        if total % BITS != box.sum:
+            raise damaged(f"{where} is not what was saved: its checksum differs")
+
+
+class Wanted:
+    """What this rank wants of a training run that was saved, and what it does with it when it is there.
+
+    Args:
+        index: what there is.
+        where: in words.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        where: object,
+        tensors: ModelTensors,
+        optimizers: Sequence[OptimizerStates],
+        schedulers: Sequence[Any] = (),
+    ) -> None:
+        self.index, self._where, self._tensors = index, where, tensors
+        self.items: list[Item] = []
+        self._values: dict[str, tuple[str, Tensor]] = {}  # name of a parameter -> what is read of it, and where to
+        self._schedulers, self._goes_on = schedulers, bool(optimizers)
+        self._optimizers = [each.optimizer for each in optimizers]
+        self._first: list[Callable[[], object]] = []  # code that is not ours, which may fail
+        self._then: list[Callable[[], object]] = []
+
+        def plan() -> None:
+            self._check_model()
+            self._want_values()
+            self._want_states(optimizers)
+            self._check_schedulers()
+            self._want_random()
+
+        all_do(plan, tensors.world, f"Loading {where}")
+        self._check_all_is_wanted()
+
+    def _want(self, name: str, region: Region, *, is_checked: bool = True) -> Tensor:
+        """Memory that is to be filled."""
+        memory = region.new(getattr(torch, self.index.tensors[name].dtype))
+        self.items.append(replace(region.item(name, memory), is_checked=is_checked))
+        return memory
+
+    # --- the model
+
+    def _check_model(self) -> None:
+        saved = {n.partition("/")[2]: e for n, e in self.index.tensors.items() if n.startswith(f"{WEIGHTS}/")}
+        for name, tensor in self._tensors.tensors.items():
+            self._check_one(name, self._tensors.region_of(tensor).shape, saved)
+
+    def _check_one(self, name: str, shape: tuple[int, ...], saved: dict[str, Entry]) -> None:
+        entry = saved.get(name)
+        kind = type(self._tensors.model).__name__
+        if entry is None:
+            raise ConfigError(
+                f"{self._where} holds no {name}, which this {kind} has",
+                rule=f"A checkpoint is loaded into the model that was saved, which was a {self.index.values['model']}",
+                remedy=f"{nearest(name, saved)} Build the model from the config of that run",
+            )
+        if entry.shape != shape:
+            raise ConfigError(
+                f"{name} has the shape {shape} in this {kind}, and {entry.shape} in {self._where}",
+                rule="A checkpoint is loaded into a model of the sizes of the one that was saved",
+                remedy="Build the model from the config of that run",
+            )
+
+    def _check_all_is_wanted(self) -> None:
+        """Raises ConfigError, on all ranks, where some of the weights that were saved are wanted by none."""
+        names = set().union(*gather_objects(set(self._tensors.tensors), self._tensors.world))
+        saved = [n.partition("/")[2] for n in self.index.tensors if n.startswith(f"{WEIGHTS}/")]
+        if more := [name for name in saved if name not in names]:
+            raise ConfigError(
+                f"{self._where} holds {len(more)} weights that this {type(self._tensors.model).__name__} does not "
+                f"have, {more[0]} among them",
+                rule=f"A checkpoint is loaded into the model that was saved, which was a {self.index.values['model']}",
+                remedy=f"{nearest(more[0], names)} Build the model from the config of that run",
+            )
+
+    def _want_values(self) -> None:
+        gathered, data = self._tensors.gathered, self._tensors.coords.get("data", 0)
+        as_many = self.index.sizes.get("data", 1) == self._tensors.sizes.get("data", 1)
+        for name, tensor in self._tensors.tensors.items():
+            if id(tensor) not in gathered:
+                own = buffer_name(data, name)
+                best = own if as_many and own in self.index.tensors else self._best(name, tensor.dtype)
+                self._values[name] = best, self._want(best, self._tensors.region_of(tensor))
+                self._then.append(partial(tensor.detach().copy_, self._values[name][1]))
+        trained = {id(shard) for shard in (self._tensors.zero.shards if self._tensors.zero is not None else ())}
+        for shard in self._tensors.shards():
+            for piece in shard.pieces:
+                if shard.whole is None or shard.has_masters or shard.rounded is not None:
+                    self._want_piece(shard, piece, trains=id(shard) in trained)
+
+    def _best(self, name: str, dtype: torch.dtype) -> str:
+        """The name of the saved value that is as precise as a tensor of this dtype can be."""
+        entry, master = self.index.tensors[f"{WEIGHTS}/{name}"], f"{MASTERS}/{name}"
+        is_wider = dtype.is_floating_point and dtype.itemsize > getattr(torch, entry.dtype).itemsize
+        return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{name}"
+
+    def _want_piece(self, shard: Shard, piece: Piece, *, trains: bool) -> None:
+        name, region = self._tensors.name_of_piece(piece), self._tensors.region_of_piece(piece)
+        best = self._best(name, shard.wide if trains else shard.dtype)
+        there, values = self._values.get(name, ("", None))
+        if there == best and values is not None and not piece.gradient.is_shared:
+            memory = values.reshape(-1)[piece.stretch]
+        else:
+            memory = self._want(best, region, is_checked=there != best)
+        rest_name = f"{RESTS}/{name}"
+        rest = self._want(rest_name, region) if trains and rest_name in self.index.tensors else None
+
+        def commit() -> None:
+            wide = memory if rest is None else memory.to(shard.wide) + rest.to(shard.wide)
+            if trains:
+                piece.value.copy_(wide.view(piece.value.shape))
+            if not trains or not shard.has_masters or shard.rounded is not None:
+                shard.own[piece.at] = memory.reshape(-1).to(shard.own)
+
+        self._then.append(commit)
+
+    # --- what trains it
+
+    def _want_states(self, optimizers: Sequence[OptimizerStates]) -> None:
+        saved = self.index.values["optimizers"]
+        if optimizers and len(saved) != len(optimizers):
+            raise ConfigError(
+                f"{self._where} holds the states of {len(saved)} optimizers, and {len(optimizers)} are to be loaded",
+                rule="The optimizers are those that were saved, in their order",
+                remedy="Build them as that run did, or load the weights alone: leave the optimizer out",
+            )
+        for each, values in zip(optimizers, saved if optimizers else (), strict=True):
+            each.check(values)
+            read = [(slot, key, self._want(name, region)) for slot, key, name, region in each.wanted(self.index)]
+            self._first.append(partial(each.take_up, values, read, exact=self._is_exact))
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether the parameters have the precision in which they were saved."""
+        return all(
+            getattr(torch, self.index.tensors[f"{WEIGHTS}/{name}"].dtype) == tensor.dtype
+            for name, tensor in self._tensors.tensors.items()
+        )
+
+    def _check_schedulers(self) -> None:
+        saved = [each["kind"] for each in self.index.values["scheduler"]]
+        own = [type(each).__name__ for each in self._schedulers]
+        if own and saved != own:
+            raise ConfigError(
+                f"{self._where} holds the states of {', '.join(saved) or 'no scheduler'}, and {', '.join(own)} "
+                "is to be loaded",
+                rule="What is given as scheduler is what was saved, in its order",
+                remedy="Give what was given to save_checkpoint, or leave it out",
+            )
+
+    def _want_random(self) -> None:
+        """The random states of the rank that had this one's data, where there are as many data ranks as then."""
+        own, coords = self._tensors.coords, self.index.values["coords"]
+        as_many = self.index.sizes.get("data", 1) == self._tensors.sizes.get("data", 1)
+        self.has_random = self._goes_on and as_many
+        if not self.has_random:
+            return
+        same = [rank for rank, theirs in enumerate(coords) if theirs == own and self.index.sizes == self._tensors.sizes]
+        alike = [rank for rank, theirs in enumerate(coords) if theirs.get("data", 0) == own.get("data", 0)]
+        rank = (same or alike)[0]
+        names = list(random_tensors(self._tensors.device)[0])
+        memory = {}
+        for name in names:
+            full = random_name(rank, name)
+            if full in self.index.tensors:
+                memory[name] = self._want(full, Region(self.index.tensors[full].shape, None, {}))
+        numbers = self.index.values["random"][rank]
+        self._then.append(lambda: set_random_tensors(memory, numbers, self._tensors.device))
+
+    # --- when all was read
+
+    @torch.no_grad()
+    def commit(self, take: Callable[[], object] = lambda: None) -> None:
+        """Gives the model and what trains it what was read.
+
+        Optimizers, schedulers, extra states of modules and ``take``, which can fail, come first. Where one fails on any
+        rank, all of them are as they were before, and all ranks raise. Then come the values, which are only copied.
+        Communicates what went wrong, and under ZeRO one all-gather.
+        """
+        zero, values = self._tensors.zero, self.index.values
+        with zero.loading() if zero is not None else nullcontext():
+            with unchanged_on_error(self._optimizers, self._schedulers), self._extra_states_kept():
+                all_do(lambda: self._take_states(take), self._tensors.world, f"Loading {self._where}")
+            for each in self._then:
+                each()
+        if zero is not None and self._goes_on and "loss_scale" in values:
+            for name, value in values["loss_scale"].items():
+                setattr(zero.loss_scale, name, value)
+            zero.rounds = [values["rounds"]] * len(zero.rounds)
+
+    def _take_states(self, take: Callable[[], object]) -> None:
+        values = self.index.values
+        for each in self._first:
+            each()
+        for name in self._tensors.extra_states.keys() & values["extra_states"].keys():
+            self._holder(name).set_extra_state(from_json(values["extra_states"][name]))
+        for scheduler, saved in zip(self._schedulers, values["scheduler"], strict=False):
+            scheduler.load_state_dict(from_json(saved["state"]))
+        take()
+
+    def _holder(self, extra_state: str) -> nn.Module:
+        return self._tensors.model.get_submodule(extra_state.removesuffix(EXTRA_STATE).removesuffix("."))
+
+    @contextmanager
+    def _extra_states_kept(self) -> Iterator[None]:
+        """Modules have the extra states that they had when the body raises."""
+        before = {name: copy.deepcopy(self._holder(name).get_extra_state()) for name in self._tensors.extra_states}
+        try:
+            yield
+        except BaseException:
+            for name, state in before.items():
+                with suppress(Exception):  # what failed may be this very call
+                    self._holder(name).set_extra_state(state)
+            raise
 
 
 @dataclass(frozen=True)
@@ -86,7 +528,7 @@ def load_and_take(
     states = all_do(lambda: optimizers_of(optimizer, tensors), tensors.world, "Loading")
     tried: list[str] = []
     found = first_does(
-        lambda: [str(each) for each in folders.candidates(path_of(folder))], tensors.world, f"Loading {folder}"
+        lambda: [str(each) for each in directory.candidates(path_of(folder))], tensors.world, f"Loading {folder}"
     )
     for number, name in enumerate(found):
         try:
@@ -102,5 +544,5 @@ def load_and_take(
     extra = from_json(index.values["extra"])
     made = Loaded(loaded, index.step, extra, num_bytes, tuple(tried), loading.has_random)
     loading.commit(partial(take, made))
-    folders.goes_on_from(tensors.model, [str(loaded.parent)])
+    directory.goes_on_from(tensors.model, [str(loaded.parent)])
     return made

@@ -15,8 +15,10 @@ from typing import Annotated
 
 import typer
 
-from shardformer.cli._message import message
-from shardformer.errors import ShardFormerError, wants_traceback
+from shardformer.errors import ShardFormerError, message, wants_traceback
+
+OLD_NAMES = {"infer": "derive_policy"}
+"""Earlier name of a command -> the command. It still runs, and is not listed."""
 
 
 def verbs() -> list[str]:
@@ -43,6 +45,8 @@ def build_app() -> typer.Typer:
         app.command(name=verb.replace("_", "-"), context_settings=settings, add_help_option=not own_help)(
             getattr(module, verb)
         )
+    for old, verb in OLD_NAMES.items():
+        app.command(name=old, hidden=True)(getattr(import_module(f"{__name__}.{verb}"), verb))
     return app
 
 

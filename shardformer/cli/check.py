@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import platform
@@ -192,7 +192,7 @@ def probe(rank: int, num_processes: int, store: str) -> None:
     import torch
     from torch import distributed
 
-    from shardformer.mesh.process_group import leave_process_group
+    from shardformer.mesh.init_distributed import leave_process_group
 
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     distributed.init_process_group(

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from shardformer.pipeline.actions import Kind
-    from shardformer.pipeline.schedule import Schedule
+    from shardformer.pipeline.schedules import Kind, Schedule
 
 MOST = 2**14
 """Micro-batches on all stages that a picture has room for."""
@@ -67,9 +66,8 @@ def draw(
         _draw_grid(Console(highlight=False), grid, mode)
         return
 
-    from shardformer.pipeline.picture import as_text, check_file, save
-    from shardformer.pipeline.schedule import default_chunks, make_schedule
-    from shardformer.pipeline.timing import simulate
+    from shardformer.pipeline.schedule_chart import as_text, check_file, save
+    from shardformer.pipeline.schedules import default_chunks, make_schedule, simulate
 
     if out is not None:
         check_file(out)
@@ -122,8 +120,8 @@ def _draw_grid(console: Console, given: str, mode: str) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from shardformer.mesh.grid_picture import formulas, holdings
-    from shardformer.mesh.sizes import parsed, total_of
+    from shardformer.mesh.rank_grid import parsed, total_of
+    from shardformer.mesh.tensor_grid import formulas, holdings
 
     sizes = parsed(given, "grid")
     if (ranks := total_of(sizes, "grid")) > MOST_ROWS:
@@ -172,7 +170,7 @@ def _coloured(text: str, schedule: Schedule) -> Text:
     from rich.style import Style
     from rich.text import Text
 
-    from shardformer.pipeline.picture import GOES_ON, colours, name_of
+    from shardformer.pipeline.schedule_chart import GOES_ON, colours, name_of
 
     styles = {}
     for action in (action for order in schedule.actions for action in order):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod
     from rich.table import Table
 
-    from shardformer.trainer.picture import Runs
+    from shardformer.training.metrics_plot import Runs
 
 
 def plot(
@@ -34,9 +34,9 @@ def plot(
     """Print what one or more runs reached, and draw their loss, tokens per second and memory as a picture."""
     from rich.console import Console
 
-    from shardformer.pipeline.picture import check_file
-    from shardformer.trainer.picture import draw, panel_names
-    from shardformer.trainer.records import file_of, read_records
+    from shardformer.pipeline.schedule_chart import check_file
+    from shardformer.training.metrics_log import file_of, read_records
+    from shardformer.training.metrics_plot import draw, panel_names
 
     _check_once([file_of(path) for path in runs])
     found = {name: read_records(path) for name, path in zip(_names(runs), runs)}
@@ -104,7 +104,7 @@ def _names(runs: list[Path]) -> list[str]:
 
 
 def _print(console: Console, runs: Runs) -> None:
-    from shardformer.trainer.picture import summary
+    from shardformer.training.metrics_plot import summary
 
     runs = {_printable(console, run): records for run, records in runs.items()}
     rows = [{name: cell for name, cell in row.items() if cell} for row in summary(runs)]

@@ -1,16 +1,20 @@
-"""``shardformer run``: a thin layer over torch's own launcher."""
+"""What the options of torch's launcher may be, where it would wait, fail in its depths, or start too much.
+
+Also here, each to be said in one text by hand:
+
+- ``shardformer run``: a thin layer over torch's own launcher.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,10 +22,101 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from shardformer.cli._ending import STUCK, end_soon, places
-from shardformer.cli._failures import FEW, describe_failures
-from shardformer.cli._launcher_options import check_options
+from shardformer.cli._options import check_count
 from shardformer.errors import LaunchError, first_line, nearest
+from shardformer.launcher.failure_report import FEW, describe_failures
+from shardformer.launcher.hostfile import find_this_host, read_hostfile, select_hosts
+from shardformer.launcher.shutdown import STUCK, VARIABLE, end_soon, places
+
+MOST_NODES = 2**16
+LONGEST_S = 24 * 3600
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raises LaunchError for numbers of processes, machines, seconds and names that cannot be."""
+    _check_counts(options)
+    _check_seconds(options)
+    _check_signals(options.signals_to_handle)
+    if options.local_addr is not None:
+        try:
+            socket.getaddrinfo(options.local_addr, None)
+        except (OSError, UnicodeError) as error:
+            raise LaunchError(
+                f"--local-addr is {options.local_addr!r}: {error}",
+                rule="It is a name or an address of this machine",
+                remedy="Write --local-addr 127.0.0.1, or leave it out",
+            ) from error
+
+
+def _check_counts(options: argparse.Namespace) -> None:
+    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
+
+    try:
+        num_processes = determine_local_world_size(options.nproc_per_node)
+    except ValueError as error:
+        raise LaunchError(
+            f"--nproc_per_node is {options.nproc_per_node!r}: {error}",
+            rule="It is a number of processes, or a kind of device that this machine has: auto, cpu, gpu",
+            remedy="Write --nproc_per_node 2",
+        ) from error
+    if num_processes < 1:
+        raise LaunchError(
+            f"--nproc_per_node is {options.nproc_per_node} and gives {num_processes} processes",
+            rule="A run has one process at the least",
+            remedy="Write --nproc_per_node 2",
+        )
+    check_count(f"--nproc_per_node {options.nproc_per_node}", num_processes)
+    try:
+        least, most = parse_min_max_nnodes(options.nnodes)
+    except (ValueError, RuntimeError):
+        least, most = 0, 0
+    if not 1 <= least <= most <= MOST_NODES:
+        raise LaunchError(
+            f"--nnodes is {options.nnodes!r}",
+            rule="It is a number of machines from 1, or the least and the most as 1:4",
+            remedy="Write --nnodes 2, or leave it out to run on this machine alone",
+        )
+    if options.standalone and most > 1:
+        raise LaunchError(
+            f"--standalone stands beside --nnodes {options.nnodes}",
+            rule="A standalone run is one of this machine alone",
+            remedy="Leave one of the two out",
+        )
+    if options.rdzv_backend == "static" and not 0 <= options.node_rank < most:
+        raise LaunchError(
+            f"--node_rank is {options.node_rank} and --nnodes {options.nnodes}",
+            rule="The ranks of the machines count from 0 and stay below their number",
+            remedy=f"Use a number from 0 to {most - 1}" if most > 1 else "Leave it out, or give --nnodes as well",
+        )
+
+
+def _check_seconds(options: argparse.Namespace) -> None:
+    asked = {"--monitor-interval": options.monitor_interval}
+    for name, said in (
+        ("--shutdown-timeout", getattr(options, "shutdown_timeout", None)),
+        (VARIABLE, os.environ.get(VARIABLE)),
+    ):
+        if said is not None:
+            asked[name] = float(said) if str(said).lstrip("-").isdecimal() else float("nan")
+    for name, seconds in asked.items():
+        if not (seconds > 0 or (seconds == 0 and name != "--monitor-interval")) or not seconds <= LONGEST_S:
+            raise LaunchError(
+                f"{name} is {os.environ[VARIABLE] if name == VARIABLE else f'{seconds:g}'}",
+                rule=f"It is a number of seconds, up to {LONGEST_S}",
+                remedy=f"Write {name} {1 if name == '--monitor-interval' else 60}, or leave it out",
+            )
+
+
+def _check_signals(names: str) -> None:
+    known = [member.name for member in signal.Signals if member not in (signal.SIGKILL, signal.SIGSTOP)]
+    for name in names.split(","):
+        if name.strip() not in known:
+            raise LaunchError(
+                f"--signals-to-handle is {names!r}",
+                rule="It lists signals that a process may handle, with commas between them",
+                remedy=f"Write --signals-to-handle SIGTERM,SIGINT. {nearest(name.strip(), known)}",
+            )
+
 
 # Everything goes to the launcher's own parser, and everything after the script to the script.
 CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -33,7 +128,6 @@ taken. Without a port or a rendezvous, a run on one machine picks a free port. O
 command on each of them (nothing is started over ssh): --hostfile then says how many there are, which comes first and
 which of them this one is.
 """
-_HOST_LINE = re.compile(r"(?P<name>[^\s=]+)(?:\s+slots\s*=\s*(?P<slots>\d{1,9}))?")
 
 
 def run(arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] SCRIPT [ARGS]...")] = None) -> None:
@@ -51,121 +145,6 @@ def launch(arguments: Sequence[str], command: str = "run") -> int:
     _check_script(options)
     _set_threads(options)
     return _launch(options, command)
-
-
-# ---------------------------------------------------------------------------------------------------------------- hosts
-
-
-@dataclass(frozen=True)
-class Host:
-    """A machine of a host file; ``slots`` is the number of processes on it, None where the file does not say."""
-
-    name: str
-    slots: int | None = None
-
-
-def read_hostfile(path: str | Path) -> list[Host]:
-    """The machines of a host file: a line each, ``name`` or ``name slots=4``; ``#`` begins a comment.
-
-    Raises LaunchError for a file that is missing or empty, a line of another form and a name that comes twice.
-    """
-    rule = "A host file has a line for each machine: its name, and if wanted 'slots=' and its number of processes"
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(
-            f"The host file {str(path)!r} cannot be read: {error}",
-            rule=rule,
-            remedy="Correct the path after --hostfile, or leave the option out to run on this machine alone",
-        ) from error
-    hosts: list[Host] = []
-    for number, line in enumerate(lines, start=1):
-        entry = line.partition("#")[0].strip()
-        if not entry:
-            continue
-        match = _HOST_LINE.fullmatch(entry)
-        if match is None or match["slots"] == "0":
-            raise LaunchError(
-                f"Line {number} of the host file {str(path)!r} is {entry!r}",
-                rule=rule,
-                remedy=f"Write it as '{entry.split()[0]} slots=4', or the name alone",
-            )
-        if any(host.name == match["name"] for host in hosts):
-            raise LaunchError(
-                f"Line {number} of the host file {str(path)!r} names {match['name']!r} a second time",
-                rule="Each machine stands in the host file once",
-                remedy="Join its lines into one, with the sum of their slots",
-            )
-        hosts.append(Host(match["name"], int(match["slots"]) if match["slots"] else None))
-    if not hosts:
-        raise LaunchError(
-            f"The host file {str(path)!r} names no machine", rule=rule, remedy="Add a line such as 'node1 slots=4'"
-        )
-    return hosts
-
-
-def select_hosts(names: str, hosts: list[Host] | None) -> list[Host]:
-    """The machines of ``--host a,b``: out of the host file where there is one, in the order of the file."""
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    if not wanted or len(set(wanted)) < len(wanted):
-        raise LaunchError(
-            f"--host is {names!r}",
-            rule="--host lists machines by name, each once, with commas between them",
-            remedy="Write --host node1,node2",
-        )
-    if hosts is None:
-        return [Host(name) for name in wanted]
-    known = [host.name for host in hosts]
-    for name in wanted:
-        if name not in known:
-            raise LaunchError(
-                f"--host names {name!r}, which the host file lacks",
-                rule="Beside --hostfile, --host chooses among the machines of the file",
-                remedy=f"Add it to the file or correct the name. {nearest(name, known)}",
-            )
-    return [host for host in hosts if host.name in wanted]
-
-
-def find_this_host(hosts: Sequence[Host]) -> int:
-    """The place of this machine in the list: by host name, else by an address that belongs to it."""
-    full = {socket.gethostname().lower(), socket.getfqdn().lower()}
-    short = {name.partition(".")[0] for name in full}
-    names = [host.name.lower() for host in hosts]
-    by_name = [i for i, name in enumerate(names) if name in full]
-    by_short_name = [i for i, name in enumerate(names) if name.partition(".")[0] in short and not _is_address(name)]
-    for found in (by_name, by_short_name):
-        if len(found) == 1:
-            return found[0]
-    by_address = [i for i, name in enumerate(names) if _is_local(name)]
-    if len(by_address) == 1:
-        return by_address[0]
-    which = "none" if not by_address else "more than one"
-    raise LaunchError(
-        f"This machine is {socket.gethostname()!r}, and {which} of {', '.join(host.name for host in hosts)} is it",
-        rule="The place of a machine in the list of hosts is its node rank; it is found by host name or by address",
-        remedy=f"Correct the list, or say the place: --node_rank {' or '.join(map(str, range(len(hosts))[:3]))}"
-        + (" ..." if len(hosts) > 3 else ""),
-    )
-
-
-def _is_address(name: str) -> bool:
-    return ":" in name or re.fullmatch(r"[\d.]+", name) is not None
-
-
-def _is_local(name: str) -> bool:
-    """Whether an address of that name belongs to this machine: only then can a socket be bound to it."""
-    try:
-        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return False
-    for family, kind, protocol, _, address in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-            return True
-        except OSError:
-            continue
-    return False
 
 
 # -------------------------------------------------------------------------------------------------------------- options
@@ -335,7 +314,7 @@ def _set_threads(options: argparse.Namespace) -> None:
 
 def _meeting(options: argparse.Namespace, endpoint: str) -> AbstractContextManager[None]:
     """Says who has not come, where launchers of several machines meet at the first one's address."""
-    from shardformer.mesh.meeting import Meeting
+    from shardformer.mesh.rank_failures import Meeting
 
     host, _, port = endpoint.rpartition(":")
     if options.rdzv_backend != "static" or _is_alone(options) or options.nnodes == "1" or not port.isdigit():

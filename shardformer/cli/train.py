@@ -15,11 +15,11 @@ from shardformer.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from shardformer.engine.parallel import Parallel
-    from shardformer.runs.config import RunConfig
-    from shardformer.runs.plan import RunPlan
+    from shardformer.config import Parallel
+    from shardformer.train_command.config_schema import RunConfig
+    from shardformer.train_command.run import RunPlan
 
-MODULE = "shardformer.runs"
+MODULE = "shardformer.train_command"
 
 
 def train(
@@ -54,7 +54,7 @@ def train(
     processes; else it starts them.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # every process would say what one has said
-    from shardformer.runs.read import read_config
+    from shardformer.train_command.config_schema import read_config
 
     asked = list(changes or [])
     found = read_config(config, asked)
@@ -67,21 +67,20 @@ def train(
     if dry_run:
         from rich.console import Console
 
-        from shardformer.runs.plan import plan_of
+        from shardformer.train_command.run import plan_of
 
         print_plan(Console(highlight=False), plan_of(found))
         return
-    from shardformer.runs.run import train as train_here
+    from shardformer.train_command.run import train as train_here
 
     train_here(found)
 
 
 def _start(found: RunConfig, count: int, max_restarts: int, shutdown_timeout: int | None, run: list[str]) -> NoReturn:
     """Starts the processes, waits for their end, and exits with their status."""
-    from shardformer.cli._ending import VARIABLE
     from shardformer.cli.run import launch
-    from shardformer.runs.hooks import hooks_of
-    from shardformer.runs.updates import optimizer_of
+    from shardformer.launcher.shutdown import VARIABLE
+    from shardformer.train_command.build import hooks_of, optimizer_of
 
     hooks_of(found), optimizer_of(found.optimizer)  # refused here, once and not in every process
     if shutdown_timeout is not None:
@@ -92,7 +91,7 @@ def _start(found: RunConfig, count: int, max_restarts: int, shutdown_timeout: in
 
 def _where(dry_run: bool) -> str | None:
     """In words, where this command starts no processes; None where it may."""
-    from shardformer.engine.parts import LAUNCHED
+    from shardformer.training.initialize import LAUNCHED
 
     launched = next((name for name in LAUNCHED if name in os.environ), None)
     return "in a dry run" if dry_run else f"under a launcher ({launched} is set)" if launched else None
@@ -126,7 +125,7 @@ def _count(layout: Parallel, processes: int | None) -> int:
 def print_plan(console: Console, plan: RunPlan) -> None:
     from rich.table import Table
 
-    from shardformer.optim.memory import said_bytes
+    from shardformer.zero.memory_estimate import said_bytes
 
     layout = ", ".join(f"{name} {size}" for name, size in plan.layout.items() if size > 1) or "one process"
     console.print(f"[bold]{plan.model}[/], {plan.num_parameters:,} parameters", soft_wrap=True)

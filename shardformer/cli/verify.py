@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardformer.cli._fields import takes
-from shardformer.cli._folder import check_folder
-from shardformer.cli._pipeline import pipelined
-from shardformer.cli._processes import check_count
+from shardformer.cli._options import check_count, check_folder, pipelined, takes
 from shardformer.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from shardformer.pipeline.loss import LossWeight
-    from shardformer.testing.pool import WorkerPool
-    from shardformer.verify import Pipelined, Report, Training
+    from shardformer.local_ranks.worker_pool import WorkerPool
+    from shardformer.pipeline.micro_batch_loss import LossWeight
     from shardformer.verify.model_source import ModelSource
+    from shardformer.verify.report import Report
+    from shardformer.verify.train_both import Pipelined
+    from shardformer.verify.training_options import Training
 
 TIMEOUT_S = 3600.0
 """For one head. A model may be large, and what hangs can be stopped by hand."""
@@ -153,14 +152,14 @@ class VerifyOptions:
     @property
     def tensor_size(self) -> int:
         """Of the tensor axis: who asks for a pipeline alone, or for the sequence axis, gets one."""
-        from shardformer.mesh.sizes import total_of
+        from shardformer.mesh.rank_grid import total_of
 
         return total_of(self.tensor_sizes, "tensor")
 
     @property
     def tensor_sizes(self) -> int | tuple[int, ...]:
         """Its ranks, or those of its rows, columns and third axis. Raises ConfigError for anything else."""
-        from shardformer.mesh.sizes import parsed
+        from shardformer.mesh.rank_grid import parsed
 
         if self.tensor is not None:
             return parsed(self.tensor, "tensor")
@@ -169,14 +168,14 @@ class VerifyOptions:
     @property
     def sequence_sizes(self) -> int | tuple[int, int]:
         """Of the sequence axis. Raises ConfigError for what is neither a number nor two."""
-        from shardformer.mesh.sizes import parsed
+        from shardformer.mesh.rank_grid import parsed
 
         sizes = parsed(self.sequence, "sequence")
         return sizes if isinstance(sizes, int) else (sizes[0], sizes[1])
 
     @property
     def sequence_ranks(self) -> int:
-        from shardformer.mesh.sizes import total_of
+        from shardformer.mesh.rank_grid import total_of
 
         return total_of(self.sequence_sizes)
 
@@ -188,7 +187,7 @@ class VerifyOptions:
         return pipelined(self.pipe, self.micro_batches, self.schedule, self.chunks, self.cut, loss_weight)
 
     def training(self) -> Training:
-        from shardformer.verify.training import Training
+        from shardformer.verify.training_options import Training
 
         return Training(
             self.zero,
@@ -222,7 +221,7 @@ def verify(options: VerifyOptions) -> None:
     """
     from rich.console import Console
 
-    from shardformer.testing.pool import WorkerPool
+    from shardformer.local_ranks.worker_pool import WorkerPool
     from shardformer.verify.model_source import find_policy
     from shardformer.verify.report import print_report
 
@@ -290,8 +289,8 @@ def _check_used(options: VerifyOptions) -> None:
 
 
 def _sources(options: VerifyOptions) -> list[ModelSource]:
-    from shardformer.testing.zoo.heads import sees_alone
     from shardformer.verify.model_source import find_model
+    from shardformer.verify.small_models import sees_alone
 
     check_folder(options.model)
     source = find_model(options.model)
@@ -316,7 +315,7 @@ def _sources(options: VerifyOptions) -> list[ModelSource]:
 
 def _num_layers(pipeline: Pipelined) -> int:
     """The least that a model must have for its stages."""
-    from shardformer.verify.ahead import AskedStages
+    from shardformer.verify.verification import AskedStages
 
     stages = AskedStages(pipeline.pipe, pipeline.micro_batches, **pipeline.stages)
     return stages.num_virtual_stages if isinstance(stages.cut, str) else sum(stages.cut)
@@ -325,9 +324,9 @@ def _num_layers(pipeline: Pipelined) -> int:
 def _verify_one(options: VerifyOptions, source: ModelSource, policy: Any, pool: WorkerPool) -> Report:
     import torch
 
-    from shardformer.testing.zoo import counts_by_sample, num_samples, sample_loss
-    from shardformer.verify import verify as run_verify
     from shardformer.verify.model_source import TOKENS
+    from shardformer.verify.small_models import counts_by_sample, num_samples, sample_loss
+    from shardformer.verify.verification import verify as run_verify
 
     weight = source.own.get("loss_weight")
     if weight is None and source.loss_fn is sample_loss and counts_by_sample(source.head):

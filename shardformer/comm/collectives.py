@@ -2,22 +2,27 @@
 
 The one place that chooses an algorithm. Where the transport exchanges directly (gloo), parts are sent from rank to rank
 and added in rank order, which also makes the result the same to the bit on all ranks; large all-reduces are left to it.
+
+Also here, each to be said in one text by hand:
+
+- The full tensor of which every rank holds a part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardformer.comm.recorder import bytes_of, record, unheard
-from shardformer.comm.values import has_values, with_values
-from shardformer.layout.split import even_bounds
-from shardformer.mesh.axis import Axis
+from shardformer.layout.shard_spec import ShardSpec, even_bounds
+from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
+from shardformer.torch_compat import has_values, with_values
 
 EXCHANGE_BELOW_BYTES = 512 * 1024
 """An all-reduce of two processes below this size is one exchange instead of gloo's two rounds (measured)."""
@@ -296,3 +301,51 @@ def _padded(x: Tensor, dim: int, length: int) -> Tensor:
     if x.shape[dim] == length:
         return x.contiguous()
     return torch.cat([x, x.new_zeros(_with_length(x, dim, length - x.shape[dim]))], dim)
+
+
+def gather_full(local: Tensor, spec: ShardSpec, axis: Callable[[str], Axis]) -> Tensor:
+    """The full tensor, on every rank; a copy where nothing is cut.
+
+    Communicates one all-gather for each axis that the tensor is cut over, the innermost first.
+
+    Args:
+        axis: name of an axis -> the axis.
+    """
+    return gather_all([local], [spec], axis)[0]
+
+
+def gather_all(tensors: Sequence[Tensor], specs: Sequence[ShardSpec], axis: Callable[[str], Axis]) -> list[Tensor]:
+    """The full tensors of several, on every rank, gathered together: one message for all that are cut alike.
+
+    Communicates one all-gather for each axis that tensors are cut over, for all of these axes and dtype at once.
+    """
+    full, alike = dict[int, Tensor](), dict[object, list[int]]()
+    for i, (local, spec) in enumerate(zip(tensors, specs, strict=True)):
+        if spec.is_sharded:
+            alike.setdefault((tuple(spec.axes.items()), local.dtype), []).append(i)
+        else:
+            full[i] = local.detach().clone()
+    for group in alike.values():
+        joined = _gather_alike([tensors[i] for i in group], [specs[i] for i in group], axis)
+        full.update(zip(group, joined, strict=True))
+    return [full[i] for i in range(len(tensors))]
+
+
+def _gather_alike(tensors: Sequence[Tensor], specs: Sequence[ShardSpec], axis: Callable[[str], Axis]) -> list[Tensor]:
+    """The full tensors of some that are cut over the same axes."""
+    places, axes = specs[0].places(), specs[0].axes
+    flat = torch.cat([local.detach().reshape(-1) for local in tensors])
+    held = [[prod(spec.local_shape(c)) for spec in specs] for c in places]
+    sizes = {tuple(c.items()): sum(of_place) for c, of_place in zip(places, held, strict=True)}
+    names = list(axes)
+    for at in range(len(names) - 1, -1, -1):
+        own = {name: axis(name).rank for name in names[:at]}
+        line = [tuple({**own, names[at]: rank}.items()) for rank in range(axes[names[at]])]
+        flat = all_gather(flat, axis(names[at]), 0, lengths=[sizes[place] for place in line], purpose="gather")
+        merged: dict[tuple[tuple[str, int], ...], int] = {}
+        for place, size in sizes.items():  # what each rank holds, then what it has gathered
+            merged[place[:at]] = merged.get(place[:at], 0) + size
+        sizes = merged
+    pieces = iter(flat.split([size for of_place in held for size in of_place]))
+    parts = [[next(pieces).view(spec.local_shape(c)) for spec in specs] for c in places]
+    return [spec.join(of_tensor) for spec, of_tensor in zip(specs, zip(*parts, strict=True), strict=True)]

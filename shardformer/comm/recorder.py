@@ -1,6 +1,6 @@
 """The recorder: how many collectives a step makes, how many bytes they carry, and where it waits for them.
 
-Counted where they start, on this process; ``shardformer.mesh.traffic`` has the formula of the bytes.
+Counted where they start, on this process; ``shardformer.mesh.transport`` has the formula of the bytes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardformer.mesh.axis import Axis
-from shardformer.mesh.context import ParallelContext
-from shardformer.mesh.traffic import Collective, Event, Traffic
+from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.mesh.transport import Collective, Event, Traffic
 
 
 @dataclass

@@ -1,17 +1,32 @@
-"""The stages of a pipeline as one process sees them: which it is, who stands beside it, what each of them holds."""
+"""The stages of a pipeline as one process sees them: which it is, who stands beside it, what each of them holds.
+
+Also here, each to be said in one text by hand:
+
+- Stages: which rank of the pipe axis holds which part of a model, and the model without the others' parts.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Protocol
 
-from shardformer.comm.point_to_point import PointToPoint
+from torch import Tensor, nn
+
 from shardformer.errors import ConfigError, expect, nearest
-from shardformer.mesh.axis import Axis
-from shardformer.mesh.context import ParallelContext
-from shardformer.pipeline.balance import CUTS
-from shardformer.pipeline.schedule import check_names, default_chunks, placement_of
+from shardformer.layout.activation_layout import Place, StreamLayout
+from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.module_paths import configs_in, owner_of
+from shardformer.pipeline.layer_sequence import Chain, StackDescription, UnitRange, costs_of, holders, homes, no_chain
+from shardformer.pipeline.p2p_communication import PointToPoint
+from shardformer.pipeline.partition import CUTS, balanced, even, explicit
+from shardformer.pipeline.schedules import check_names, default_chunks, placement_of
+from shardformer.pipeline.stage_forward import Placeholders, StageForward
+from shardformer.tensor_parallel.grid.layers import MODES
 
 
 class PipelineStageManager:
@@ -135,3 +150,246 @@ class PipelineStageManager:
                 rule="Costs decide where to cut, and here something else does",
                 remedy="Leave one of the two out",
             )
+
+
+OF_EVERY_LAYER = ("output_router_logits", "output_hidden_states", "output_attentions")
+WHY_NOT = "It collects something of every layer, and a stage has its own layers only"
+
+
+class Chained(Protocol):
+    """What a policy says of the row of layers of its model."""
+
+    notes: Sequence[str]
+
+    def chain(self) -> Chain: ...
+    def refuses_pipeline(self) -> str | None: ...
+
+
+class Asked(Protocol):
+    """How a model is to be cut: what a ``PipelineStageManager`` says of it."""
+
+    @property
+    def num_stages(self) -> int: ...
+    @property
+    def num_virtual_stages(self) -> int: ...
+    @property
+    def cut(self) -> str | Sequence[int]: ...
+    @property
+    def costs(self) -> Sequence[float] | None: ...
+
+
+@dataclass
+class Stages:
+    """How a model was cut into stages, and what runs its spans on this rank.
+
+    Args:
+        home: the units that each parameter and buffer goes with, by name.
+        holders: the virtual stages that hold each parameter and buffer, by name.
+        state: name -> (first name of that tensor, full shape) of all that the whole model saves.
+        parameters: name -> (first name of that parameter, how many numbers it holds) of the whole model's.
+        shared: the stages that hold each parameter of which there are several, by name: of a layer that several call,
+            or by several names (tied).
+        draws: whether the model draws random numbers when it trains.
+        stream: how the activations between the layers lie.
+    """
+
+    manager: PipelineStageManager
+    chain: Chain
+    spans: list[UnitRange]
+    costs: list[float]
+    home: dict[str, frozenset[int]]
+    holders: dict[str, frozenset[int]]
+    state: dict[str, tuple[str, tuple[int, ...]]]
+    parameters: dict[str, tuple[str, int]]
+    shared: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    placeholders: Placeholders = field(default_factory=Placeholders)
+    stage_forward: StageForward | None = None
+    draws: bool = False
+    stream: StreamLayout = field(default_factory=StreamLayout)
+    shared_params: list[dict[int, Tensor]] = field(default_factory=list)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a pipeline calls the model just now."""
+        return self.stage_forward is not None and self.stage_forward.now is not None
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """The ranks of the pipe axis that hold a parameter or buffer."""
+        return tuple(sorted({self.manager.placement[v] for v in self.holders[name]}))
+
+    def is_here(self, name: str) -> bool:
+        return self.manager.stage in self.stages_of(name)
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in the whole model's parameters, those that are tied once."""
+        return sum(dict(self.parameters.values()).values())
+
+    def is_elsewhere(self, path: str) -> bool:
+        """Whether a module or what is inside of it belongs to a layer that no stage of this rank runs."""
+        units = self.chain.units
+        around = [at for at, unit in enumerate(units) if path == unit or path.startswith(f"{unit}.")]
+        return bool(around) and not any(at in span for at in around for span in self._own_spans())
+
+    def lines(self) -> list[str]:
+        """What all ranks must have alike."""
+        return [str(self.manager.options()), str(self.spans), *(f"{n}: {v}" for n, v in self.shared.items())]
+
+    def take_out(self, model: nn.Module) -> None:
+        """Takes the other stages' parameters out of the model."""
+        self.placeholders.remove(model, {name: self.is_here(name) for name in self.holders})
+
+    def _own_spans(self) -> list[UnitRange]:
+        return [self.spans[v] for v in self.manager.virtual_stages]
+
+    def open(
+        self,
+        model: nn.Module,
+        stream: StreamLayout,
+        context: ParallelContext,
+        wrappers: Mapping[int, nn.Module] = MappingProxyType({}),
+    ) -> None:
+        """Makes what runs a part of the model, and puts it into the layers, after all else that changes them.
+
+        Where there is one stage it goes there for each step, and leaves the model as it was.
+
+        Args:
+            wrappers: identity of a module -> the outermost of the wrappers that are around it when it runs.
+        """
+        self.stream = stream
+        share_from_first(model, self.chain, self._own_spans())
+        self.stage_forward = StageForward(
+            model,
+            self.chain,
+            self.placeholders,
+            self.home,
+            (nn.Embedding, *(layers.embedding for layers in MODES.values())),
+            self._checkpointed(),
+            partial(_random_stream, stream=stream, context=context),
+            context.device,
+            wrappers,
+            lasting=self.manager.num_stages > 1,
+        )
+
+    def installed(self, model: nn.Module) -> AbstractContextManager[None]:
+        """While this lasts the layers know of the pipeline; those of several stages always do."""
+        assert self.stage_forward is not None
+        return nullcontext() if self.manager.num_stages > 1 else self.stage_forward.installed(model)
+
+    def _checkpointed(self) -> frozenset[int]:
+        counts = self.manager.checkpointed([len(span) for span in self.spans])
+        return frozenset(u for span, n in zip(self.spans, counts, strict=True) for u in span[:n])
+
+    def note_shared(self, model: nn.Module) -> None:
+        """Writes down the parameters that other stages hold too: stage -> this rank's own, for each that holds it."""
+        for name, param in model.named_parameters():
+            if name in self.shared:
+                self.shared_params.append(dict.fromkeys(self.shared[name], param))
+
+
+def _random_stream(stack: StackDescription, stream: StreamLayout, context: ParallelContext) -> int:
+    layout = stack.layout_in(stream)
+    is_whole = stack.whole_sequence is not None and not layout.cuts_stacks
+    return 0 if is_whole else layout.stream_of(Place.STACK, context.coords, context.sizes)
+
+
+def make_stages(model: nn.Module, policy: Chained, manager: PipelineStageManager) -> Stages:
+    """Cuts a model, which is as it was, into the virtual stages of ``manager``.
+
+    Raises ConfigError when the model has no stack that can be cut, fewer layers than stages, layers that are left out
+    at random, or is asked for what no stage has.
+    """
+    chain, home, costs, spans = cut_into(model, policy, manager)
+    state = {n: (first, tuple(t.shape)) for n, (first, t) in _by_first_name(model.state_dict(keep_vars=True)).items()}
+    named = _by_first_name(dict(model.named_parameters(remove_duplicate=False)))
+    parameters = {name: (first, p.numel()) for name, (first, p) in named.items()}
+    stages = Stages(manager, chain, spans, costs, home, holders(home, spans), state, parameters)
+    names: dict[str, list[str]] = {}
+    for name, (first, _) in parameters.items() if manager.num_stages > 1 else ():
+        names.setdefault(first, []).append(name)
+    for same in names.values():  # beside each other: stages know one by different names, and fill buckets in this order
+        ranks = sorted({rank for name in same for rank in stages.stages_of(name)})
+        if len(ranks) > 1:
+            stages.shared |= dict.fromkeys(same, tuple(ranks))
+    return stages
+
+
+def cut_into(
+    model: nn.Module, policy: Chained, asked: Asked
+) -> tuple[Chain, dict[str, frozenset[int]], list[float], list[UnitRange]]:
+    """The layers of a model in a row, what goes with each, what each costs, and those of each virtual stage.
+
+    Raises as ``make_stages``.
+    """
+    count = asked.num_virtual_stages
+    chain = policy.chain()
+    if count > 1 and not chain.stacks:
+        raise no_chain(model, str(asked.num_stages), policy.notes)
+    if asked.num_stages > 1:
+        _check_settings(model)
+        if against := policy.refuses_pipeline():
+            raise ConfigError(
+                f"pipe={asked.num_stages}, and of this {type(model).__name__} it is known that {against}",
+                rule="A stage has its own layers, and hands on only what its last one gives",
+                remedy="Leave pipe out: cut this model by tensor parallelism, or give each process its own part of the "
+                "batch",
+            )
+    home = homes(model, chain) if chain.stacks else {}
+    costs = list(asked.costs) if asked.costs is not None else costs_of(model, chain, home)
+    if len(costs) != len(chain.units):
+        raise ConfigError(
+            f"costs has {len(costs)} numbers",
+            rule=f"It has one for each layer, and this {type(model).__name__} runs {len(chain.units)}",
+            remedy="Leave costs out to have them estimated",
+        )
+    if count > max(len(costs), asked.num_stages):
+        raise ConfigError(
+            f"{asked.num_stages} stages of {count // asked.num_stages} chunks each, so {count} virtual stages, for the "
+            f"{len(costs)} layers of {type(model).__name__}",
+            rule="Every virtual stage holds at least one layer",
+            remedy="Use the schedule '1f1b', which has one a stage, fewer stages, or a model of "
+            f"{count} layers or more",
+        )
+    if count == 1:
+        bounds = [0, len(costs)]
+    elif isinstance(asked.cut, str):
+        bounds = even(len(costs), count) if asked.cut == "even" else balanced(costs, count)
+    else:
+        bounds = explicit(asked.cut, len(costs), count)
+    return chain, home, costs, chain.spans(bounds)
+
+
+def _by_first_name(tensors: Mapping[str, Any]) -> dict[str, tuple[str, Tensor]]:
+    """Each name of a tensor -> the first of its names, and the tensor."""
+    first: dict[int, str] = {}
+    return {name: (first.setdefault(id(x), name), x) for name, x in tensors.items() if isinstance(x, Tensor)}
+
+
+def share_from_first(model: nn.Module, chain: Chain, spans: Sequence[UnitRange]) -> None:
+    """The first layer of each stack in each of the spans gets what it needs of the first of all."""
+    for stack, start in zip(chain.stacks, chain.starts, strict=True):
+        for span in spans:
+            at = max(span.start, start)
+            for path in stack.stages.from_first if start < at < min(span.stop, start + len(stack.units)) else ():
+                first, name = owner_of(model.get_submodule(stack.units[0]), path)
+                owner, _ = owner_of(model.get_submodule(stack.units[at - start]), path)
+                owner.__dict__[name] = getattr(first, name)  # not as a module of its own, which would have two names
+
+
+def _check_settings(model: nn.Module) -> None:
+    """Refuses what stages cannot do: layers dropped at random, and outputs that are gathered from all layers."""
+    for config in configs_in(model):
+        for name, value in vars(config).items():
+            if name.endswith("layerdrop") and isinstance(value, float) and value > 0:
+                raise ConfigError(
+                    f"{name}={value} with a pipeline",
+                    rule="Which layers a batch skips would have to be drawn alike by all stages",
+                    remedy=f"Build the model with {name}=0",
+                )
+            name = name.lstrip("_")  # transformers keeps some of them behind a property
+            if name in OF_EVERY_LAYER and value is True:
+                raise ConfigError(
+                    f"{name}=True with a pipeline",
+                    rule=WHY_NOT,
+                    remedy=f"Set config.{name} = False",
+                )

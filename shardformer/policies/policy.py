@@ -16,10 +16,10 @@ from typing import Any
 from torch import nn
 
 from shardformer.config import ShardConfig
-from shardformer.mesh.axis import Axis
-from shardformer.pipeline.chain import Chain, StackDescription
-from shardformer.policies.describe import ModuleKey, ModulePolicyDescription
-from shardformer.policies.first_form import FirstForm, descriptions_of
+from shardformer.mesh.parallel_context import Axis
+from shardformer.pipeline.layer_sequence import Chain, StackDescription
+from shardformer.policies.legacy import FirstForm, descriptions_of
+from shardformer.policies.module_descriptions import ModuleKey, ModulePolicyDescription
 
 
 class Policy(FirstForm):

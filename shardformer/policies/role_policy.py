@@ -15,41 +15,15 @@ from typing import Any
 from torch import nn
 
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.layers.norm import is_elementwise, norm_kind
-from shardformer.layers.tensor.linear import is_linear
-from shardformer.layers.tensor.modes import MODES, ParallelLayers
-from shardformer.pipeline.chain import Chain, SequenceNeeds, StackDescription, StageNeeds
-from shardformer.policies.attention import AttentionLowering
-from shardformer.policies.describe import ModuleKey, ModulePolicyDescription, merged
-from shardformer.policies.kinds import check_kind, hints_of
-from shardformer.policies.lowering import LayerLowering, Replacement, check_exits
-from shardformer.policies.paths import (
-    find,
-    is_there,
-    join,
-    matching,
-    module_at,
-    no_match,
-    relative,
-    several,
-)
+from shardformer.kernels.fused_ops import is_elementwise, norm_kind
+from shardformer.module_paths import find, is_linear, is_there, join, matching, module_at, no_match, relative, several
+from shardformer.pipeline.layer_sequence import Chain, StackDescription
+from shardformer.policies.lowering import AttentionLowering, LayerLowering, Replacement, check_exits
+from shardformer.policies.module_descriptions import ModuleKey, ModulePolicyDescription, check_kind, hints_of, merged
 from shardformer.policies.policy import Policy
 from shardformer.policies.registry import registered_policy
-from shardformer.policies.roles import MLP, Attention, Experts, Inputs, Projections, Role, Stack
-
-__all__ = [
-    "MLP",
-    "Attention",
-    "Experts",
-    "Inputs",
-    "Projections",
-    "Role",
-    "RolePolicy",
-    "SequenceNeeds",
-    "Stack",
-    "StageNeeds",
-]
-
+from shardformer.policies.roles import MLP, Attention, Experts, Role, Stack
+from shardformer.tensor_parallel.grid.layers import MODES, ParallelLayers
 
 BETWEEN_LAYERS = "it reads the states between its layers, of which a rank has a part"
 BETWEEN_STAGES = "it reads the states between its layers, of which a stage has those between its own"

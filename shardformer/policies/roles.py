@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardformer.errors import PolicyError, nearest
-from shardformer.pipeline.chain import SequenceNeeds, StageNeeds
-from shardformer.policies.kinds import check_kinds
-from shardformer.policies.paths import relative
+from shardformer.module_paths import relative
+from shardformer.pipeline.layer_sequence import SequenceNeeds, StageNeeds
+from shardformer.policies.module_descriptions import check_kinds
 
 Counted = str | tuple[str, int]
 """What something counts, and which of its dims does where that has to be said."""

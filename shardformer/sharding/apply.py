@@ -11,53 +11,55 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardformer.comm.agree import agree
+from shardformer.comm.collective_call import agree
 from shardformer.config import ShardConfig
+from shardformer.consistency.initial_weights import agree_on_weights, model_lines, tell_of_files
+from shardformer.consistency.rank_divergence import Watch
 from shardformer.errors import PolicyError, first_line
-from shardformer.layers.random_stream import align_random, random_kept_on_error
-from shardformer.layers.tensor.parallel_module import ParallelModule, keep_hooks
-from shardformer.layers.tensor.parameters import shard_parameter
-from shardformer.layout.state import Request, ShardedState, cut_in
-from shardformer.layout.stream import StreamLayout
-from shardformer.lazy.materialize import fill, is_lazy, notes_of, recording
-from shardformer.mesh.axis import Axis
-from shardformer.mesh.grid_picture import in_a_sentence
-from shardformer.mesh.launch import launch_from_torch
-from shardformer.mesh.tensor_grid import TensorGrid
-from shardformer.optim.torch_clipping import lead_clipping_here
-from shardformer.optim.torch_optimizers import lead_optimizers_here
-from shardformer.pipeline.chain import homes
-from shardformer.pipeline.stage_manager import PipelineStageManager
-from shardformer.policies import first_form
-from shardformer.policies.describe import SubModuleReplacementDescription
-from shardformer.policies.paths import owner_of, value_at
+from shardformer.gradients.clipping import lead_clipping_here
+from shardformer.layout.activation_layout import StreamLayout
+from shardformer.layout.sharding_metadata import Request, ShardedState, cut_in
+from shardformer.mesh.init_distributed import launch_from_torch
+from shardformer.mesh.parallel_context import Axis
+from shardformer.mesh.tensor_grid import TensorGrid, in_a_sentence
+from shardformer.meta_init.materialize import fill, is_lazy, notes_of, recording
+from shardformer.module_paths import owner_of, value_at
+from shardformer.pipeline.layer_sequence import homes
+from shardformer.pipeline.stage_manager import PipelineStageManager, make_stages
+from shardformer.policies import legacy
+from shardformer.policies.module_descriptions import SubModuleReplacementDescription
 from shardformer.policies.policy import Policy, WithoutRules
-from shardformer.reduce.watch import Watch
-from shardformer.sharding.agree import agree_on_group, agree_on_weights, model_lines
-from shardformer.sharding.agree_on_files import tell_of_files
-from shardformer.sharding.aliases import put_everywhere
+from shardformer.random_state import align_random, random_kept_on_error, uses_dropout
+from shardformer.sharding.apply_context_parallel import (
+    Learned,
+    learned_of,
+    open_context,
+    start_context,
+    warn_of_whole,
+    with_context,
+)
+from shardformer.sharding.apply_kernels import apply_optimizations
+from shardformer.sharding.apply_tensor_grid import Samples, learned_samples, on_grid, open_arguments, with_edges
+from shardformer.sharding.apply_tensor_parallel import OpenBlock, agree_on_gradients, open_regions
 from shardformer.sharding.checks import (
+    agree_on_group,
     check_layouts,
     check_plain,
+    check_stages,
     check_unheld,
     check_unhooked,
     check_views,
     checked_plan,
     held_outside,
+    keep_ties,
+    ties_in,
     unchanged_on_error,
 )
-from shardformer.sharding.context import Learned, learned_of, open_context, start_context, warn_of_whole, with_context
-from shardformer.sharding.gradients import agree_on_gradients
-from shardformer.sharding.grid import Samples, learned_samples, on_grid, open_arguments, with_edges
-from shardformer.sharding.guards import Guard
-from shardformer.sharding.optimize import apply_optimizations
+from shardformer.sharding.forward_checks import CacheHeads, Guard, Structure, parts_of, show_whole_behind
+from shardformer.sharding.module_aliases import put_everywhere, unwrapped
 from shardformer.sharding.plan import Plan, name_of
-from shardformer.sharding.prefix import CacheHeads
-from shardformer.sharding.regions import OpenBlock, open_regions, uses_dropout
-from shardformer.sharding.stages import make_stages
-from shardformer.sharding.structure import Structure, parts_of, show_whole_behind
-from shardformer.sharding.ties import check_stages, keep_ties, ties_in
-from shardformer.sharding.wrapped import unwrapped
+from shardformer.tensor_parallel.parallel_module import ParallelModule, keep_hooks, shard_parameter
+from shardformer.zero.torch_optimizers import lead_optimizers_here
 
 
 class Sharding:
@@ -68,10 +70,10 @@ class Sharding:
         config: what is asked for.
         find: (model, number of tensor ranks) -> its policy, and where that comes from.
         prove: (model, find, sizes of the sequence axis) -> whether a model's sequence can be cut over ranks, and what
-            was learnt of it (``shardformer.policies.infer.prove_context``); None: it is what is being found out.
+            was learnt of it (``shardformer.discovery.validation``); None: it is what is being found out.
         prove_policy: (plan, policy, number of tensor ranks) -> why a user's policy was not tried, None where it was;
-            raises PolicyError where it is wrong (``shardformer.policies.infer.given``).
-        prove_grid: (model, find, grid) -> the same of a tensor grid (``shardformer.policies.infer.prove_grid``).
+            raises PolicyError where it is wrong (``shardformer.discovery.user_policy_validation``).
+        prove_grid: (model, find, grid) -> the same of a tensor grid (``shardformer.discovery.validation``).
         fresh: whether the model was made for this, so that no optimizer can hold its parameters: looking for one goes
             through everything that the process holds.
         optional: whether the model may go without a policy where nothing of it is sharded. The user passed none.
@@ -257,12 +259,12 @@ class Sharding:
 
     def _apply(self, plan: Plan) -> list[OpenBlock]:
         config, policy, state = self.shard_config, self._policy, self._state
-        injected = first_form.inject(policy, self.model)
+        injected = legacy.inject(policy, self.model)
         if injected:
             state.note("", injected[0], injected[1], kind="class")
         if self._is_cut:
             self.replace_module(plan)
-        for target, source in first_form.bind(policy, self.model):
+        for target, source in legacy.bind(policy, self.model):
             state.note(target, "own parameter", f"tied to {source}", kind="tie")
         apply_optimizations(self.model, config, plan, state)
         if self._grid is not None:

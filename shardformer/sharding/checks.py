@@ -1,31 +1,159 @@
-"""What a model must be before it is sharded and after, and how it is put back where sharding fails half-way."""
+"""All ranks do the same, or none does anything: what they compare before a model is changed.
+
+Also here, each to be said in one text by hand:
+
+- What a model must be before it is sharded and after, and how it is put back where sharding fails half-way.
+- Parameters that share memory without being one, as ``nn.Parameter(other.data)`` makes them: parts share it too.
+"""
 
 from __future__ import annotations
 
 import gc
+import json
 import sys
+import time
 from collections import Counter
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from shardformer.comm.shared_memory import view_of
 from shardformer.config import ShardConfig
-from shardformer.errors import ConfigError, PolicyError
-from shardformer.layers.tensor.parallel_module import ParallelModule
-from shardformer.layout.spec import ShardSpec
-from shardformer.layout.split import Coords
-from shardformer.layout.state import PART, ROOT, cut_in
-from shardformer.lazy.materialize import check_recipes, recording
-from shardformer.policies import first_form
-from shardformer.policies.paths import configs_in
+from shardformer.errors import ConfigError, LaunchError, PolicyError, ShardFormerError
+from shardformer.layout.shard_spec import Coords, ShardSpec
+from shardformer.layout.sharding_metadata import PART, ROOT, cut_in
+from shardformer.layout.shared_memory import Group, Memory, overlapping, view_of
+from shardformer.mesh.init_distributed import ENDED
+from shardformer.mesh.parallel_context import ParallelContext, launcher_store
+from shardformer.mesh.rank_failures import LostPeerError
+from shardformer.meta_init.materialize import check_recipes, recording
+from shardformer.module_paths import configs_in
+from shardformer.pipeline.stage_manager import Stages
+from shardformer.policies import legacy
 from shardformer.policies.policy import Policy
-from shardformer.sharding.optimize import check_optimizations
+from shardformer.sharding.apply_kernels import check_optimizations
 from shardformer.sharding.plan import Plan, make_plan
-from shardformer.sharding.stages import Stages
+from shardformer.tensor_parallel.parallel_module import ParallelModule
+
+ANNOUNCEMENTS = "shardformer/word"
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.002, 0.25
+BYSTANDER_S = 10.0
+"""How long to wait for the word of processes outside of the group given: they may not shard anything at all."""
+
+T = TypeVar("T")
+
+
+def agree_on_group(config: ShardConfig) -> ParallelContext:
+    """The grid to shard over, once the processes know that they gave groups that fit together.
+
+    Before this no collective is possible, so the word goes through the launcher's store: each process writes down which
+    group it gave, and reads on in what each of the others wrote.
+
+    Raises LaunchError, on every process that shards just now, when one of them is not in the group it gave, and when a
+    member of the group does not come, or an error ended it before; ConfigError when two members gave different groups.
+    """
+    context, problem = None, None
+    try:
+        context = config.resolve_context()
+    except ShardFormerError as error:
+        problem = error
+    store = launcher_store() if context is None or context.world is None else context.world.store
+    if store is not None:
+        ranks = list(context.tensor.ranks) if context is not None else []
+        kind = "the grid of launch_from_torch" if config.context is not None else "the process group"
+        word = _Announcement(ranks, f"{kind} {ranks}", str(problem or ""))
+        rank = dist.get_rank()
+        store.set(f"{ANNOUNCEMENTS}/{rank}/{store.add(f'{ANNOUNCEMENTS}/{rank}', 1)}", json.dumps(astuple(word)))
+        deadline = time.monotonic() + BYSTANDER_S
+        # all are heard before anything is raised, so that a next call does not meet words of this one
+        heard = [
+            _read_announcements(store, other, word, deadline) for other in range(dist.get_world_size()) if other != rank
+        ]
+        problem = problem or next((trouble for trouble in heard if trouble is not None), None)
+    if problem is not None:
+        raise problem
+    assert context is not None
+    return context
+
+
+@dataclass(frozen=True)
+class _Announcement:
+    """What a process wrote: the ranks of the group it gave, the group in words, and why it cannot shard if so."""
+
+    ranks: list[int]
+    group: str
+    trouble: str
+
+
+def _read_announcements(store: Any, other: int, mine: _Announcement, deadline: float) -> ShardFormerError | None:
+    """Reads on in what process ``other`` wrote, to the next word that is about this process too. Returns what is wrong.
+
+    A member of this one's group is waited for, others until the deadline. What they wrote about groups without this
+    process is passed over; a word of theirs for a later call of ours stays.
+    """
+    me, is_member = dist.get_rank(), other in mine.ranks
+    place = f"{ANNOUNCEMENTS}/{me}/of/{other}"
+    while True:
+        key = f"{ANNOUNCEMENTS}/{other}/{store.add(place, 0) + 1}"
+        has_come, why = _comes(store, key, None if is_member else deadline, other)
+        if not has_come:
+            if is_member and why:
+                return LaunchError(
+                    f"Process {other} ended before it came to shard, by {why}",
+                    rule="Processes that shard at one time all go on, or none does",
+                    remedy="See what that process says",
+                )
+            said = f"Process {other} did not come to shard over {mine.group}, as process {me} did"
+            return _other_group(LostPeerError, said) if is_member else None
+        theirs = _Announcement(*json.loads(store.get(key)))
+        is_about_us = me in theirs.ranks
+        if is_about_us and not is_member and not mine.trouble:
+            return None
+        store.add(place, 1)
+        if mine.trouble:
+            return None  # one word for one; what is wrong here is known
+        if theirs.trouble:
+            return LaunchError(
+                f"Process {other} cannot shard: {theirs.trouble}",
+                rule="Processes that shard at one time all go on, or none does",
+                remedy="See what that process says",
+            )
+        if is_about_us and theirs != mine:
+            said = f"Process {me} shards over {mine.group}, process {other}, which is in it, over {theirs.group}"
+            return _other_group(ConfigError, said)
+        if is_about_us or not is_member:
+            return None
+
+
+def _other_group(kind: type[ShardFormerError], said: str) -> ShardFormerError:
+    return kind(
+        said,
+        rule="The members of a group shard over the same group, in the same order",
+        remedy="Give every process the group that it belongs to, made by the same code on all of them",
+    )
+
+
+def _comes(store: Any, key: str, deadline: float | None, other: int) -> tuple[bool, str]:
+    """(whether ``key`` is written, the error that ended process ``other`` before, if it said so).
+
+    Waits until the deadline, or the store's own timeout. It asks in place of ``store.wait``, which hears nothing of a
+    process that has ended, and leaves a warning of torch's for each wait that was cut short.
+    """
+    end = time.monotonic() + store.timeout.total_seconds() if deadline is None else deadline
+    pause_s = FIRST_PAUSE_S
+    with suppress(RuntimeError):  # the process that has the store is gone
+        while not store.check([key]):
+            why = store.get(f"{ENDED}/{other}").decode() if store.check([f"{ENDED}/{other}"]) else ""
+            if why or time.monotonic() >= end:
+                return bool(store.check([key])), why
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+        return True, ""
+    return False, ""
 
 
 def check_not_sharded(model: nn.Module) -> None:
@@ -65,7 +193,7 @@ def checked_plan(model: nn.Module, policy: Policy, config: ShardConfig, *, cuts:
     with recording(model):
         model = policy.preprocess() or model
     policy.set_model(model)
-    first_form.check(policy, model)
+    legacy.check(policy, model)
     return make_plan(model, policy, cuts=cuts)
 
 
@@ -200,3 +328,49 @@ def _tables(attributes: dict[str, Any]) -> dict[str, Any]:
 def _set(table: Any, entries: Any) -> None:
     table.clear()
     table.update(entries)
+
+
+Ties = list[Group]
+
+
+def ties_in(model: nn.Module) -> Ties:
+    """Groups of parameters, each by its first name, whose memory overlaps."""
+    return overlapping(model.named_parameters())
+
+
+def check_stages(ties: Ties, stages_of: Callable[[str], Sequence[int]]) -> None:
+    """Raises ConfigError where parameters that share memory are held by different stages of a pipeline."""
+    for group in ties:
+        if len({tuple(stages_of(name)) for name in group}) > 1:
+            raise _torn(group, "are held by different stages of the pipeline")
+
+
+def keep_ties(model: nn.Module, ties: Ties, specs: Mapping[int, ShardSpec]) -> None:
+    """Lets parts share their memory where the parameters did that they are parts of.
+
+    Args:
+        model: sharded.
+        ties: as they were before.
+        specs: the layouts of the parts, by their identity.
+
+    Raises ConfigError where they were cut in different ways.
+    """
+    present = dict(model.named_parameters(remove_duplicate=False))
+    for group in ties:
+        parts = {name: present[name] for name in group if name in present}
+        if not any(id(part) in specs for part in parts.values()):
+            continue  # they are whole, or elsewhere
+        if len({(str(specs.get(id(part))), group[name]) for name, part in parts.items()}) > 1:
+            raise _torn(group, "are cut in different ways")
+        first, *others = parts.values()
+        for other in others:
+            other.data = first.data
+
+
+def _torn(group: Mapping[str, Memory], why: str) -> ConfigError:
+    first, second, *_ = group
+    return ConfigError(
+        f"{first} and {second} share their memory, and {why}",
+        rule="Parameters that share memory are one, which ranks hold alike: a step of one would not reach the other",
+        remedy=f"Make them one parameter (module.weight = other.weight, in place of .data), or copy {second}'s values",
+    )

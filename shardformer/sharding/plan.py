@@ -10,19 +10,20 @@ from typing import Any
 from torch import nn
 
 from shardformer.errors import ConfigError, PolicyError, nearest
-from shardformer.layout.split import Split
-from shardformer.pipeline.chain import SequenceNeeds, StackDescription
-from shardformer.pipeline.placeholders import Placeholders
-from shardformer.policies.describe import (
+from shardformer.layout.shard_spec import Split
+from shardformer.module_paths import find, join, module_at, owner_of, value_at
+from shardformer.pipeline.layer_sequence import SequenceNeeds, StackDescription
+from shardformer.pipeline.stage_forward import Placeholders
+from shardformer.policies.module_descriptions import (
     BlockDescription,
     ModuleKey,
     ModulePolicyDescription,
     SubModuleReplacementDescription,
+    check_kind,
+    check_kinds,
 )
-from shardformer.policies.kinds import check_kind, check_kinds
-from shardformer.policies.paths import find, join, module_at, owner_of, value_at
 from shardformer.policies.policy import Policy
-from shardformer.sharding.aliases import readers_of
+from shardformer.sharding.module_aliases import readers_of
 
 LARGE_SHARE = 0.1
 """Outside the stacks, a matrix with more than this share of all parameters needs a rule."""

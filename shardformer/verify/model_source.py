@@ -1,32 +1,168 @@
-"""What a user may write for MODEL: a family or model type, a folder, a config.json, a name on the hub, or a function.
+"""Where models are fetched from, and whether it can be reached.
 
-bert                    a small random model of that family, or of any model type of transformers
-./my-bert               a folder that save_pretrained wrote: its weights
-./my-bert/config.json   a config: random weights
-bert-base-uncased       a name on the hub
-my_models:tiny          a function of a module, or of a file (./my_models.py:tiny)
+Also here, each to be said in one text by hand:
+
+- The modules and files of Python that commands are given.
+- What a user may write for MODEL: a family or model type, a folder, a config.json, a name on the hub, or a function.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Mapping
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from inspect import Parameter, signature
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from torch import Tensor, nn
 
-from shardformer.errors import ConfigError, first_line, nearest
+from shardformer.discovery.shrink_config import first_architecture, model_class
+from shardformer.errors import TRACEBACK_VARIABLE, ConfigError, ShardFormerError, first_line, nearest
 from shardformer.policies.policy import Policy
-from shardformer.testing.zoo import FAMILY_OF, HEADS, MAIN, NEEDS, SMALL, Batches, Sample, sample_loss, sees_alone
-from shardformer.testing.zoo.depth import depth_of
-from shardformer.testing.zoo.shrink import first_architecture, model_class
 from shardformer.transformers_compat import load_transformers
-from shardformer.verify.any_type import SmallBatches, SmallOf, all_classes, reads_together
-from shardformer.verify.hub import hub, hub_answers
-from shardformer.verify.modules import FORMS, called, module_of
+from shardformer.verify.model_types import SmallBatches, SmallOf, all_classes, reads_together
+from shardformer.verify.small_models import (
+    FAMILY_OF,
+    HEADS,
+    MAIN,
+    NEEDS,
+    SMALL,
+    Batches,
+    Sample,
+    depth_of,
+    sample_loss,
+    sees_alone,
+)
+
+HUB_TIMEOUT_S = 5.0
+
+
+def hub() -> str:
+    from huggingface_hub import constants
+
+    return str(constants.ENDPOINT)
+
+
+def hub_answers() -> bool:
+    """Whether the hub can be reached: asked once, where its own client would try each file for half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        with urlopen(Request(hub(), method="HEAD"), timeout=HUB_TIMEOUT_S):
+            return True
+    except HTTPError:
+        return True  # an answer, if not a friendly one
+    except OSError:
+        return False
+
+
+FORMS = (
+    "MODEL is a family, a model type of transformers, a folder, a config.json, a name on the Hugging Face hub, or "
+    "module:function"
+)
+
+
+MOST_SAID = 600
+"""Characters of an error of the user's."""
+
+
+def module_of(where: str) -> ModuleType:
+    """The module of a name, or of a file. Raises ConfigError where it is not there, or fails."""
+    return _module_from_file(Path(where)) if where.endswith(".py") else _module(where)
+
+
+def _module(name: str) -> ModuleType:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        with _alone():
+            return import_module(name)
+    except (Exception, SystemExit) as error:
+        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        if name and (missing is None or not f"{name}.".startswith(f"{missing}.")):
+            raise _not_imported(f"The module {name!r}", error) from error  # it is there, and fails
+        raise ConfigError(
+            f"There is no module {name!r}: {error}",
+            rule=f"{FORMS}; modules are looked for in {str(Path.cwd())!r} and among what is installed",
+            remedy="Correct the name, or give the file: path/to/file.py:function",
+        ) from error
+
+
+def called(function: Callable[[], Any], name: str) -> Any:
+    """What a user's function returns. Raises ConfigError where it fails, ends the process, or asks for input."""
+    try:
+        with _alone():
+            return function()
+    except ShardFormerError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{name} failed: {_said(error)}",
+            rule="The function is called without arguments and without input, in every process",
+            remedy=f"Mend it: `python -c 'import ...'` shows where it fails, and {TRACEBACK_VARIABLE}=1 here",
+        ) from error
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """In here nobody is asked: what reads from the terminal finds its end."""
+    before = sys.stdin
+    with open(os.devnull, encoding="utf-8") as nothing:
+        sys.stdin = nothing
+        try:
+            yield
+        finally:
+            sys.stdin = before
+
+
+def _said(error: BaseException) -> str:
+    """The error, and the line of the user's file that it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = getattr(error, "lineno", None) or (frames[-1].lineno if frames else None)
+    ends = f"it ends the process: {type(error).__name__}" if isinstance(error, SystemExit) else type(error).__name__
+    return f"{ends}: {error}"[:MOST_SAID] + (f" (line {line})" if line else "")
+
+
+def _not_imported(what: str, error: BaseException) -> ConfigError:
+    return ConfigError(
+        f"{what} cannot be imported: {_said(error)}",
+        rule="What a command is given as a file or a module of Python is imported, in every process",
+        remedy="Mend it: `python -c 'import ...'` shows where it fails",
+    )
+
+
+def _module_from_file(path: Path) -> ModuleType:
+    spec = spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ConfigError(f"There is no file {str(path)!r}", rule=FORMS, remedy="Correct the path before the colon")
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and getattr(loaded, "__file__", None) != str(path):
+        spec = spec_from_file_location(f"{path.stem}_of_the_user", path)
+        assert spec is not None and spec.loader is not None
+    # what the file imports from beside it, here and in the workers
+    sys.path.insert(0, str(path.resolve().parent))
+    module = sys.modules[spec.name] = module_from_spec(spec)
+    assert spec.loader is not None
+    try:
+        with _alone():
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[spec.name]
+        raise _not_imported(str(path), error) from error
+    return module
+
 
 TOKENS = 13
 """Of a sample."""

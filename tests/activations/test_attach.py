@@ -10,22 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.activations.attach import store_activations
-from shardformer.activations.parts import PURPOSE, joined, own_part
-from shardformer.activations.pieces import Figures
 from shardformer.comm.recorder import Recorder
 from shardformer.config import ShardConfig
-from shardformer.engine.pipeline import Pipeline
 from shardformer.errors import ConfigError, InputError
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.zero import zero
-from shardformer.pipeline.schedule import SCHEDULES
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.offload.activations import PURPOSE, joined, own_part, store_activations
+from shardformer.offload.saved_tensors import Figures
+from shardformer.pipeline.pipeline import Pipeline
+from shardformer.pipeline.schedules import SCHEDULES
 from shardformer.pipeline.stage_manager import PipelineStageManager
-from shardformer.sharder import shard_model
-from shardformer.sharding.save import full_state_dict
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
+from shardformer.shard_model_api import shard_model
+from shardformer.verify.small_models import MAIN, Batches, Sample, sample_loss
+from shardformer.weights.state_dict import full_state_dict
+from shardformer.zero.shard_optimizer import zero
 
 SMALL = 256
 Result = tuple[float, list[Tensor | None], Figures | None, Recorder | None]

@@ -14,11 +14,10 @@ from torch.autograd import Function
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.activations.attach import _attach, store_activations
-from shardformer.activations.pieces import BROUGHT, Figures
-from shardformer.activations.store import AHEAD, ActivationStore
-from shardformer.comm.link import DOWN, UP, Link
 from shardformer.errors import ConfigError
+from shardformer.offload.activations import AHEAD, ActivationStore, _attach, store_activations
+from shardformer.offload.host_device_copies import DOWN, UP, Link
+from shardformer.offload.saved_tensors import BROUGHT, Figures
 
 Gradients = list[Tensor | None]
 

@@ -22,10 +22,10 @@ from torch import nn
 
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.save import save_checkpoint, start_checkpoint
-from shardformer.disk.writing import private
 from shardformer.errors import ConfigError
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.zero import zero
+from shardformer.filesystem.atomic_write import private
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.zero.shard_optimizer import zero
 
 RANKS = 4
 

@@ -14,13 +14,13 @@ from torch import nn
 
 from shardformer.checkpoint.load import Loaded, load_checkpoint
 from shardformer.checkpoint.save import save_checkpoint
-from shardformer.engine.pipeline import Pipeline
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.zero import zero
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.stage_manager import PipelineStageManager
-from shardformer.sharder import shard_model
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample
+from shardformer.shard_model_api import shard_model
+from shardformer.verify.small_models import MAIN, Batches, Sample
+from shardformer.zero.shard_optimizer import zero
 
 SAMPLES = 4
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardformer.engine.build import initialize
-from shardformer.engine.engine import Engine
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.settings import LossScale, Precision
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.engine import Engine
+from shardformer.training.initialize import initialize
+from shardformer.verify.small_models import MAIN, Batches, Sample
+from shardformer.zero.mixed_precision import LossScale, Precision
 
 SAMPLES, BEFORE = 4, 2
 COPYING = threading.Lock()

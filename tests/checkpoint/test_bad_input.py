@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import nn
 
-from shardformer.checkpoint import folder as folder_module
-from shardformer.checkpoint.files import Index
-from shardformer.checkpoint.folder import Keep
+from shardformer.checkpoint import directory
+from shardformer.checkpoint import directory as folder_module
+from shardformer.checkpoint.directory import Keep
+from shardformer.checkpoint.file_format import Index
 from shardformer.checkpoint.load import load_checkpoint
-from shardformer.checkpoint.save import save_checkpoint
-from shardformer.checkpoint.snapshot import Snapshot, write
+from shardformer.checkpoint.save import Snapshot, save_checkpoint, write
 from shardformer.errors import ConfigError, InputError, ShardFormerError
-from shardformer.lazy.recorder import LazyInit
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.zero import zero
-from shardformer.sharder import shard_model
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import Sample
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.meta_init.lazy_init import LazyInit
+from shardformer.shard_model_api import shard_model
+from shardformer.verify.small_models import Sample
+from shardformer.zero.shard_optimizer import zero
 
 
 class Net(nn.Module):
@@ -139,13 +139,13 @@ def test_what_cannot_be_saved_is_said_on_all_ranks(name: str, tmp_path: Path) ->
 def test_a_save_whose_ranks_do_not_write_each_number_once_is_no_checkpoint(
     rows: range, count: int, tmp_path: Path
 ) -> None:
-    hidden = folder_module.hidden_folder(tmp_path, 7)
+    hidden = directory.hidden_folder(tmp_path, 7)
     hidden.mkdir()
     snapshot = Snapshot(0, 1, Index(7, 0.0, {}), {"weights/x": ("float32", (4, 3))})
     snapshot.pieces += [("weights/x", (row % 4, 0), torch.zeros(1, 3)) for row in rows]
     with pytest.raises(InputError, match=f"{count} of the 12 numbers of weights/x were written"):
         write(snapshot, hidden, tmp_path, Keep(), to_disk=False)
-    assert folder_module.found_in(tmp_path) == []
+    assert directory.found_in(tmp_path) == []
 
 
 def test_an_age_below_zero() -> None:

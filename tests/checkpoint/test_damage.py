@@ -19,18 +19,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardformer.checkpoint import files, folder, snapshot
-from shardformer.checkpoint.files import INDEX, DamagedError
-from shardformer.checkpoint.folder import LATEST, Keep
+from shardformer.checkpoint import directory, file_format
+from shardformer.checkpoint import directory as folder
+from shardformer.checkpoint import file_format as files
+from shardformer.checkpoint import save as snapshot
+from shardformer.checkpoint.directory import LATEST, Keep
+from shardformer.checkpoint.file_format import INDEX, DamagedError
 from shardformer.checkpoint.load import Loaded, load_checkpoint
 from shardformer.checkpoint.save import save_checkpoint, start_checkpoint
-from shardformer.disk import writing
-from shardformer.disk.lock import LOCK
-from shardformer.disk.writing import SAVING, Process, private_path
 from shardformer.errors import ConfigError, InputError
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.zero import zero
-from shardformer.testing.threads import run_as_threads
+from shardformer.filesystem import atomic_write as writing
+from shardformer.filesystem.atomic_write import SAVING, Process, private_path
+from shardformer.filesystem.lock import LOCK
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.zero.shard_optimizer import zero
 from tests.scripts import PYTHON
 
 RANKS = 2
@@ -246,7 +249,7 @@ def test_a_leftover_of_a_kill_between_two_renames_loads(copy: Path) -> None:
 
 @pytest.mark.parametrize("of_step", [3, 4])
 def test_a_step_is_saved_again_where_a_killed_process_left_a_part_of_it(of_step: int, copy: Path) -> None:
-    left = left_by_a_killed_process(folder.step_folder(copy, of_step))
+    left = left_by_a_killed_process(directory.step_folder(copy, of_step))
     left.mkdir()
     (left / "part").write_text("some bytes")
     saved(copy, 3)
@@ -340,7 +343,7 @@ def test_a_save_in_the_background_holds_what_was_there_when_it_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = threading.Event()
-    real = snapshot.write_boxes
+    real = file_format.write_boxes
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         goes_on.wait(20)
@@ -392,7 +395,7 @@ def saving_run(context: ParallelContext) -> tuple[nn.Module, Any]:
 def test_older_checkpoints_go_when_the_disk_has_what_every_rank_wrote(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    goes_on, real = threading.Event(), snapshot.sync
+    goes_on, real = threading.Event(), file_format.sync
 
     def slow(path: Path) -> None:
         if path.name == "rank-00001.safetensors":
@@ -416,7 +419,7 @@ def test_older_checkpoints_go_when_the_disk_has_what_every_rank_wrote(
 def test_a_disk_that_fails_behind_a_save_keeps_the_older_ones_and_is_said_by_the_next(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_broken, real = threading.Event(), snapshot.sync
+    is_broken, real = threading.Event(), file_format.sync
 
     def may_fail(path: Path) -> None:
         if is_broken.is_set():

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.save import save_checkpoint
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.layerwise import LAMB
-from shardformer.optim.settings import Offload, Precision
-from shardformer.optim.zero import zero
-from shardformer.sharder import shard_model
-from shardformer.sharding.save import full_state_dict
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.offload.host import Offload
+from shardformer.shard_model_api import shard_model
+from shardformer.verify.small_models import MAIN, Batches, Sample, sample_loss
+from shardformer.weights.state_dict import full_state_dict
+from shardformer.zero.mixed_precision import Precision
+from shardformer.zero.optimizers import LAMB
+from shardformer.zero.shard_optimizer import zero
 from tests.optim.test_owners import muon
 
 STOP, END = 3, 5

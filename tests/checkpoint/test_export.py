@@ -13,14 +13,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.checkpoint import export, folder
-from shardformer.checkpoint.export import export_pretrained
+from shardformer.checkpoint import directory
 from shardformer.errors import ConfigError, InputError
-from shardformer.lazy.materialize import materialize
-from shardformer.lazy.pretrained import from_pretrained
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Sample
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.meta_init.materialize import materialize
+from shardformer.verify.small_models import MAIN, Sample
+from shardformer.weights import save_pretrained
+from shardformer.weights import save_pretrained as export
+from shardformer.weights.from_pretrained import from_pretrained
+from shardformer.weights.save_pretrained import export_pretrained
 from tests.checkpoint.runs import LAYOUTS, build, start
 from tests.optim import test_unusual as unusual
 
@@ -55,7 +57,7 @@ def test_any_layout_writes_what_transformers_reads(family: str, layout: str, tmp
     def do(context: ParallelContext) -> tuple[Path, int]:
         run = start(plain, how, context, family)
         held = 0
-        real = export._full
+        real = save_pretrained._full
 
         def full(*args: Any) -> Tensor:
             nonlocal held
@@ -211,7 +213,7 @@ def test_a_link_to_a_folder_is_left_alone(tmp_path: Path) -> None:
 
 def test_an_export_leaves_a_save_into_the_folder_above_alone(tmp_path: Path) -> None:
     """The folder above may be one of checkpoints, in which a thread is writing."""
-    mine = [folder.hidden_folder(tmp_path, 3), tmp_path / ".saving-mine", tmp_path / ".dropped-mine"]
+    mine = [directory.hidden_folder(tmp_path, 3), tmp_path / ".saving-mine", tmp_path / ".dropped-mine"]
     for path in mine:
         path.mkdir()
         (path / "file").write_text("")
@@ -220,7 +222,7 @@ def test_an_export_leaves_a_save_into_the_folder_above_alone(tmp_path: Path) -> 
 
 
 def test_two_exports_to_one_folder_at_the_same_time_leave_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, first, second, said = export._finish, nn.Linear(2, 3), nn.Linear(2, 3), []
+    real, first, second, said = save_pretrained._finish, nn.Linear(2, 3), nn.Linear(2, 3), []
 
     def finish(*args: Any, **kwargs: Any) -> None:
         monkeypatch.setattr(export, "_finish", real)

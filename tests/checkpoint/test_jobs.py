@@ -13,17 +13,19 @@ import pytest
 import torch
 from torch import nn
 
-from shardformer.checkpoint import folder, snapshot
-from shardformer.checkpoint.files import order_of
-from shardformer.checkpoint.folder import LATEST, Keep
+from shardformer.checkpoint import file_format
+from shardformer.checkpoint import save as snapshot
+from shardformer.checkpoint.directory import LATEST, Keep
+from shardformer.checkpoint.file_format import order_of
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.save import save_checkpoint, start_checkpoint
-from shardformer.disk.lock import LOCK
-from shardformer.disk.writing import DROPPED, private
 from shardformer.errors import ConfigError, InputError
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.zero import zero
-from shardformer.testing.threads import run_as_threads
+from shardformer.filesystem import atomic_write
+from shardformer.filesystem.atomic_write import DROPPED, private
+from shardformer.filesystem.lock import LOCK
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.zero.shard_optimizer import zero
 from tests.disk.locks import elsewhere, killed, lock_of, parent
 
 
@@ -87,7 +89,7 @@ def test_a_job_whose_folder_was_taken_over_while_it_wrote_names_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 3)
-    real = snapshot.write_boxes
+    real = file_format.write_boxes
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         lock_of(elsewhere(), tmp_path)
@@ -105,7 +107,7 @@ def test_a_save_in_the_background_goes_to_the_folder_that_was_meant(
 ) -> None:
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
-    goes_on, write = threading.Event(), snapshot.write_boxes
+    goes_on, write = threading.Event(), file_format.write_boxes
 
     def waiting(*arguments: Any, **options: Any) -> Any:
         assert goes_on.wait(10)
@@ -121,7 +123,7 @@ def test_a_save_in_the_background_goes_to_the_folder_that_was_meant(
 
 
 def test_a_rank_whose_files_are_gone_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = snapshot.write_boxes
+    real = file_format.write_boxes
 
     def gone(path: Path, *args: Any, **kwargs: Any) -> Any:
         if path.name == "rank-00001.safetensors":
@@ -138,7 +140,7 @@ def test_a_rank_whose_files_are_gone_is_not_waited_for(tmp_path: Path, monkeypat
 def test_two_models_of_one_process_save_different_steps_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both, real = threading.Barrier(2), snapshot.write_boxes
+    both, real = threading.Barrier(2), file_format.write_boxes
 
     def together(*args: Any, **kwargs: Any) -> Any:
         both.wait(20)
@@ -168,7 +170,7 @@ def test_two_models_of_one_process_do_not_save_the_same_step_into_one_folder(tmp
 def test_a_step_that_another_model_is_saving_in_the_background_is_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, begun = snapshot.write_boxes, threading.Event()
+    real, begun = file_format.write_boxes, threading.Event()
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         begun.set()
@@ -244,8 +246,8 @@ def test_what_a_user_put_beside_a_checkpoint_stays(how: str, tmp_path: Path) -> 
 def test_a_kill_between_a_deletion_and_its_end_loses_no_file_of_a_user(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     (path / "NOTES.md").write_text("my notes")
-    name = folder.private_path(path, DROPPED).name
-    here = folder.private(tmp_path / name)
+    name = atomic_write.private_path(path, DROPPED).name
+    here = atomic_write.private(tmp_path / name)
     assert here is not None
     path.rename(tmp_path / name.replace(f"-{here.owner.start}-", f"-{here.owner.start - 1}-"))
     save(tmp_path, 2)

@@ -16,13 +16,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardformer.checkpoint import holding, wanted
+from shardformer.checkpoint import load as wanted
+from shardformer.checkpoint import training_state as holding
 from shardformer.checkpoint.load import load_checkpoint
-from shardformer.checkpoint.random_states import random_tensors
 from shardformer.checkpoint.save import save_checkpoint
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.zero import zero
-from shardformer.testing.threads import run_as_threads
+from shardformer.checkpoint.training_state import random_tensors
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.zero.shard_optimizer import zero
 from tests.checkpoint.runs import LAYOUTS, SAMPLES, Layout, Run, load, on_ranks, save
 
 pytestmark = pytest.mark.slow

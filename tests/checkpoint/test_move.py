@@ -14,20 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shardformer.checkpoint import move
-from shardformer.checkpoint.held import Held, Item, Region, Stretch, overlap
-from shardformer.checkpoint.move import Listed, Moved, Said, Send, chunks, move_items, order, plan
-from shardformer.checkpoint.plan import without
+from shardformer.checkpoint import reshard
+from shardformer.checkpoint import reshard as move
+from shardformer.checkpoint.chunks import Held, Item, Region, Stretch, overlap, without
+from shardformer.checkpoint.reshard import Listed, Moved, Said, Send, chunks, move_items, order, plan
 from shardformer.comm.recorder import Recorder
 from shardformer.errors import ConfigError
-from shardformer.layout.spec import ShardSpec
-from shardformer.layout.split import EvenSplit, Split, even_bounds
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.threads import run_as_threads
+from shardformer.layout.shard_spec import EvenSplit, ShardSpec, Split, even_bounds
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
 
 MANY = settings(deadline=None, max_examples=50)
-CHUNKS = st.sampled_from([1, 7, 32, move.CHUNK_BYTES])
+CHUNKS = st.sampled_from([1, 7, 32, reshard.CHUNK_BYTES])
 
 Pieces = list[Stretch]
 
@@ -50,7 +49,7 @@ def item_of(name: str, full: Tensor, pieces: Pieces) -> Item:
 
 
 def moved(
-    have: Sequence[Sequence[Item]], want: Sequence[Sequence[Item]], chunk_bytes: int = move.CHUNK_BYTES
+    have: Sequence[Sequence[Item]], want: Sequence[Sequence[Item]], chunk_bytes: int = reshard.CHUNK_BYTES
 ) -> list[Moved]:
     """Moves them between as many threads as there are ranks, each of which notes what it sends."""
 
@@ -455,7 +454,7 @@ def rows_become_columns(chunk_bytes: int) -> Moved:
     return found
 
 
-@pytest.mark.parametrize("chunk_bytes", [20, move.CHUNK_BYTES])
+@pytest.mark.parametrize("chunk_bytes", [20, reshard.CHUNK_BYTES])
 def test_processes_move_what_threads_do(pool4: WorkerPool, chunk_bytes: int) -> None:
     found = pool4.run(rows_become_columns, chunk_bytes)
     held = [(2, 0), (2, 1), (2, 0), (1, 1)]  # (rows, half of the columns)

@@ -13,15 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardformer.checkpoint.checksum import weighted_sum
-from shardformer.checkpoint.held import Item, Region, overlap, stretch_boxes
-from shardformer.checkpoint.plain import from_json, to_json
-from shardformer.checkpoint.plan import share_out, without
+from shardformer.checkpoint.chunks import Item, Region, overlap, share_out, stretch_boxes, without
+from shardformer.checkpoint.file_format import from_json, to_json, weighted_sum
 from shardformer.errors import InputError
-from shardformer.layout.spec import ShardSpec
-from shardformer.layout.split import Split
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
+from shardformer.layout.shard_spec import ShardSpec, Split
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
 
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8, torch.complex64,

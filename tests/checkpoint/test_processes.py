@@ -13,13 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.save import save_checkpoint, start_checkpoint
-from shardformer.layers.random_stream import seed_random
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.zero import zero
-from shardformer.sharder import shard_model
-from shardformer.sharding.save import full_state_dict
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.random_state import seed_random
+from shardformer.shard_model_api import shard_model
+from shardformer.verify.small_models import MAIN, Batches, Sample, sample_loss
+from shardformer.weights.state_dict import full_state_dict
+from shardformer.zero.shard_optimizer import zero
 
 DROPS = {"resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": 0.1}
 

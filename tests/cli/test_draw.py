@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardformer.cli import main
-from shardformer.pipeline.picture import as_text
-from shardformer.pipeline.schedule import SCHEDULES, Kind, make_schedule
-from shardformer.pipeline.timing import simulate
+from shardformer.pipeline.schedule_chart import as_text
+from shardformer.pipeline.schedules import SCHEDULES, Kind, make_schedule, simulate
 
 
 @pytest.fixture(autouse=True)

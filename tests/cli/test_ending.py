@@ -12,9 +12,19 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 
-from shardformer.cli._ending import AT_ONCE_S, ENDS_S, FINISHES_S, STUCK, VARIABLE, _look, end_soon
-from shardformer.cli._worker import record_failure
-from shardformer.mesh.finishing import FOLDER, finishes_on_signals, is_ended
+from shardformer.launcher.shutdown import (
+    AT_ONCE_S,
+    ENDS_S,
+    FINISHES_S,
+    FOLDER,
+    STUCK,
+    VARIABLE,
+    _look,
+    end_soon,
+    finishes_on_signals,
+    is_ended,
+)
+from shardformer.launcher.worker import record_failure
 
 PROCESS: Any = SimpleNamespace(pids=lambda: {0: os.getpid()}, error_files={})
 

@@ -1,4 +1,4 @@
-"""``shardformer infer``."""
+"""``shardformer derive-policy``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import transformers
 
 from shardformer.cli import main
+from shardformer.discovery.shrink_config import shrunk
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.testing.zoo.shrink import shrunk
 
 
 @pytest.mark.slow

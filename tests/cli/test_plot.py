@@ -13,7 +13,7 @@ import pytest
 
 from shardformer.cli import main
 from shardformer.cli.plot import _names
-from shardformer.trainer.records import Record, RecordWriter
+from shardformer.training.metrics_log import Record, RecordWriter
 
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is an extra")
 
@@ -48,7 +48,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 
 def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardformer.cli.plot.find_spec", lambda name: None)
-    monkeypatch.setattr("shardformer.pipeline.picture.find_spec", lambda name: None)
+    monkeypatch.setattr("shardformer.pipeline.schedule_chart.find_spec", lambda name: None)
 
 
 @needs_matplotlib

@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 
 from shardformer.cli import run as cli_run
-from shardformer.cli._ending import PLACES
-from shardformer.cli._failures import describe_failures
-from shardformer.cli.run import Host, find_this_host, parse, read_hostfile, select_hosts
+from shardformer.cli.run import parse
 from shardformer.errors import LaunchError, ShardFormerError
+from shardformer.launcher import hostfile as launcher_hostfile
+from shardformer.launcher.failure_report import describe_failures
+from shardformer.launcher.hostfile import Host, find_this_host, read_hostfile, select_hosts
+from shardformer.launcher.shutdown import PLACES
 from tests.scripts import SHARDFORMER
 
 pytestmark = pytest.mark.slow
@@ -358,8 +360,8 @@ def test_this_machine_is_found_by_name_and_by_address(monkeypatch: pytest.Monkey
 
 
 def test_an_address_of_this_machine_is_known_from_one_that_is_not() -> None:
-    assert cli_run._is_local("127.0.0.1")
-    assert not cli_run._is_local("192.0.2.1")  # Set aside for documentation: nobody's.
+    assert launcher_hostfile._is_local("127.0.0.1")
+    assert not launcher_hostfile._is_local("192.0.2.1")  # Set aside for documentation: nobody's.
 
 
 # -------------------------------------------------------------------------------------------------------------- options

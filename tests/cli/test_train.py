@@ -13,9 +13,9 @@ import pytest
 
 from shardformer.cli import main
 from shardformer.cli.train import _count
-from shardformer.engine.parallel import Parallel
+from shardformer.config import Parallel
 from shardformer.errors import ConfigError
-from shardformer.trainer.records import read_records
+from shardformer.training.metrics_log import read_records
 from tests.runs.files import write_text
 from tests.scripts import SHARDFORMER
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from shardformer.cli import main
-from shardformer.testing.pool import Pools, WorkerPool
-from shardformer.testing.zoo import HEADS, Sample
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.verify.small_models import HEADS, Sample
 from tests.scripts import SHARDFORMER
 
 pytestmark = pytest.mark.slow
@@ -22,10 +22,10 @@ pytestmark = pytest.mark.slow
 Run = Callable[..., tuple[int, str, str]]
 
 FORGETFUL = """
-from shardformer.mesh.axis import Axis
-from shardformer.layers.tensor.linear import Linear1D_Row
+from shardformer.mesh.parallel_context import Axis
+from shardformer.tensor_parallel.layers import Linear1D_Row
 from shardformer.policies.models.gpt2 import GPT2Policy
-from shardformer.testing.zoo import Batches, Sample
+from shardformer.verify.small_models import Batches, Sample
 
 class Forgetful(GPT2Policy):
     def postprocess(self):
@@ -52,7 +52,7 @@ def run(pools: Pools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         with pools(num_workers).with_timeout(240.0) as pool:
             yield pool
 
-    monkeypatch.setattr("shardformer.testing.pool.WorkerPool", share_from_first)
+    monkeypatch.setattr("shardformer.local_ranks.worker_pool.WorkerPool", share_from_first)
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setenv("COLUMNS", "80")
 

@@ -13,15 +13,15 @@ from torch import nn
 
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.save import save_checkpoint
-from shardformer.comm.calls import come
-from shardformer.engine.build import initialize
-from shardformer.engine.engine import Engine
+from shardformer.comm.collective_call import come
 from shardformer.errors import InputError, ShardFormerError
-from shardformer.mesh import presence, processes
-from shardformer.mesh.context import ParallelContext
-from shardformer.mesh.launch import launch_from_torch
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.threads import run_as_threads
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh import parallel_context, rank_presence
+from shardformer.mesh.init_distributed import launch_from_torch
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.engine import Engine
+from shardformer.training.initialize import initialize
 
 BATCH = (torch.ones(2, 4), torch.ones(2, 4))
 
@@ -110,7 +110,12 @@ def test_a_rank_may_come_late() -> None:
 
 
 def of_processes(folder: str, others: str) -> str:
-    presence.SURE_AFTER_S, presence.LOOK_EVERY_S, processes.ASK_AFTER_S, processes.ASK_EVERY_S = 0.2, 0.05, 0.1, 0.1
+    (
+        rank_presence.SURE_AFTER_S,
+        rank_presence.LOOK_EVERY_S,
+        parallel_context.ASK_AFTER_S,
+        parallel_context.ASK_EVERY_S,
+    ) = 0.2, 0.05, 0.1, 0.1
     context = launch_from_torch(data=2)
     engine = made(context)
     said = ""

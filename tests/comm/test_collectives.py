@@ -8,9 +8,9 @@ from torch import Tensor
 
 from shardformer.comm import collectives
 from shardformer.comm.recorder import Recorder
-from shardformer.layout.split import even_bounds
-from shardformer.mesh.axis import Axis
-from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.layout.shard_spec import even_bounds
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.mesh.parallel_context import Axis
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
 

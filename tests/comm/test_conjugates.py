@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardformer.comm import conjugates
+from shardformer.comm import autograd_collectives
 from shardformer.comm.collectives import all_reduce
-from shardformer.layout.split import Split
-from shardformer.layout.stream import Cut, Dim, Order
-from shardformer.mesh.axis import Axis
-from shardformer.testing.pool import Pools
+from shardformer.layout.activation_layout import Cut, Dim, Order
+from shardformer.layout.shard_spec import Split
+from shardformer.local_ranks.worker_pool import Pools
+from shardformer.mesh.parallel_context import Axis
 
 B, S, H = 2, 7, 3
 
@@ -34,21 +34,33 @@ def _striped(ranks: int) -> Split:
 
 
 def _part(x: Tensor, axis: Axis, split: Split) -> Tensor:
-    return conjugates.own_slices(x, axis, 1, split)
+    return autograd_collectives.own_slices(x, axis, 1, split)
 
 
 # name -> (function of x, how the input and the output are cut, is the input / the output replicated)
 Cuts = Callable[[int], Split] | None
 Case = tuple[Callable[[Tensor, Axis], Tensor], Cuts, Cuts, bool, bool]
 CASES: dict[str, Case] = {
-    "enter_block": (conjugates.enter_block, None, None, True, False),
-    "leave_block": (conjugates.leave_block, None, None, False, True),
-    "gather_input": (lambda x, a: conjugates.gather_input(x, a, 1, S), _even, None, False, False),
-    "scatter_output": (lambda x, a: conjugates.scatter_output(x, a, 1), None, _even, False, False),
-    "split_dim": (lambda x, a: conjugates.split_dim(x, a, 1, _even(a.size)), None, _even, True, False),
-    "join_dim": (lambda x, a: conjugates.join_dim(x, a, 1, _even(a.size)), _even, None, False, True),
-    "split_dim striped": (lambda x, a: conjugates.split_dim(x, a, 1, _striped(a.size)), None, _striped, True, False),
-    "join_dim striped": (lambda x, a: conjugates.join_dim(x, a, 1, _striped(a.size)), _striped, None, False, True),
+    "enter_block": (autograd_collectives.enter_block, None, None, True, False),
+    "leave_block": (autograd_collectives.leave_block, None, None, False, True),
+    "gather_input": (lambda x, a: autograd_collectives.gather_input(x, a, 1, S), _even, None, False, False),
+    "scatter_output": (lambda x, a: autograd_collectives.scatter_output(x, a, 1), None, _even, False, False),
+    "split_dim": (lambda x, a: autograd_collectives.split_dim(x, a, 1, _even(a.size)), None, _even, True, False),
+    "join_dim": (lambda x, a: autograd_collectives.join_dim(x, a, 1, _even(a.size)), _even, None, False, True),
+    "split_dim striped": (
+        lambda x, a: autograd_collectives.split_dim(x, a, 1, _striped(a.size)),
+        None,
+        _striped,
+        True,
+        False,
+    ),
+    "join_dim striped": (
+        lambda x, a: autograd_collectives.join_dim(x, a, 1, _striped(a.size)),
+        _striped,
+        None,
+        False,
+        True,
+    ),
 }
 
 
@@ -79,7 +91,7 @@ def _uneven() -> tuple[Tensor, Tensor]:
     axis = Axis.of(None)
     split = Split((((0, 1),), ((1, 3),), ((3, 6),), ((6, 10),)))
     x = torch.full((2, split.length(axis.rank)), float(axis.rank), requires_grad=True)
-    whole = conjugates.join_dim(x, axis, -1, split)
+    whole = autograd_collectives.join_dim(x, axis, -1, split)
     (whole * torch.arange(whole.shape[-1])).sum().backward()
     assert x.grad is not None
     return whole.detach(), x.grad
@@ -95,9 +107,9 @@ def test_slices_of_any_length_are_joined(pools: Pools) -> None:
 def _untouched() -> tuple[bool, bool]:
     axis = Axis.of(None)
     x = torch.ones(3, requires_grad=True)
-    y = conjugates.leave_block(x, axis)
+    y = autograd_collectives.leave_block(x, axis)
     grad = torch.full((3,), 5.0)
-    z = conjugates.enter_block(y, axis)
+    z = autograd_collectives.enter_block(y, axis)
     z.backward(grad)
     return torch.equal(x.detach(), torch.ones(3)), torch.equal(grad, torch.full((3,), 5.0))
 

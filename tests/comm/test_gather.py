@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardformer.comm.gather import gather_all, gather_full
+from shardformer.comm.collectives import gather_all, gather_full
 from shardformer.comm.recorder import Recorder
-from shardformer.layout.spec import ShardSpec
-from shardformer.layout.split import Split
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
+from shardformer.layout.shard_spec import ShardSpec, Split
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
 
 
 def over(length: int, *axes: str) -> Split:

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from shardformer.comm.link import DOWN, UP, Link
+from shardformer.offload.host_device_copies import DOWN, UP, Link
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
 

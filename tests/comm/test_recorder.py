@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import all_reduce, start_all_reduce
-from shardformer.comm.point_to_point import PointToPoint
 from shardformer.comm.recorder import Recorder
-from shardformer.mesh.axis import Axis
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.pipeline.p2p_communication import PointToPoint
 
 
 def test_starts_and_waits_in_order() -> None:

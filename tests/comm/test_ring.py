@@ -8,9 +8,9 @@ from torch import Tensor
 
 from shardformer.comm.collectives import all_gather, local_chunk, reduce_scatter
 from shardformer.comm.recorder import Recorder
-from shardformer.comm.ring import ring_gather, ring_scatter
-from shardformer.mesh.axis import Axis
-from shardformer.testing.pool import Pools
+from shardformer.local_ranks.worker_pool import Pools
+from shardformer.mesh.parallel_context import Axis
+from shardformer.tensor_parallel.region import ring_gather, ring_scatter
 
 B, H, F = 2, 3, 5
 

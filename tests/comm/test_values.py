@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from shardformer.comm.values import has_values, numbers_in, with_values
-from shardformer.testing.fake import fake_tensors
+from shardformer.local_ranks.fake_rank import fake_tensors
+from shardformer.torch_compat import has_values, numbers_in, with_values
 
 
 def test_numbers_are_ones_where_there_are_none() -> None:

@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from shardformer.disk import writing
-from shardformer.disk.lock import LOCK
-from shardformer.disk.writing import Process
+from shardformer.filesystem import atomic_write
+from shardformer.filesystem.atomic_write import Process
+from shardformer.filesystem.lock import LOCK
 
 
 def parent() -> Process:
     """A process that is running and is not this one."""
-    return Process(Process.this().machine, os.getppid(), writing._started(os.getppid()) or 0)
+    return Process(Process.this().machine, os.getppid(), atomic_write._started(os.getppid()) or 0)
 
 
 def killed() -> Process:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from shardformer.disk import lock as locks
-from shardformer.disk.lock import LOCK, check_held, hold, release
 from shardformer.errors import ConfigError, InputError
+from shardformer.filesystem import atomic_write
+from shardformer.filesystem import lock as locks
+from shardformer.filesystem.lock import LOCK, check_held, hold, release
 from tests.disk.locks import elsewhere, killed, lock_of, parent
 
 FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # the children end at once
@@ -62,7 +63,7 @@ def test_a_lock_of_a_process_that_is_gone_is_taken_over_at_once(what: str, tmp_p
     if what == "empty":  # killed between the two
         path.write_text("")
     elif what == "own":  # this process was not able to remove it
-        lock_of(locks.Process.this(), tmp_path)
+        lock_of(atomic_write.Process.this(), tmp_path)
     began, holder = time.monotonic(), Holder()
     hold(tmp_path, holder)
     assert time.monotonic() - began < 1
@@ -77,7 +78,7 @@ def test_a_zombie_is_dead(tmp_path: Path) -> None:
         os._exit(0)
     time.sleep(0.05)
     try:
-        assert locks.Process(locks.Process.this().machine, child, 0).is_dead
+        assert atomic_write.Process(atomic_write.Process.this().machine, child, 0).is_dead
     finally:
         os.waitpid(child, 0)
 

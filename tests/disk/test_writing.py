@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardformer.disk.writing import (
+from shardformer.errors import ConfigError
+from shardformer.filesystem.atomic_write import (
     SAVING,
     Process,
     make_folder,
@@ -21,7 +22,6 @@ from shardformer.disk.writing import (
     replacing,
     write_new,
 )
-from shardformer.errors import ConfigError
 
 
 def test_a_private_name_is_used_once_and_says_whose_it_is(tmp_path: Path) -> None:

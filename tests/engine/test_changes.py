@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import shardformer
-from shardformer.engine.engine import Engine
-from shardformer.engine.modes import modes_of
 from shardformer.errors import ConfigError, ShardFormerError
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import Sample
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.pipeline.pipeline import modes_of
+from shardformer.training.engine import Engine
+from shardformer.verify.small_models import Sample
 
 
 class Settings:
@@ -217,7 +217,7 @@ def test_what_was_there_at_initialize_is_no_change() -> None:
 
 @pytest.mark.parametrize("problem", ["zero", "micro_batches"])
 def test_a_reshape_that_fails_midway_changes_nothing(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardformer.engine import reshape
+    from shardformer.training import initialize as reshape
 
     engine, other = engine_of(), engine_of()
     for each in (engine, other):

@@ -21,9 +21,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from shardformer.engine.data import Batches
 from shardformer.errors import ConfigError, InputError
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.data_loader import Batches
 
 
 def place(rank: int = 0, ranks: int = 1, **others: int) -> ParallelContext:

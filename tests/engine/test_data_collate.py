@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardformer.engine.data_collate import collated
 from shardformer.errors import InputError
+from shardformer.training.data_sources import collated
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, random_split
 
-from shardformer.engine.build import initialize
-from shardformer.engine.data_compare import NEAR, content_of, sketch_of
 from shardformer.errors import ShardFormerError
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.data_agreement import NEAR, content_of, sketch_of
+from shardformer.training.initialize import initialize
 
 Pair = tuple[Tensor, Tensor]
 SAMPLES: list[Pair] = [(torch.tensor([float(number)]), torch.zeros(1)) for number in range(24)]

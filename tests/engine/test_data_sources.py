@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
-from shardformer.engine import data_random
-from shardformer.engine.data import Batches
+from shardformer import random_state
 from shardformer.errors import ConfigError, InputError
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.data_loader import Batches
 
 
 def place(rank: int = 0, ranks: int = 1) -> ParallelContext:
@@ -143,24 +143,24 @@ def test_ranks_that_are_threads_draw_one_behind_the_other() -> None:
     free: list[bool] = []
 
     def look() -> None:
-        free.append(data_random._GENERATORS.acquire(blocking=False))
+        free.append(random_state._GENERATORS.acquire(blocking=False))
         if free[-1]:
-            data_random._GENERATORS.release()
+            random_state._GENERATORS.release()
 
     def ask() -> None:
         thread = threading.Thread(target=look)
         thread.start()
         thread.join()
 
-    own = data_random.OwnRandom(1)
+    own = random_state.OwnRandom(1)
     with own.drawing():
         ask()
         first = torch.rand(3)
-    with own.drawing(), data_random.drawing_from(2):  # a data set that is made of another run's data
+    with own.drawing(), random_state.drawing_from(2):  # a data set that is made of another run's data
         ask()
     with own.drawing():
         second = torch.rand(3)
     ask()
     assert free == [False, False, True]
-    with data_random.drawing_from(1):
+    with random_state.drawing_from(1):
         assert torch.equal(torch.cat([first, second]), torch.rand(6))

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardformer.engine.data import Batches
 from shardformer.errors import InputError
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.data_loader import Batches
 
 
 def place(rank: int = 0, ranks: int = 1) -> ParallelContext:

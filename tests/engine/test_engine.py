@@ -10,17 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shardformer.engine.build import initialize
-from shardformer.engine.data_sources import shuffled
-from shardformer.engine.engine import Engine
-from shardformer.engine.parallel import Parallel
-from shardformer.engine.parts import LAUNCHED, grid_of
+from shardformer.config import Parallel
 from shardformer.errors import ConfigError, InputError, ShardFormerError
-from shardformer.mesh.context import ParallelContext
-from shardformer.sharding.save import full_state_dict
-from shardformer.testing.pool import Pools, WorkerPool
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import Sample
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.data_sources import shuffled
+from shardformer.training.engine import Engine
+from shardformer.training.initialize import LAUNCHED, grid_of, initialize
+from shardformer.verify.small_models import Sample
+from shardformer.weights.state_dict import full_state_dict
 
 GPT2 = Sample("gpt2", changes={"n_layer": 4})
 EXACT = 1e-6

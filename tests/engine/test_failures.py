@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.engine.engine import Engine
 from shardformer.errors import ConfigError, InputError, ShardFormerError
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
-from shardformer.trainer.hooks.checkpoint import Checkpoint
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.engine import Engine
+from shardformer.training.hooks.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:In train mode the model normalizes")
 
@@ -246,7 +246,7 @@ BAD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", BAD)
 @pytest.mark.parametrize("sizes", [{"data": 2}, {"tensor": 2}], ids=str)
 def test_initialize_that_fails_can_be_called_again(case: str, sizes: dict[str, int]) -> None:
-    from shardformer.testing.zoo import Sample
+    from shardformer.verify.small_models import Sample
 
     def do(context: ParallelContext) -> tuple[float, float]:
         def plain() -> Any:

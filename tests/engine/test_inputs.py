@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardformer.engine.build import initialize
-from shardformer.engine.parallel import Parallel
-from shardformer.mesh.context import ParallelContext
-from shardformer.sharding.save import full_state_dict
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import Sample
+from shardformer.config import Parallel
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.initialize import initialize
+from shardformer.verify.small_models import Sample
+from shardformer.weights.state_dict import full_state_dict
 
 IDS = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(1))
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]).repeat(4, 1)

@@ -15,10 +15,10 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import shardformer
 from shardformer.errors import ConfigError
-from shardformer.mesh.context import ParallelContext
-from shardformer.pipeline.head import loss_in
-from shardformer.testing.threads import run_as_threads
-from shardformer.verify import verify
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.pipeline.runtime import loss_in
+from shardformer.verify.verification import verify
 
 Named = namedtuple("Named", "logits loss")
 

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.engine.engine import Engine
-from shardformer.engine.modes import evaluating, modes_of, set_modes
 from shardformer.errors import InputError
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.pipeline.pipeline import evaluating, modes_of, set_modes
+from shardformer.training.engine import Engine
+from shardformer.verify.small_models import MAIN, Batches, Sample
 
 
 class Classifier(nn.Module):

@@ -13,24 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import get_rank
 
-from shardformer.comm.collectives import all_reduce
-from shardformer.comm.gather import gather_full
+from shardformer.comm.collectives import all_reduce, gather_full
 from shardformer.comm.recorder import Recorder
 from shardformer.config import ShardConfig
-from shardformer.engine.pipeline import Pipeline
 from shardformer.errors import ConfigError, InputError, ShardFormerError
-from shardformer.layout.state import specs_of, state_of
-from shardformer.lazy.recorder import LazyInit
-from shardformer.mesh.axis import Axis
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.grad_norm import clip_grad_norm_
+from shardformer.gradients.clipping import clip_grad_norm_
+from shardformer.gradients.reducer import no_sync
+from shardformer.layout.sharding_metadata import specs_of, state_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.meta_init.lazy_init import LazyInit
+from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.stage_manager import PipelineStageManager
-from shardformer.reduce.pause import no_sync
-from shardformer.sharder import ShardFormer, shard_model
-from shardformer.sharding.save import full_state_dict
-from shardformer.testing.pool import Pools, WorkerPool
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import Sample
+from shardformer.shard_model_api import ShardFormer, shard_model
+from shardformer.verify.small_models import Sample
+from shardformer.weights.state_dict import full_state_dict
 
 GPT2 = Sample("gpt2", changes={"n_layer": 4})
 T5 = Sample("t5", changes={"num_layers": 2})

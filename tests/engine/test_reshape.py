@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from shardformer.checkpoint.move import Moved
-from shardformer.engine.build import initialize
-from shardformer.engine.engine import Engine
+from shardformer.checkpoint.reshard import Moved
 from shardformer.errors import ConfigError, InputError
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.zoo import MAIN, Sample
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.engine import Engine
+from shardformer.training.initialize import initialize
+from shardformer.verify.small_models import MAIN, Sample
 from tests.checkpoint.runs import build
 from tests.engine.test_engine import rows
 
@@ -187,7 +187,7 @@ def _plain_losses() -> list[float]:
 
 
 def test_it_is_refused_in_the_middle_of_a_step_and_for_a_model_that_came_sharded() -> None:
-    from shardformer.sharder import shard_model
+    from shardformer.shard_model_api import shard_model
 
     engine = made("gpt2", {})
     assert engine.data is not None

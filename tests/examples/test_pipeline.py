@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import shardformer
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.parallel_context import ParallelContext
 from tests.examples.running import losses_in, run_in_two
 
 pytestmark = pytest.mark.slow

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.comm.gather import gather_full
-from shardformer.layout.state import specs_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import SMALL, Batches, Sample, sample_loss
+from shardformer.comm.collectives import gather_full
+from shardformer.layout.sharding_metadata import specs_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.verify.small_models import SMALL, Batches, Sample, sample_loss
 
 FAMILIES = tuple(SMALL)
 # Of fp64 numbers; what a class computes in fp32 whatever comes (softmax, RMS norms) brings the noise of that.

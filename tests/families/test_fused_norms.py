@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardformer.layers.norm import FusedLayerNorm, FusedRMSNorm, fused_norm
+from shardformer.kernels.fused_ops import FusedLayerNorm, FusedRMSNorm, fused_norm
 from tests.families.option import CASTS, EXACT, FAMILIES, assert_same, build, plain, sharded
 
 OPTION = "enable_fused_normalization"

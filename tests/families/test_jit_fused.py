@@ -11,7 +11,8 @@ import pytest
 from torch import Tensor
 
 from shardformer.errors import ConfigError
-from shardformer.layers import fused
+from shardformer.kernels import fused_ops
+from shardformer.kernels import fused_ops as fused
 from tests.families.option import CASTS, FAMILIES, assert_same, plain, sharded
 
 GELU, TANH, SILU, RELU = "gelu", "gelu tanh", "silu", "relu"
@@ -32,7 +33,7 @@ WRITTEN_OUT = [family for family, ran in KERNELS.items() if ran == {f"bias {TANH
 def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """What ran as one kernel."""
     found: set[str] = set()
-    lock, compute = threading.Lock(), fused.compute
+    lock, compute = threading.Lock(), fused_ops.compute
 
     def noted(act: Any, x: Tensor, bias: Tensor | None, gate: Tensor | None) -> Tensor:
         name = TANH if isinstance(act, functools.partial) else getattr(act, "__name__", "")

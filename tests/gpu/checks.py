@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardformer
-from shardformer.layers.attention.kernels import attention
-from shardformer.layers.context.kernels import Part, Scores, attend, attend_backward
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.settings import LossScale, Precision
-from shardformer.sharder import shard_model
-from shardformer.testing.fake_device import misplaced
-from shardformer.testing.zoo import Batches, Sample
+from shardformer.context_parallel.attention_kernels import Part, Scores, attend, attend_backward
+from shardformer.kernels.attention import attention
+from shardformer.local_ranks.fake_device import misplaced
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.shard_model_api import shard_model
+from shardformer.verify.small_models import Batches, Sample
+from shardformer.zero.mixed_precision import LossScale, Precision
 
 STEPS = 4
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardformer.testing.pool import WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool
 
 
 @pytest.fixture(scope="session")

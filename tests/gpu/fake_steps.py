@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.engine.pipeline import Pipeline
-from shardformer.optim.optimizer import ZeroOptimizer
-from shardformer.sharder import shard_model
-from shardformer.testing.fake import fake_context
-from shardformer.testing.fake_device import fake_device, misplaced, on_fake_device
-from shardformer.testing.zoo import Batches, Sample
+from shardformer.local_ranks.fake_device import fake_device, misplaced, on_fake_device
+from shardformer.local_ranks.fake_rank import fake_context
+from shardformer.pipeline.pipeline import Pipeline
+from shardformer.shard_model_api import shard_model
+from shardformer.verify.small_models import Batches, Sample
+from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from shardformer.errors import ShardFormerError
-from shardformer.testing.pool import Pools, WorkerPool
-from shardformer.verify import report_here
-from shardformer.verify.run import Job
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.verify.train_both import Job
+from shardformer.verify.verification import report_here
 from tests.gpu.checks import ONE_RANK
 from tests.gpu.ranks import two_ranks
 from tests.gpu.throughput import measure

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from shardformer.testing.zoo import Batches, Sample
-from shardformer.verify.run import Job, Pipelined
-from shardformer.verify.training import Training
+from shardformer.verify.small_models import Batches, Sample
+from shardformer.verify.train_both import Job, Pipelined
+from shardformer.verify.training_options import Training
 
 SEQUENCE = {"enable_sequence_parallelism": True}
 

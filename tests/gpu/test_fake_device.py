@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardformer.testing.pool import WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool
 from tests.gpu.fake_steps import Layout, misplaced_by_hand, misplaced_in_training, run_forgetful
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardformer.testing.pool import WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool
 from tests.gpu import __main__ as command
 from tests.gpu.kit import Check, Result, checks_of, run_checks, table, write
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import shardformer
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.parallel_context import ParallelContext
 
 STEPS_A_TURN = 5
 

@@ -10,8 +10,8 @@ from functools import cache, partial
 from typing import Any
 
 import shardformer
-from shardformer.engine.build import initialize
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.initialize import initialize
 from tests.hostile.net import Case, Trace, fresh, sgd, trained
 
 VALUES = {

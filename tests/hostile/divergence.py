@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import shardformer
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.parallel_context import ParallelContext
 from tests.hostile.arguments import LAYOUTS
 from tests.hostile.net import FAMILIES, STEPS, Case, Trace, Unnoticed, batch, fresh, original, sgd, trained
 

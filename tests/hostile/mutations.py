@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import shardformer
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.parallel_context import ParallelContext
 from tests.hostile.divergence import loop
 from tests.hostile.net import FAMILIES, Case, Trace, fresh, trained
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ShardFormerError, WorkerError
-from shardformer.layout.state import state_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.sharding.save import full_state_dict
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample
+from shardformer.layout.sharding_metadata import state_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.verify.small_models import MAIN, Batches, Sample
+from shardformer.weights.state_dict import full_state_dict
 
 STEPS = 3
 RATE = 0.1

@@ -13,15 +13,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardformer.errors import ConfigError
-from shardformer.layers.dropout import DropoutForParallelInput, DropoutForReplicatedInput
-from shardformer.layers.random_stream import RandomStream, align_random
-from shardformer.layers.tensor.block import Block
-from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
-from shardformer.layers.tensor.stream import Stream
-from shardformer.layout.stream import StreamLayout
-from shardformer.mesh.axis import Axis
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.layout.activation_layout import StreamLayout
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.random_state import RandomStream, align_random
+from shardformer.tensor_parallel.block import Block
+from shardformer.tensor_parallel.layers import (
+    DropoutForParallelInput,
+    DropoutForReplicatedInput,
+    Linear1D_Col,
+    Linear1D_Row,
+)
+from shardformer.tensor_parallel.sequence_parallel import Stream
 
 SIZE = 1000
 ways_to_recompute = pytest.mark.parametrize("use_reentrant", [False, True], ids=["checkpoint", "reentrant"])

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.layers import fused
-from shardformer.layers.fused import Fused, start
+from shardformer.kernels import fused_ops
+from shardformer.kernels import fused_ops as fused
+from shardformer.kernels.fused_ops import Fused, start
 
 HIDDEN = 8
 
@@ -31,7 +32,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def noted(act: Any, x: Tensor, bias: Tensor | None, gate: Tensor | None) -> Tensor:
         terms = {"bias": bias, "act": act, "gate": gate}
         found.append(" ".join(name for name, term in terms.items() if term is not None))
-        return fused.compute(act, x, bias, gate)
+        return fused_ops.compute(act, x, bias, gate)
 
     monkeypatch.setattr(fused, "kernel", lambda device: noted)
     return found
@@ -212,7 +213,7 @@ def test_one_that_is_compiled_gives_the_plain_numbers_for_any_batch(
     monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     """As on a GPU: in one graph."""
-    compiled = torch.compile(fused.compute, dynamic=True, backend=backend)
+    compiled = torch.compile(fused_ops.compute, dynamic=True, backend=backend)
     monkeypatch.setattr(fused, "kernel", lambda device: compiled)
     counters = torch._dynamo.utils.counters["stats"]
     before = counters["unique_graphs"]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.layers.norm import PROBES, FusedLayerNorm, FusedRMSNorm, fused_norm, norm_kind
+from shardformer.kernels.fused_ops import PROBES, FusedLayerNorm, FusedRMSNorm, fused_norm, norm_kind
 
 HIDDEN = 48
 CLASSES = {

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from shardformer.engine.build import initialize
-from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
-from shardformer.layers.wide_inputs import accept_wide_inputs
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.zero import zero
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
+from shardformer.tensor_parallel.parallel_module import accept_wide_inputs
+from shardformer.training.initialize import initialize
+from shardformer.verify.small_models import MAIN, Batches, Sample, sample_loss
+from shardformer.zero.shard_optimizer import zero
 
 Layer = Callable[[], nn.Module]
 LAYERS: dict[str, tuple[Layer, list[tuple[int, ...]]]] = {

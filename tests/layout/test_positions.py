@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardformer.context_parallel.sequence_layout import Positions, rows_of
 from shardformer.errors import InputError
-from shardformer.layout.positions import Positions, rows_of
 
 SIZES = st.integers(1, 5)
 

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardformer.errors import ConfigError
-from shardformer.layout import spec as spec_module
-from shardformer.layout import split as split_module
-from shardformer.layout.spec import ShardSpec
-from shardformer.layout.split import EvenSplit, Split, even_bounds, holders_of
-from shardformer.policies.heads import HeadLayout
+from shardformer.layout import shard_spec as spec_module
+from shardformer.layout import shard_spec as split_module
+from shardformer.layout.shard_spec import EvenSplit, ShardSpec, Split, even_bounds, holders_of
+from shardformer.policies.attention_heads import HeadLayout
 
 AXES = ("tensor", "data", "column")
 

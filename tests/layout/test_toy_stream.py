@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from shardformer.comm.gather import gather_full
-from shardformer.layout.state import specs_of
-from shardformer.layout.stream import Begin, Cut, Dim, Order, StreamLayout
-from shardformer.mesh.context import ParallelContext
-from shardformer.policies.role_policy import MLP, RolePolicy, Stack
-from shardformer.sharder import shard_model
-from shardformer.testing.threads import run_as_threads
+from shardformer.comm.collectives import gather_full
+from shardformer.layout.activation_layout import Begin, Cut, Dim, Order, StreamLayout
+from shardformer.layout.sharding_metadata import specs_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Stack
+from shardformer.shard_model_api import shard_model
 from tests.policies.toy import HIDDEN, VOCAB, FeedForward, toy_batch
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardformer.lazy import recipe
+from shardformer.meta_init import init_recipe
 
 
 class Living:
@@ -16,7 +16,7 @@ class Living:
     def __init__(self) -> None:
         self.now = self.peak = 0
 
-    def __call__(self, place: recipe.Place) -> Any:
+    def __call__(self, place: init_recipe.Place) -> Any:
         storage = torch.empty(place.num_bytes, dtype=torch.uint8).untyped_storage()
         self.now += place.num_bytes
         self.peak = max(self.peak, self.now)

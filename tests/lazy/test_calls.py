@@ -13,12 +13,12 @@ from torch import nn
 
 import shardformer
 from shardformer.errors import ConfigError
-from shardformer.layout.state import specs_of, state_of
-from shardformer.lazy.calls import RecordedCall
-from shardformer.lazy.materialize import materialize
-from shardformer.lazy.pretrained import from_pretrained
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
+from shardformer.layout.sharding_metadata import specs_of, state_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.meta_init.lazy_init import RecordedCall
+from shardformer.meta_init.materialize import materialize
+from shardformer.weights.from_pretrained import from_pretrained
 
 SMALL = dict(vocab_size=96, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
 

@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardformer.errors import ConfigError, ShardFormerError
-from shardformer.lazy import files
-from shardformer.lazy.files import WeightsFile
-from shardformer.lazy.materialize import materialize
-from shardformer.lazy.pretrained import from_pretrained
-from shardformer.lazy.source import Source, tensors_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.sharder import shard_model
-from shardformer.testing.threads import run_as_threads
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.meta_init import safetensors_source
+from shardformer.meta_init import safetensors_source as files
+from shardformer.meta_init.materialize import materialize
+from shardformer.meta_init.safetensors_source import Source, WeightsFile, tensors_of
+from shardformer.shard_model_api import shard_model
+from shardformer.weights.from_pretrained import from_pretrained
 
 NAME = "model.safetensors"
 ONE = "model.norm.weight"
@@ -249,7 +249,7 @@ def test_of_a_large_file_every_tensor_and_stretches_all_over_it_are_looked_at(tm
         return found != WeightsFile(str(path), **options).contents
 
     middles = [start + sum(tensors[name]["data_offsets"]) // 2 for name in "abc"]
-    stretches = [(size - files.STRETCH_BYTES) * number // 15 for number in range(1, 16)]
+    stretches = [(size - safetensors_source.STRETCH_BYTES) * number // 15 for number in range(1, 16)]
     assert [differs(where) for where in (*middles, *stretches)] == [True] * 18
     between = stretches[4] - 1000  # behind the middle of "a", in no stretch
     assert not differs(between) and differs(between, all_bytes=True)

@@ -14,15 +14,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import shardformer
+from shardformer.discovery.shrink_config import model_class
 from shardformer.errors import ConfigError, ShardFormerError
-from shardformer.lazy.materialize import materialize
-from shardformer.runs.config import RunConfig
-from shardformer.runs.data import RunData
-from shardformer.runs.model_config import own_config
-from shardformer.runs.models import model_of
-from shardformer.runs.read import config_of
-from shardformer.runs.tokens import tokens_of
-from shardformer.testing.zoo.shrink import model_class
+from shardformer.meta_init.materialize import materialize
+from shardformer.train_command.build import model_of
+from shardformer.train_command.config_schema import RunConfig, config_of
+from shardformer.train_command.datasets import RunData, tokens_of
+from shardformer.train_command.model_config import own_config
 from shardformer.verify.model_source import find_model
 
 CONFIG_CODE = """

@@ -17,9 +17,9 @@ TWO = """
     import torch.distributed as dist
     from shardformer.config import ShardConfig
     from shardformer.errors import ConfigError, LaunchError
-    from shardformer.mesh.launch import launch_from_torch
-    from shardformer.mesh.process_group import leave_process_group
-    from shardformer.sharding.agree import agree_on_group
+    from shardformer.mesh.init_distributed import launch_from_torch
+    from shardformer.mesh.init_distributed import leave_process_group
+    from shardformer.sharding.checks import agree_on_group
 
     first = os.fork()
     second = os.fork() if first else 0

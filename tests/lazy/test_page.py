@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardformer.testing.pool import WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool
 
 PAGE = (Path(__file__).parents[2] / "docs" / "lazy-init.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(python|text)\n(.*?)```", PAGE, flags=re.DOTALL)

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardformer.errors import ConfigError
-from shardformer.layout.state import specs_of
-from shardformer.lazy.materialize import materialize
-from shardformer.lazy.pretrained import from_pretrained
-from shardformer.mesh.context import ParallelContext
-from shardformer.sharder import shard_model
+from shardformer.layout.sharding_metadata import specs_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.meta_init.materialize import materialize
+from shardformer.shard_model_api import shard_model
 from shardformer.sharding.describe import describe
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import SMALL, Batches, Sample, sample_loss
+from shardformer.verify.small_models import SMALL, Batches, Sample, sample_loss
+from shardformer.weights.from_pretrained import from_pretrained
 from tests.lazy.families import FAMILIES, assert_same, build
 from tests.pairwise import in_turn
 

@@ -17,10 +17,10 @@ from torch.nn import init
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardformer.errors import ConfigError
-from shardformer.lazy.materialize import materialize
-from shardformer.lazy.recipe import compute, place_of, recipe
-from shardformer.lazy.recorder import InitRecorder, LazyInit
-from shardformer.testing.zoo import Sample
+from shardformer.meta_init.init_recipe import compute, place_of, recipe
+from shardformer.meta_init.lazy_init import InitRecorder, LazyInit
+from shardformer.meta_init.materialize import materialize
+from shardformer.verify.small_models import Sample
 from tests.lazy.families import FAMILIES, assert_same, build
 
 

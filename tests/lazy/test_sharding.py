@@ -12,22 +12,23 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
+from shardformer.discovery.shrink_config import shrunk
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
-from shardformer.layout.state import specs_of
-from shardformer.lazy import recipe
-from shardformer.lazy.recorder import LazyInit
-from shardformer.mesh.context import ParallelContext
-from shardformer.mesh.launch import launch_from_torch
-from shardformer.policies.describe import ModulePolicyDescription, SubModuleReplacementDescription
+from shardformer.layout.sharding_metadata import specs_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.init_distributed import launch_from_torch
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.meta_init import init_recipe
+from shardformer.meta_init import init_recipe as recipe
+from shardformer.meta_init.lazy_init import LazyInit
+from shardformer.policies.module_descriptions import ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.policy import Policy
-from shardformer.sharder import ShardFormer, shard_model
+from shardformer.shard_model_api import ShardFormer, shard_model
 from shardformer.sharding.describe import describe
-from shardformer.sharding.save import full_state_dict
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import SMALL, Batches, Sample, sample_loss
-from shardformer.testing.zoo.shrink import shrunk
+from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
+from shardformer.verify.small_models import SMALL, Batches, Sample, sample_loss
+from shardformer.weights.state_dict import full_state_dict
 from tests.lazy.living import Living
 from tests.pairwise import in_turn
 from tests.policies.toy import ToyLM, ToyPolicy
@@ -218,9 +219,9 @@ def test_one_full_tensor_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(recipe, "_allocate", living)
     largest = max(p.nbytes for p in lazy.parameters())
     whole = sum(p.nbytes for p in lazy.parameters())
-    for place in {recipe.place_of(p) for p in lazy.parameters()}:
+    for place in {init_recipe.place_of(p) for p in lazy.parameters()}:
         assert place is not None
-        recipe.compute(place)
+        init_recipe.compute(place)
     assert living.peak == largest < whole / 4
 
 
@@ -230,18 +231,18 @@ def test_a_cast_before_the_cut_holds_no_full_tensor_of_the_new_dtype() -> None:
         part = model.weight.detach().narrow(0, 0, 8).clone()
         joined = torch.cat([model.weight.detach()[:2], model.weight.detach()[5:7]])
     for taken in (part, joined):
-        place = recipe.place_of(taken)
+        place = init_recipe.place_of(taken)
         assert place is not None
-        sizes = [(v.dtype, v.place.num_bytes) for s in recipe.recipe(place) for v in s.out if v is not None]
+        sizes = [(v.dtype, v.place.num_bytes) for s in init_recipe.recipe(place) for v in s.out if v is not None]
         assert (torch.bfloat16, 64 * 64 * 2) not in sizes
     assert torch.equal(_values(part), _values(model.weight)[:8])
     assert torch.equal(_values(joined), _values(model.weight)[[0, 1, 5, 6]])
 
 
 def _values(tensor: Tensor) -> Tensor:
-    place = recipe.place_of(tensor)
+    place = init_recipe.place_of(tensor)
     assert place is not None
-    return recipe.view_of(tensor).of(recipe.compute(place)).clone()
+    return init_recipe.view_of(tensor).of(init_recipe.compute(place)).clone()
 
 
 # ---------------------------------------------------------------------------------------- what a policy does to weights

@@ -16,14 +16,11 @@ import torch.distributed as dist
 from shardformer.comm.collectives import all_reduce
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, LaunchError, WorkerError
-from shardformer.layout.stream import StreamLayout
-from shardformer.mesh.axis import Axis
-from shardformer.mesh.context import ParallelContext, with_sequence
-from shardformer.mesh.grid import AXES
-from shardformer.mesh.launch import launch, launch_from_slurm, launch_from_torch
-from shardformer.mesh.process_group import first_slurm_host
-from shardformer.mesh.sizes import total_of
-from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.layout.activation_layout import StreamLayout
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.mesh.init_distributed import first_slurm_host, launch, launch_from_slurm, launch_from_torch
+from shardformer.mesh.parallel_context import Axis, ParallelContext, with_sequence
+from shardformer.mesh.rank_grid import AXES, total_of
 
 Place = dict[str, tuple[int, int, tuple[int, ...]]]
 

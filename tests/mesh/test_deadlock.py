@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardformer.mesh import presence
-from shardformer.mesh.deadlock import Report, deadlocked, in_words
-from shardformer.mesh.launch import launch_from_torch
-from shardformer.testing.pool import WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh import rank_presence
+from shardformer.mesh import rank_presence as presence
+from shardformer.mesh.init_distributed import launch_from_torch
+from shardformer.mesh.rank_presence import Report, deadlocked, in_words
 
 
 def waits(group: str, number: int, begun: dict[str, int], place: str = "", **others: Any) -> Report:
@@ -86,7 +87,7 @@ def watched(is_slow: bool) -> tuple[int, str]:
     """
     limits = {"WATCH_AFTER_S": 0.3, "WATCH_EVERY_S": 0.1, "BLOCKED_AFTER_S": 0.3, "LOOK_EVERY_S": 0.05}
     before = {name: getattr(presence, name) for name in limits}
-    end, said, lock, has_gone_on = presence.Presence._end_process, list[str](), threading.Lock(), list[int]()
+    end, said, lock, has_gone_on = rank_presence.Presence._end_process, list[str](), threading.Lock(), list[int]()
     context = launch_from_torch(data=2)
     other = dist.new_group([0, 1])
 
@@ -104,13 +105,13 @@ def watched(is_slow: bool) -> tuple[int, str]:
                 has_gone_on.append(1)
                 others()
 
-    def end_process(self: presence.Presence, ranks: list[int], message: str = "") -> None:
+    def end_process(self: rank_presence.Presence, ranks: list[int], message: str = "") -> None:
         said.append(message)
         threading.Thread(target=go_on).start()
-        presence.WATCH_AFTER_S = 60.0
+        rank_presence.WATCH_AFTER_S = 60.0
 
     try:
-        presence.Presence._end_process = end_process  # type: ignore[method-assign]
+        rank_presence.Presence._end_process = end_process  # type: ignore[method-assign]
         for name, value in limits.items():
             setattr(presence, name, value)
         if is_slow:
@@ -121,7 +122,7 @@ def watched(is_slow: bool) -> tuple[int, str]:
             go_on()
     finally:
         dist.barrier()
-        presence.Presence._end_process = end  # type: ignore[method-assign]
+        rank_presence.Presence._end_process = end  # type: ignore[method-assign]
         for name, value in before.items():
             setattr(presence, name, value)
     return len(said), "".join(said)

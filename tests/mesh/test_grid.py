@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardformer.errors import ConfigError
-from shardformer.mesh.context import ParallelContext
-from shardformer.mesh.grid import AXES, Grid
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.mesh.rank_grid import AXES, Grid
 
 SIZES = st.fixed_dictionaries({name: st.integers(1, 4) for name in AXES})
 

@@ -10,11 +10,11 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from shardformer.mesh import launch, meeting, process_group
-from shardformer.mesh.context import ParallelContext
-from shardformer.mesh.grid import Grid
-from shardformer.mesh.lost import LostPeerError
-from shardformer.mesh.meeting import Meeting
+from shardformer.mesh import init_distributed, parallel_context
+from shardformer.mesh import rank_failures as meeting
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.mesh.rank_failures import LostPeerError, Meeting
+from shardformer.mesh.rank_grid import Grid
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def test_who_has_not_joined_is_named_in_the_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("MASTER_PORT", str(port))
     with (
         pytest.raises(LostPeerError, match=r"(?s)Rank 0 has not met rank 1 of 2 .*keys: /?nobody.*timeout_s=0\.5"),
-        process_group._joined_by_all(0, 2, 0.5),
+        init_distributed._joined_by_all(0, 2, 0.5),
     ):
         store.wait(["nobody"], timedelta(seconds=0.5))
 
@@ -83,6 +83,6 @@ def test_where_all_have_come_nothing_is_said(capfd: pytest.CaptureFixture[str]) 
 
 def test_a_tensor_axis_over_hosts_is_told_what_it_costs() -> None:
     grid = Grid({"data": 1, "pipe": 1, "sequence": 1, "tensor": 4}, (0, 1, 2, 3), hosts=("a", "a", "b", "b"))
-    context = ParallelContext(grid, 0, {}, launch.local_device(), None)._with_axes(tuple(grid.sizes))
+    context = ParallelContext(grid, 0, {}, parallel_context.local_device(), None)._with_axes(tuple(grid.sizes))
     with pytest.warns(UserWarning, match=r"spans 2 hosts.*tensor=2.*2 times as many"):
-        launch._warn_of_hosts(context)
+        init_distributed._warn_of_hosts(context)

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from shardformer.mesh import process_group
-from shardformer.mesh.process_group import INTERFACE, interface_towards
+from shardformer.mesh import init_distributed
+from shardformer.mesh import init_distributed as process_group
+from shardformer.mesh.init_distributed import INTERFACE, interface_towards
 
 ENDINGS = """
     import atexit, os, sys
     import torch, torch.distributed as dist
-    from shardformer.mesh.process_group import leave_process_group
+    from shardformer.mesh.init_distributed import leave_process_group
 
     for store in sys.argv[1:]:
         first = os.fork()
@@ -54,8 +55,8 @@ def test_the_interface_towards_a_host_is_found() -> None:
     ("env", "routes", "chosen"),
     [
         ({"LOCAL_WORLD_SIZE": "1"}, {"first": "eth3"}, "eth3"),
-        ({"LOCAL_WORLD_SIZE": "1"}, {"first": "lo", process_group.ELSEWHERE: "eth0"}, "eth0"),
-        ({"LOCAL_WORLD_SIZE": "1"}, {"first": "lo", process_group.ELSEWHERE: None}, None),
+        ({"LOCAL_WORLD_SIZE": "1"}, {"first": "lo", init_distributed.ELSEWHERE: "eth0"}, "eth0"),
+        ({"LOCAL_WORLD_SIZE": "1"}, {"first": "lo", init_distributed.ELSEWHERE: None}, None),
         ({"LOCAL_WORLD_SIZE": "1", INTERFACE: "ib0"}, {"first": "eth3"}, "ib0"),
         ({"LOCAL_WORLD_SIZE": "2"}, {"first": "eth3"}, None),
     ],
@@ -64,7 +65,7 @@ def test_several_hosts_use_the_interface_that_reaches_the_first(
     env: dict[str, str], routes: dict[str, str | None], chosen: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The name of a host may stand for 127.0.0.1, at which no other reaches it."""
-    monkeypatch.setattr(process_group.os, "environ", {"WORLD_SIZE": "2", "MASTER_ADDR": "first", **env})
+    monkeypatch.setattr(init_distributed.os, "environ", {"WORLD_SIZE": "2", "MASTER_ADDR": "first", **env})
     monkeypatch.setattr(process_group, "interface_towards", routes.get)
-    process_group._choose_interface()
-    assert process_group.os.environ.get(INTERFACE) == chosen
+    init_distributed._choose_interface()
+    assert init_distributed.os.environ.get(INTERFACE) == chosen

@@ -18,11 +18,11 @@ from shardformer.comm.collectives import (
     start_all_to_all,
     start_sum,
 )
-from shardformer.comm.point_to_point import PointToPoint
-from shardformer.mesh import processes
-from shardformer.mesh.context import ParallelContext
-from shardformer.mesh.processes import ProcessGroupTransport
-from shardformer.testing.pool import WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh import parallel_context
+from shardformer.mesh import parallel_context as processes
+from shardformer.mesh.parallel_context import ParallelContext, ProcessGroupTransport
+from shardformer.pipeline.p2p_communication import PointToPoint
 
 
 @pytest.mark.parametrize(
@@ -64,15 +64,15 @@ class OfAGpu:
         self.copies: list[torch.Tensor] = []
 
     def __enter__(self) -> OfAGpu:
-        self.before = processes._copied, processes._on_host, ProcessGroupTransport._is_staged
+        self.before = parallel_context._copied, parallel_context._on_host, ProcessGroupTransport._is_staged
         copied, on_host, _ = self.before
-        processes._copied = lambda x: self._kept(copied(x))
-        processes._on_host = lambda x: self._kept(on_host(x))
+        parallel_context._copied = lambda x: self._kept(copied(x))
+        parallel_context._on_host = lambda x: self._kept(on_host(x))
         ProcessGroupTransport._is_staged = lambda _, x: not any(x is copy for copy in self.copies)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        processes._copied, processes._on_host, ProcessGroupTransport._is_staged = self.before  # type: ignore[method-assign]
+        parallel_context._copied, parallel_context._on_host, ProcessGroupTransport._is_staged = self.before  # type: ignore[method-assign]
 
     def _kept(self, x: torch.Tensor) -> torch.Tensor:
         self.copies.append(x)

@@ -16,11 +16,10 @@ from shardformer.comm.collectives import (
     gather_objects,
     reduce_scatter,
 )
-from shardformer.comm.point_to_point import PointToPoint
-from shardformer.mesh.context import ParallelContext
-from shardformer.mesh.threads import ThreadTransport
+from shardformer.local_ranks.threads import ThreadTransport, run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.transport import Word
-from shardformer.testing.threads import run_as_threads
+from shardformer.pipeline.p2p_communication import PointToPoint
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["exchange", "own"])

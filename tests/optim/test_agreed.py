@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.errors import ConfigError, ShardFormerError
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
 from tests.optim.test_live import inputs, net
 
 Pause = Callable[[], Any]

@@ -9,16 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.gather import gather_full
+from shardformer.comm.collectives import gather_full
 from shardformer.comm.recorder import Recorder
-from shardformer.layout.state import specs_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.grad_norm import clip_grad_norm_, grad_norm
-from shardformer.policies.role_policy import Experts, RolePolicy, Stack
-from shardformer.sharder import shard_model
-from shardformer.testing.pool import Pools
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import Batches, Sample
+from shardformer.gradients.clipping import clip_grad_norm_, grad_norm
+from shardformer.layout.sharding_metadata import specs_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.local_ranks.worker_pool import Pools
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import Experts, Stack
+from shardformer.shard_model_api import shard_model
+from shardformer.verify.small_models import Batches, Sample
 
 
 def _clip(family: str, norm_type: float, max_norm: float) -> tuple[float, float, float, int]:

@@ -18,10 +18,10 @@ from torch.optim import lr_scheduler
 
 import shardformer
 from shardformer.errors import ConfigError
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.zero import zero
-from shardformer.sharding.save import full_state_dict
-from shardformer.testing.threads import run_as_threads
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.weights.state_dict import full_state_dict
+from shardformer.zero.shard_optimizer import zero
 from tests.policies.toy import ToyLM, ToyPolicy, toy_batch, toy_loss
 
 RANKS, STEPS = 2, 4

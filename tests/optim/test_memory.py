@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.errors import ConfigError
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.layerwise import LAMB
-from shardformer.optim.memory import Memory, memory
-from shardformer.optim.optimizer import ZeroOptimizer
-from shardformer.optim.settings import Offload, Precision
-from shardformer.optim.zero import zero
-from shardformer.sharder import shard_model
-from shardformer.testing.fake import LiveBytes
-from shardformer.testing.threads import run_as_threads
+from shardformer.local_ranks.fake_rank import LiveBytes
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.offload.host import Offload
+from shardformer.shard_model_api import shard_model
+from shardformer.zero.memory_estimate import Memory, memory
+from shardformer.zero.mixed_precision import Precision
+from shardformer.zero.optimizers import LAMB
+from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.zero_optimizer import ZeroOptimizer
 from tests.optim.test_zero import Job
 
 

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, InputError
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.hybrid import HybridAdam
-from shardformer.optim.optimizer import ZeroOptimizer
-from shardformer.optim.settings import Offload, Precision
-from shardformer.optim.zero import zero
-from shardformer.sharder import shard_model
-from shardformer.sharding.save import full_state_dict
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.offload.host import Offload
+from shardformer.shard_model_api import shard_model
+from shardformer.verify.small_models import MAIN, Batches, Sample, sample_loss
+from shardformer.weights.state_dict import full_state_dict
+from shardformer.zero.mixed_precision import Precision
+from shardformer.zero.optimizers import HybridAdam
+from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 STEPS = 3
 Weights = dict[str, Tensor]
@@ -152,8 +153,8 @@ def test_masters_states_and_gradients_are_on_the_host_but_for_the_share() -> Non
 @pytest.mark.parametrize("overlap", [True, False])
 def test_gradients_come_down_while_the_backward_runs(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the backward ends, most were sent down; without overlap none."""
-    from shardformer.optim.shards import Shard
-    from shardformer.reduce.buckets import GradientReducer
+    from shardformer.gradients.reducer import GradientReducer
+    from shardformer.zero.flat_shards import Shard
 
     order: list[str] = []
     receive, end = Shard.receive, GradientReducer._end_backward

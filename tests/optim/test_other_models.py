@@ -19,10 +19,10 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import shardformer
 from shardformer.comm.collectives import broadcast_object
-from shardformer.layout.state import ShardedState, state_of, tables_here, tables_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.reduce.watch import models_of
-from shardformer.testing.threads import run_as_threads
+from shardformer.consistency.rank_divergence import models_of
+from shardformer.layout.sharding_metadata import ShardedState, state_of, tables_here, tables_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
 from tests.policies.toy import ToyLM, ToyPolicy, toy_batch, toy_loss
 
 GRAD: Any = torch.Tensor.grad

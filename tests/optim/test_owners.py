@@ -14,16 +14,16 @@ from torch.optim import Optimizer
 
 from shardformer.comm.recorder import Recorder
 from shardformer.errors import ConfigError
-from shardformer.layout.state import state_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.layerwise import LAMB, LARS
-from shardformer.optim.optimizer import ZeroOptimizer
-from shardformer.optim.probe import needs_whole
-from shardformer.optim.zero import zero
-from shardformer.reduce.bucket import Gradient
-from shardformer.sharder import shard_model
-from shardformer.sharding.save import full_state_dict
-from shardformer.testing.threads import run_as_threads
+from shardformer.gradients.buckets import Gradient
+from shardformer.layout.sharding_metadata import state_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.shard_model_api import shard_model
+from shardformer.weights.state_dict import full_state_dict
+from shardformer.zero.matrix_optimizers import needs_whole
+from shardformer.zero.optimizers import LAMB, LARS
+from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.zero_optimizer import ZeroOptimizer
 from tests.optim.test_zero import CLIP, SEQUENCE, Job, Weights
 
 Make = Callable[[nn.Module], list[Optimizer]]

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 import shardformer
-from shardformer.engine.pipeline import Pipeline
 from shardformer.errors import ConfigError, InputError
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.optimizer import ZeroOptimizer
-from shardformer.optim.settings import LossScale, Precision
-from shardformer.optim.zero import zero
-from shardformer.sharder import shard_model
-from shardformer.sharding.save import full_state_dict
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.pipeline.pipeline import Pipeline
+from shardformer.shard_model_api import shard_model
+from shardformer.verify.small_models import MAIN, Batches, Sample
+from shardformer.weights.state_dict import full_state_dict
+from shardformer.zero.mixed_precision import LossScale, Precision
+from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.zero_optimizer import ZeroOptimizer
 from tests.optim.test_zero import Net, Weights, images, net
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

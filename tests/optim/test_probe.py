@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardformer.optim.probe import can_step_apart, needs_whole, state_bytes
-from shardformer.testing.fake import fake_tensors
+from shardformer.local_ranks.fake_rank import fake_tensors
+from shardformer.zero.matrix_optimizers import can_step_apart, needs_whole, state_bytes
 
 KINDS: dict[str, dict[str, Any]] = {
     "capturable": {"capturable": True},

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.rounding import noise, round_by_chance
-from shardformer.optim.settings import Offload, Precision
-from shardformer.optim.zero import zero
-from shardformer.sharder import shard_model
-from shardformer.sharding.save import full_state_dict
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.offload.host import Offload
+from shardformer.shard_model_api import shard_model
+from shardformer.verify.small_models import MAIN, Batches, Sample, sample_loss
+from shardformer.weights.state_dict import full_state_dict
+from shardformer.zero.mixed_precision import Precision, noise, round_by_chance
+from shardformer.zero.shard_optimizer import zero
 from tests.optim.test_offload import check_resumes
 
 
@@ -66,7 +66,7 @@ def test_small_updates_are_not_lost(masters: str, bound: float, stage: int) -> N
 
 
 def test_rounded_as_usual_they_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardformer.optim.rounding.round_by_chance", lambda wide, bits: wide.bfloat16())
+    monkeypatch.setattr("shardformer.zero.mixed_precision.round_by_chance", lambda wide, bits: wide.bfloat16())
     assert drift("stochastic") == [0.0, 0.0]
 
 

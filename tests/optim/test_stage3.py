@@ -16,21 +16,22 @@ from torch.utils.checkpoint import checkpoint
 
 from shardformer.comm.collectives import Pending
 from shardformer.comm.recorder import Recorder
-from shardformer.engine.pipeline import Pipeline
 from shardformer.errors import ConfigError, InputError, WorkerError
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.optimizer import ZeroOptimizer
-from shardformer.optim.settings import Offload
-from shardformer.optim.sharded_gradient import ShardedGradient
-from shardformer.optim.stage3 import units
-from shardformer.optim.stage3.units import Unit, group_params
-from shardformer.optim.stage3.walk import Walk
-from shardformer.optim.zero import zero
-from shardformer.reduce.bucket import ALIGNED, HandOver
-from shardformer.sharding.save import full_state_dict
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import Sample
+from shardformer.gradients.buckets import ALIGNED, HandOver
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.offload.host import Offload
+from shardformer.pipeline.pipeline import Pipeline
+from shardformer.verify.small_models import Sample
+from shardformer.weights.state_dict import full_state_dict
+from shardformer.zero import stage3_parameters
+from shardformer.zero import stage3_parameters as units
+from shardformer.zero.gradient_view import ShardedGradient
+from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.stage3_gather_schedule import Walk
+from shardformer.zero.stage3_parameters import Unit, group_params
+from shardformer.zero.zero_optimizer import ZeroOptimizer
 from tests.optim.test_zero import CLIP, SEQUENCE, STAGED, Job, Weights, check_stages, check_weights
 
 
@@ -215,7 +216,7 @@ def test_one_rank_and_three(ranks: int) -> None:
 
 
 def in_a_process() -> Weights:
-    units.SMALL = 0
+    stage3_parameters.SMALL = 0
     context = ParallelContext.from_world({"data": 2})
     return weights_over(Case("two", left_out=drops), context, stack("two"))
 

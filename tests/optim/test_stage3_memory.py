@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from shardformer.comm.recorder import Recorder
-from shardformer.comm.values import memory_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.optimizer import ZeroOptimizer
-from shardformer.optim.settings import Offload
-from shardformer.optim.stage3 import units
-from shardformer.optim.stage3.memory import Chunks
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.offload.host import Offload
+from shardformer.torch_compat import memory_of
+from shardformer.zero import stage3_parameters as units
+from shardformer.zero.stage3_parameters import Chunks
+from shardformer.zero.zero_optimizer import ZeroOptimizer
 from tests.optim.test_stage3 import Stack, loss_of, over_ranks
 
 CPU = torch.device("cpu")

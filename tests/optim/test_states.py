@@ -16,8 +16,8 @@ from torch.optim import lr_scheduler, swa_utils
 import shardformer
 from shardformer.comm.collectives import gather_objects
 from shardformer.errors import ConfigError
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
 from tests.policies.toy import ToyLM, ToyPolicy, toy_batch, toy_loss
 
 

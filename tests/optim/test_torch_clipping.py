@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import shardformer
-from shardformer.comm.gather import gather_full
+from shardformer.comm.collectives import gather_full
 from shardformer.errors import ConfigError
-from shardformer.layout.state import specs_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import Batches, Sample
+from shardformer.layout.sharding_metadata import specs_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.verify.small_models import Batches, Sample
 from tests.policies.toy import ToyLM, ToyPolicy, toy_batch, toy_loss
 
 
@@ -101,7 +101,7 @@ def test_a_norm_that_is_no_number_is_refused_where_that_is_asked() -> None:
 @pytest.fixture
 def without_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that failed, or one that keeps a model, may have left models in this process."""
-    monkeypatch.setattr("shardformer.optim.torch_clipping.tables_here", list)
+    monkeypatch.setattr("shardformer.gradients.clipping.tables_here", list)
 
 
 def test_what_is_no_gradient_of_a_sharded_model_stays_torchs(without_other_models: None) -> None:

@@ -11,9 +11,9 @@ import torch
 import transformers
 
 import shardformer
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.verify.small_models import MAIN, Batches, Sample
 
 SCALE = 2.0**10
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.grad_norm import clip_grad_norm_
-from shardformer.optim.zero import zero
-from shardformer.sharding.save import full_state_dict
-from shardformer.testing.threads import run_as_threads
+from shardformer.gradients.clipping import clip_grad_norm_
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.weights.state_dict import full_state_dict
+from shardformer.zero.shard_optimizer import zero
 
 STEPS = 3
 

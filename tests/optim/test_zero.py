@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import Pending
-from shardformer.engine.pipeline import Pipeline
 from shardformer.errors import ConfigError
-from shardformer.mesh.context import ParallelContext
-from shardformer.optim.grad_norm import clip_grad_norm_, grad_norm
-from shardformer.optim.optimizer import ZeroOptimizer
-from shardformer.optim.settings import Offload
-from shardformer.optim.zero import zero
-from shardformer.reduce.bucket import HandOver
-from shardformer.sharder import shard_model
-from shardformer.sharding.save import full_state_dict
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
+from shardformer.gradients.buckets import HandOver
+from shardformer.gradients.clipping import clip_grad_norm_, grad_norm
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.offload.host import Offload
+from shardformer.pipeline.pipeline import Pipeline
+from shardformer.shard_model_api import shard_model
+from shardformer.verify.small_models import MAIN, Batches, Sample, sample_loss
+from shardformer.weights.state_dict import full_state_dict
+from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 STEPS, CLIP = 4, 0.5
 Weights = dict[str, Tensor]
@@ -592,7 +592,7 @@ def own_part(original: Any) -> Any:
 
 @pytest.mark.parametrize("what", ["the counts", "the sum"])
 def test_what_is_left_out_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardformer.optim.shards import Shard
+    from shardformer.zero.flat_shards import Shard
 
     owner, name, change = (Shard, "receive", no_counts) if what == "the counts" else (HandOver, "start", own_part)
     monkeypatch.setattr(owner, name, change(getattr(owner, name)))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.pipeline.loss import LossWeights
-from shardformer.testing.zoo import FAMILY_OF, Batches, Sample
+from shardformer.pipeline.micro_batch_loss import LossWeights
+from shardformer.verify.small_models import FAMILY_OF, Batches, Sample
 
 SIZES = (3, 2, 2, 1)
 Batch = dict[str, Any]

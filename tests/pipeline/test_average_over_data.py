@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.errors import ConfigError, ShardFormerError
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import Sample
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.verify.small_models import Sample
 from tests.policies.toy import VOCAB, ToyLM, ToyPolicy
 
 Batch = dict[str, Tensor]

@@ -15,15 +15,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardformer.comm.recorder import Recorder
-from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
-from shardformer.layout.reduction import Reduction
-from shardformer.layout.spec import ShardSpec
-from shardformer.layout.state import Entry
-from shardformer.mesh.axis import Axis
-from shardformer.pipeline.backward import backward_of_inputs
-from shardformer.reduce.bucket import Gradient
-from shardformer.reduce.buckets import GradientReducer
-from shardformer.testing.pool import WorkerPool
+from shardformer.gradients.buckets import Gradient
+from shardformer.gradients.reducer import GradientReducer
+from shardformer.layout.shard_spec import ShardSpec
+from shardformer.layout.sharding_metadata import Entry, Reduction
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import Axis
+from shardformer.pipeline.split_backward import backward_of_inputs
+from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 
 H = 8
 Model = Callable[..., Any]

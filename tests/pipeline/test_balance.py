@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline import balance
-from shardformer.pipeline.balance import balanced, even, explicit
+from shardformer.pipeline import partition as balance
+from shardformer.pipeline.partition import balanced, even, explicit
 
 COSTS = st.lists(st.one_of(st.integers(0, 5), st.floats(0, 10, width=32)), min_size=1, max_size=8)
 

@@ -11,12 +11,11 @@ from torch import nn
 
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError
-from shardformer.mesh.context import ParallelContext
-from shardformer.pipeline.chain import Chain, StackDescription, UnitRange, holders, homes
-from shardformer.pipeline.placeholders import Placeholders
-from shardformer.pipeline.stage_forward import StageForward, StagePass
-from shardformer.sharder import resolve_policy
-from shardformer.testing.zoo import Batches, Sample
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.pipeline.layer_sequence import Chain, StackDescription, UnitRange, holders, homes
+from shardformer.pipeline.stage_forward import Placeholders, StageForward, StagePass
+from shardformer.shard_model_api import resolve_policy
+from shardformer.verify.small_models import Batches, Sample
 
 
 def chain_of(sample: Sample) -> tuple[nn.Module, Chain]:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardformer.engine.data_streams import Share, Stream
 from shardformer.errors import InputError
-from shardformer.pipeline import flat
-from shardformer.pipeline.microbatches import batch_size_of, split_batch
+from shardformer.pipeline import micro_batches as flat
+from shardformer.pipeline.micro_batches import batch_size_of, split_batch
+from shardformer.training.data_sources import Share, Stream
 
 IMAGE, VIDEO = 90, 91
 GRID = torch.tensor([[1, 2, 4], [1, 4, 4], [1, 2, 2]])

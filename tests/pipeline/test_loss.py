@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from shardformer.errors import ConfigError
-from shardformer.layers.vocab.logits import VocabParallelLogits, shard_logits
-from shardformer.layout.split import even_bounds
-from shardformer.mesh.axis import Axis
-from shardformer.pipeline.loss import LossWeights
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.zoo import HEADS
+from shardformer.layout.shard_spec import even_bounds
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import Axis
+from shardformer.pipeline.micro_batch_loss import LossWeights
+from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, shard_logits
+from shardformer.verify.small_models import HEADS
 from tests.pipeline.heads import SIZES, Batch, at_once, batch_of, cut, gradients, in_parts, model_of, own_loss, sizes_of
 
 WITHOUT_LOSS = (

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.errors import ConfigError
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline import microbatches
-from shardformer.pipeline.microbatches import batch_size_of, merge_outputs, sizes_of, split_batch
+from shardformer.pipeline import micro_batches as microbatches
+from shardformer.pipeline.micro_batches import batch_size_of, merge_outputs, sizes_of, split_batch
 
 
 def test_the_examples_of_the_docstrings() -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shardformer.pipeline.picture import grid, summary
-from shardformer.pipeline.schedule import SCHEDULES, make_schedule
-from shardformer.pipeline.timing import simulate
+from shardformer.pipeline.schedule_chart import grid, summary
+from shardformer.pipeline.schedules import SCHEDULES, make_schedule, simulate
 from tests.scripts import SHARDFORMER
 
 PAGE = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")

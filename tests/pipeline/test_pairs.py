@@ -13,12 +13,12 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import gather_objects
-from shardformer.engine.build import initialize
-from shardformer.engine.parallel import Parallel
+from shardformer.config import Parallel
 from shardformer.errors import ConfigError
-from shardformer.mesh.context import ParallelContext
-from shardformer.pipeline.pairs import gather_over_data
-from shardformer.testing.threads import run_as_threads
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.pipeline.paired_losses import gather_over_data
+from shardformer.training.initialize import initialize
 
 INPUTS = torch.randn(8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline.picture import as_text, check_file, colours, grid, save
-from shardformer.pipeline.schedule import SCHEDULES, Action, Kind, forward_only, make_schedule
-from shardformer.pipeline.timing import simulate
+from shardformer.pipeline.schedule_chart import as_text, check_file, colours, grid, save
+from shardformer.pipeline.schedules import SCHEDULES, Action, Kind, forward_only, make_schedule, simulate
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is an extra")
 
@@ -127,6 +126,6 @@ def test_a_file_that_cannot_be_a_chart_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardformer.pipeline.picture.find_spec", lambda _: None)
+    monkeypatch.setattr("shardformer.pipeline.schedule_chart.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install 'shardformer\[plot\]'"):
         save(make_schedule("1f1b", 2, 2), simulate(make_schedule("1f1b", 2, 2)), tmp_path / "chart.svg")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardformer.pipeline.placeholders import Placeholders, is_placeholder, output_of
+from shardformer.pipeline.stage_forward import Placeholders, is_placeholder, output_of
 
 
 def parts() -> tuple[nn.Module, Placeholders]:

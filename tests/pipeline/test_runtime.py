@@ -11,15 +11,13 @@ import pytest
 import torch
 
 from shardformer.config import ShardConfig
-from shardformer.engine.pipeline import Pipeline
-from shardformer.mesh.context import ParallelContext
-from shardformer.pipeline.actions import Action, Kind
-from shardformer.pipeline.schedule import make_schedule
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.pipeline.pipeline import Pipeline
+from shardformer.pipeline.schedules import Action, Kind, make_schedule, simulate
 from shardformer.pipeline.stage_manager import PipelineStageManager
-from shardformer.pipeline.timing import simulate
-from shardformer.sharder import shard_model
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.zoo import Batches, Sample
+from shardformer.shard_model_api import shard_model
+from shardformer.verify.small_models import Batches, Sample
 from tests.scripts import SHARDFORMER
 
 pytestmark = pytest.mark.slow
@@ -27,7 +25,7 @@ pytestmark = pytest.mark.slow
 DYING = """
 import os, signal, sys
 import shardformer
-from shardformer.testing.zoo import Batches, Sample
+from shardformer.verify.small_models import Batches, Sample
 
 context = shardformer.launch_from_torch(pipe=2, seed=0)
 model = shardformer.shard_model(Sample("gpt2")(), context=context)

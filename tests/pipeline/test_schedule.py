@@ -10,22 +10,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline import schedule as schedules
-from shardformer.pipeline import zero_bubble
-from shardformer.pipeline.picture import grid
-from shardformer.pipeline.schedule import (
+from shardformer.pipeline import schedules
+from shardformer.pipeline.schedule_chart import grid
+from shardformer.pipeline.schedules import (
     SCHEDULES,
     Action,
     Kind,
+    check,
     check_names,
     default_chunks,
     fitting_micro_batches,
+    formula,
     forward_only,
     make_schedule,
     messages,
     placement_of,
+    problems,
+    simulate,
 )
-from shardformer.pipeline.timing import check, formula, problems, simulate
 
 WITH_CHUNKS = [
     *(("gpipe", 1), ("1f1b", 1), ("zbv", 2)),
@@ -91,8 +93,8 @@ def test_a_schedule_is_its_picture(name: str, stages: int, micro_batches: int) -
         ("gpipe", schedules._gpipe.__doc__),
         ("1f1b", schedules._one_f_one_b.__doc__),
         ("interleaved", schedules._interleaved.__doc__),
-        ("interleaved_zb", zero_bubble.fill_with_weights.__doc__),
-        ("zbv", zero_bubble.zbv.__doc__),
+        ("interleaved_zb", schedules.fill_with_weights.__doc__),
+        ("zbv", schedules.zbv.__doc__),
     ],
 )
 def test_the_picture_in_the_docstring_is_the_schedule(name: str, said: str | None) -> None:

@@ -10,8 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline.schedule import SCHEDULES, Action, Kind, Schedule, forward_only, make_schedule
-from shardformer.pipeline.timing import check, problems, simulate
+from shardformer.pipeline.schedules import (
+    SCHEDULES,
+    Action,
+    Kind,
+    Schedule,
+    check,
+    forward_only,
+    make_schedule,
+    problems,
+    simulate,
+)
 
 F, B, INPUT, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT
 

@@ -18,21 +18,21 @@ import shardformer
 from shardformer.comm.collectives import checksum, gather_objects
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, InputError, PolicyError, ShardFormerError
-from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
-from shardformer.mesh import presence, processes
-from shardformer.mesh.context import ParallelContext
-from shardformer.mesh.launch import launch_from_torch
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh import parallel_context, rank_presence
+from shardformer.mesh.init_distributed import launch_from_torch
+from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies import registry
-from shardformer.policies.describe import Argument, Col_Layer, Row_Layer
-from shardformer.policies.describe import Layer as ShardedLayer
-from shardformer.policies.first_form import ColumnOrEmbedding
+from shardformer.policies.legacy import Argument, Col_Layer, ColumnOrEmbedding, Row_Layer
+from shardformer.policies.legacy import Layer as ShardedLayer
 from shardformer.policies.policy import Policy
-from shardformer.policies.role_policy import MLP, Attention, Inputs, Projections, RolePolicy, Stack
-from shardformer.sharder import ModelSharder, ShardFormer, resolve_policy, shard_model
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Stack
+from shardformer.shard_model_api import ModelSharder, ShardFormer, resolve_policy, shard_model
 from shardformer.sharding.checks import held_outside
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
+from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
+from shardformer.verify.small_models import MAIN, Batches, Sample, sample_loss
 from tests.ops import seeing_parts
 from tests.policies.toy import HEADS, HIDDEN, VOCAB, Layer, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
 
@@ -375,7 +375,12 @@ def test_what_the_first_rank_cannot_write_all_say(tmp_path: Path) -> None:
 
 
 def saved_by_one(folder: str) -> str:
-    presence.SURE_AFTER_S, presence.LOOK_EVERY_S, processes.ASK_AFTER_S, processes.ASK_EVERY_S = 0.2, 0.1, 0.1, 0.1
+    (
+        rank_presence.SURE_AFTER_S,
+        rank_presence.LOOK_EVERY_S,
+        parallel_context.ASK_AFTER_S,
+        parallel_context.ASK_EVERY_S,
+    ) = 0.2, 0.1, 0.1, 0.1
     context = launch_from_torch()
     model: Any = shard_model(Sample("llama")(), context=context)
     if context.tensor.rank == 0:

@@ -9,10 +9,10 @@ import pytest
 from torch import nn
 
 from shardformer.comm.recorder import Recorder
-from shardformer.mesh.context import ParallelContext
-from shardformer.sharder import shard_model
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.shard_model_api import shard_model
+from shardformer.verify.small_models import MAIN, Batches, Sample, sample_loss
 
 PARALLEL = {"gptj": {}, "falcon": {}, "falcon of one KV head": {"new_decoder_architecture": False, "multi_query": True}}
 

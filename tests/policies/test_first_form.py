@@ -13,11 +13,11 @@ import pytest
 from torch import Tensor
 
 import shardformer
-from shardformer.layers.tensor.embedding import VocabParallelEmbedding1D
-from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
-from shardformer.policies.basepolicy import Argument, Col_Layer, Layer, Policy, Row_Layer
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.zoo import Sample
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.policies.legacy import Argument, Col_Layer, Layer, Row_Layer
+from shardformer.policies.policy import Policy
+from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row, VocabParallelEmbedding1D
+from shardformer.verify.small_models import Sample
 from tests.policies.toy import ToyLM, check_sample, toy_batch, toy_loss
 from tests.scripts import SHARDFORMER
 

@@ -12,21 +12,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.layers.tensor.embedding import VocabParallelEmbedding1D
-from shardformer.layers.tensor.linear import FusedLinear1D_Col, Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
-from shardformer.mesh.axis import Axis
-from shardformer.pipeline.chain import StackDescription
-from shardformer.policies.basepolicy import Policy
-from shardformer.policies.describe import (
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.mesh.parallel_context import Axis
+from shardformer.pipeline.layer_sequence import StackDescription
+from shardformer.policies.module_descriptions import (
     BlockDescription,
     ModulePolicyDescription,
     SubModuleReplacementDescription,
 )
-from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack
-from shardformer.sharder import ModelSharder
-from shardformer.testing.pool import Pools, WorkerPool
-from shardformer.testing.zoo import Batches, Sample
-from shardformer.verify import Report
+from shardformer.policies.policy import Policy
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Projections, Stack
+from shardformer.shard_model_api import ModelSharder
+from shardformer.tensor_parallel.layers import (
+    FusedLinear1D_Col,
+    Linear1D_Col,
+    Linear1D_Row,
+    VocabParallelEmbedding1D,
+    VocabParallelLMHead1D,
+)
+from shardformer.verify.report import Report
+from shardformer.verify.small_models import Batches, Sample
 from tests.policies.toy import HIDDEN, ToyLM, ToyPolicy, check_sample, check_toy, toy_batch, toy_loss
 
 SEQUENCE = {"enable_sequence_parallelism": True}

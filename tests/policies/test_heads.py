@@ -7,11 +7,12 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from shardformer.discovery.reduced_model import Reference
+from shardformer.discovery.validation import mismatch
 from shardformer.errors import ConfigError
-from shardformer.policies.heads import HeadLayout
-from shardformer.policies.infer.prove import Reference, mismatch
+from shardformer.policies.attention_heads import HeadLayout
 from shardformer.policies.models.llama import LlamaPolicy
-from shardformer.testing.zoo import Sample
+from shardformer.verify.small_models import Sample
 
 LAYOUTS = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4), st.integers(1, 8))
 

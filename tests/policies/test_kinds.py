@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from shardformer.errors import PolicyError
-from shardformer.layers.tensor.linear import Linear1D_Col
-from shardformer.layout.split import Split
-from shardformer.pipeline.chain import StageNeeds
-from shardformer.policies.describe import Argument, ModulePolicyDescription, SubModuleReplacementDescription
-from shardformer.policies.kinds import in_words
+from shardformer.layout.shard_spec import Split
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.pipeline.layer_sequence import StageNeeds
+from shardformer.policies.legacy import Argument
+from shardformer.policies.module_descriptions import ModulePolicyDescription, SubModuleReplacementDescription, in_words
 from shardformer.policies.policy import Policy
-from shardformer.policies.role_policy import MLP, Attention, Inputs, Projections, Stack
-from shardformer.sharder import shard_model
-from shardformer.testing.threads import run_as_threads
+from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Stack
+from shardformer.shard_model_api import shard_model
+from shardformer.tensor_parallel.layers import Linear1D_Col
 from tests.policies.toy import SelfAttention, ToyLM, ToyPolicy
 from tests.test_bad_input import refusal_of, refused
 

@@ -16,13 +16,15 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.comm.recorder import Recorder
+from shardformer.discovery.reduced_model import Reference
+from shardformer.discovery.validation import mismatch
 from shardformer.errors import PolicyError
-from shardformer.layers.tensor.split_norm import SplitNorm
-from shardformer.mesh.context import ParallelContext
-from shardformer.policies.infer.prove import Reference, mismatch
-from shardformer.policies.role_policy import MLP, Attention, Inputs, Projections, RolePolicy, Stack
-from shardformer.sharder import shard_model
-from shardformer.testing.threads import run_as_threads
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Stack
+from shardformer.shard_model_api import shard_model
+from shardformer.tensor_parallel.layers import SplitNorm
 
 B, S, HIDDEN, HEADS = 2, 7, 30, 5
 

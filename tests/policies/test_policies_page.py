@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from shardformer.testing.pool import WorkerPool
-from shardformer.verify import verify
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.verify.verification import verify
 from tests.scripts import PYTHON
 
 PAGE = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")

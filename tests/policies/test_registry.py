@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from shardformer.discovery.derive_policy import EXAMPLE
 from shardformer.errors import PolicyError
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.policies import registry
-from shardformer.policies.infer.ways_out import EXAMPLE
 from shardformer.policies.registry import FAMILIES
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.sharder import resolve_policy
-from shardformer.testing.pool import WorkerPool
+from shardformer.shard_model_api import resolve_policy
 from tests.policies.toy import HEADS, ToyLM, ToyPolicy
 
 HIDDEN, VOCAB = 24, 97

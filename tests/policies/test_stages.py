@@ -7,13 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardformer.discovery.reduced_model import Reference
+from shardformer.discovery.validation import mismatch
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.policies.infer.prove import Reference, mismatch
-from shardformer.policies.paths import matching
-from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack
-from shardformer.sharder import shard_model
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.module_paths import matching
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Projections, Stack
+from shardformer.shard_model_api import shard_model
 from shardformer.sharding.describe import describe
-from shardformer.testing.threads import run_as_threads
 
 
 class Heads(nn.Module):

@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.policies.policy import Policy
-from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.zoo import Batches, Sample
-from shardformer.verify import Report, verify
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Projections, Stack
+from shardformer.verify.report import Report
+from shardformer.verify.small_models import Batches, Sample
+from shardformer.verify.verification import verify
 
 B, S, HIDDEN, HEADS, WIDTH, VOCAB = 4, 9, 30, 5, 41, 101
 HEAD_DIM = HIDDEN // HEADS

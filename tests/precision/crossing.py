@@ -20,19 +20,17 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.comm.collectives import all_reduce
-from shardformer.engine.parallel import Parallel
-from shardformer.engine.pipeline import Pipeline
+from shardformer.config import Parallel
 from shardformer.errors import ConfigError
-from shardformer.mesh.context import ParallelContext, with_sequence, with_tensor
-from shardformer.mesh.sizes import total_of
-from shardformer.optim.settings import LossScale, Precision
-from shardformer.optim.zero import zero
-from shardformer.sharder import shard_model
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import counts_by_sample, num_samples, sample_loss
-from shardformer.verify.arithmetic import WithoutCasts
-from shardformer.verify.replay import Replay
-from shardformer.verify.run import _gathered, _gradient
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext, with_sequence, with_tensor
+from shardformer.mesh.rank_grid import total_of
+from shardformer.pipeline.pipeline import Pipeline
+from shardformer.shard_model_api import shard_model
+from shardformer.verify.small_models import counts_by_sample, num_samples, sample_loss
+from shardformer.verify.train_both import Replay, WithoutCasts, _gathered, _gradient
+from shardformer.zero.mixed_precision import LossScale, Precision
+from shardformer.zero.shard_optimizer import zero
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE = 2.0**10

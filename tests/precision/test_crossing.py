@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-from shardformer.layers.dropout import silence_dropout
-from shardformer.testing.zoo import MAIN, SMALL, Batches, Sample
+from shardformer.discovery.reduced_model import silence_dropout
+from shardformer.verify.small_models import MAIN, SMALL, Batches, Sample
 from tests.precision.crossing import Entry, Reference, assert_as_exact
 from tests.verify.deep import deep
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardformer.engine.pipeline import Pipeline
 from shardformer.errors import InputError
-from shardformer.mesh.context import ParallelContext
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.stage_manager import PipelineStageManager
-from shardformer.sharder import shard_model
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample
-from shardformer.verify.run import _gathered
+from shardformer.shard_model_api import shard_model
+from shardformer.verify.small_models import MAIN, Batches, Sample
+from shardformer.verify.train_both import _gathered
 from tests.precision.crossing import floats_in
 from tests.verify.deep import deep
 from tests.verify.variants import VARIANTS

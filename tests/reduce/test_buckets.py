@@ -10,14 +10,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardformer.comm.collectives import all_gather
-from shardformer.layout.reduction import Reduction
-from shardformer.layout.spec import ShardSpec
-from shardformer.layout.split import Split
-from shardformer.layout.state import Entry
-from shardformer.mesh.axis import Axis
-from shardformer.reduce.bucket import ALIGNED, Bucket, Gradient, HandOver
-from shardformer.reduce.buckets import GradientReducer
-from shardformer.testing.pool import WorkerPool
+from shardformer.gradients.buckets import ALIGNED, Bucket, Gradient, HandOver
+from shardformer.gradients.reducer import GradientReducer
+from shardformer.layout.shard_spec import ShardSpec, Split
+from shardformer.layout.sharding_metadata import Entry, Reduction
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import Axis
 
 
 class _Net(nn.Module):

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.comm.recorder import Recorder
+from shardformer.consistency import rank_divergence as watches
+from shardformer.consistency.rank_divergence import BITS, Watch
 from shardformer.errors import InputError
-from shardformer.layout.state import state_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.reduce import watch as watches
-from shardformer.reduce.watch import BITS, Watch
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample
+from shardformer.layout.sharding_metadata import state_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.verify.small_models import MAIN, Batches, Sample
 
 STEPS, AT = 4, 2
 Change = Callable[["Run"], None]

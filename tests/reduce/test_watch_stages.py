@@ -12,9 +12,9 @@ from torch.optim import SGD
 
 import shardformer
 from shardformer.errors import InputError
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import Sample
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.verify.small_models import Sample
 
 STEPS = 3
 Optimizers = list[torch.optim.Optimizer]

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy
 
-from shardformer.runs.config import RunConfig
-from shardformer.runs.read import config_of
+from shardformer.train_command.config_schema import RunConfig, config_of
 
 SMALL: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2},

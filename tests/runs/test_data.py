@@ -12,10 +12,7 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from shardformer.errors import ConfigError, InputError, ShardFormerError
-from shardformer.runs.data import data_of
-from shardformer.runs.samples import IGNORED, Padded
-from shardformer.runs.sources import format_of
-from shardformer.runs.tokens import MASK, NOTHING
+from shardformer.train_command.datasets import IGNORED, MASK, NOTHING, Padded, data_of, format_of
 from tests.runs.files import WORDS, config, labelled, write_images, write_rows, write_text
 
 

@@ -10,11 +10,10 @@ import pytest
 import transformers
 
 from shardformer.errors import ConfigError
-from shardformer.runs.data import RunData, data_of
-from shardformer.runs.model_config import class_names_of, from_data, own_config
-from shardformer.runs.plan import plan_of
-from shardformer.runs.read import config_of
-from shardformer.runs.run import data_and_model_of
+from shardformer.train_command.config_schema import config_of
+from shardformer.train_command.datasets import RunData, data_of
+from shardformer.train_command.model_config import class_names_of, from_data, own_config
+from shardformer.train_command.run import data_and_model_of, plan_of
 from tests.runs.files import SMALL, config, labelled, write_rows, write_text
 
 FEW = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -207,7 +206,7 @@ def test_what_an_export_would_fail_with_is_refused_before_the_first_step(tmp_pat
 
 
 def test_classes_of_a_run_are_in_the_exported_config(tmp_path: Path) -> None:
-    from shardformer.runs.run import train
+    from shardformer.train_command.run import train
 
     data = {"train": write_rows(tmp_path, labelled())}
     training = {"steps": 1, "export": True}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardformer.errors import InputError
-from shardformer.runs.plan import RunPlan, plan_of
+from shardformer.train_command.run import RunPlan, plan_of
 from tests.runs.files import config, write_text
 
 

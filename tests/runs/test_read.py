@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from shardformer.engine.parallel import Parallel
+from shardformer.config import Parallel
 from shardformer.errors import ConfigError
-from shardformer.optim.settings import Offload
-from shardformer.runs.config import ParallelTable, RunConfig
-from shardformer.runs.read import config_of, read_config
+from shardformer.offload.host import Offload
+from shardformer.train_command.config_schema import ParallelTable, RunConfig, config_of, read_config
 
 LEAST: dict[str, Any] = {"model": {"name": "gpt2"}, "data": {"train": "a.txt"}}
 

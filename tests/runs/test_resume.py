@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.runs.config import RunConfig
-from shardformer.runs.run import train
-from shardformer.trainer.records import read_records
+from shardformer.train_command.config_schema import RunConfig
+from shardformer.train_command.run import train
+from shardformer.training.metrics_log import read_records
 from tests.runs.files import config, labelled, write_rows, write_text
 
 LR = 1e-2
@@ -44,8 +44,8 @@ def test_another_length_does_not_silently_change_the_schedule(name: str, steps: 
 
 def stop_behind(made: RunConfig, steps: int) -> None:
     """Trains so many steps of a longer run."""
-    from shardformer.mesh.context import ParallelContext
-    from shardformer.runs.run import trainer_of
+    from shardformer.mesh.parallel_context import ParallelContext
+    from shardformer.train_command.run import trainer_of
 
     trainer, _ = trainer_of(made, made.layout, ParallelContext.of({}))
     trainer.fit(steps=steps)

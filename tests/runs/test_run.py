@@ -13,11 +13,11 @@ import torch
 import transformers
 
 from shardformer.errors import ConfigError, ShardFormerError
-from shardformer.mesh.context import ParallelContext
-from shardformer.runs.config import RunConfig
-from shardformer.runs.run import train, trainer_of
-from shardformer.testing.pool import WorkerPool
-from shardformer.trainer.records import read_records
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.train_command.config_schema import RunConfig
+from shardformer.train_command.run import train, trainer_of
+from shardformer.training.metrics_log import read_records
 from tests.runs.files import SMALL, config, labelled, write_images, write_rows, write_text
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

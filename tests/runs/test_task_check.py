@@ -10,10 +10,9 @@ import torch
 import transformers
 
 from shardformer.errors import ConfigError
-from shardformer.lazy.recorder import LazyInit
-from shardformer.runs.plan import plan_of
-from shardformer.runs.run import data_and_model_of
-from shardformer.runs.task_check import check_task, seen_by_loss
+from shardformer.meta_init.lazy_init import LazyInit
+from shardformer.train_command.run import data_and_model_of, plan_of
+from shardformer.train_command.run_checks import check_task, seen_by_loss
 from tests.runs.files import SMALL, config, write_text
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}

@@ -11,10 +11,10 @@ import transformers
 from torch import nn
 
 from shardformer.errors import ConfigError
-from shardformer.runs.config import OptimizerTable, ScheduleTable
-from shardformer.runs.data import data_of
-from shardformer.runs.run import num_steps_of
-from shardformer.runs.updates import optimizer_of, scheduler_of
+from shardformer.train_command.build import optimizer_of, scheduler_of
+from shardformer.train_command.config_schema import OptimizerTable, ScheduleTable
+from shardformer.train_command.datasets import data_of
+from shardformer.train_command.run import num_steps_of
 from tests.runs.files import config, labelled, write_rows
 
 

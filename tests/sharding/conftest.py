@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardformer import sharder
+from shardformer import shard_model_api as sharder
+from shardformer.discovery import derive_policy
 from shardformer.policies.role_policy import RolePolicy
 
 
@@ -16,7 +17,7 @@ from shardformer.policies.role_policy import RolePolicy
 def found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a test that does not change its models: who has the same class and config gets the same policy."""
     lock, found = threading.Lock(), dict[Any, type[RolePolicy]]()
-    find: Callable[[Any], RolePolicy] = sharder.infer
+    find: Callable[[Any], RolePolicy] = derive_policy.infer
 
     def once(model: Any) -> RolePolicy:
         with lock:

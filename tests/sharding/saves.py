@@ -26,9 +26,8 @@ import transformers
 from transformers import modeling_utils
 
 import shardformer
-from shardformer.mesh.axis import Axis
-from shardformer.mesh.context import ParallelContext
-from shardformer.sharding import replace as replacing
+from shardformer.checkpoint import directory
+from shardformer.mesh.parallel_context import Axis, ParallelContext
 
 NAMES = ("rename", "replace", "link", "unlink", "mkdir", "rmdir", "remove")
 Do = Callable[[], None]
@@ -125,7 +124,7 @@ def tries(root: Path, every: int, mounted: bool) -> Counter[str]:
     (old / "tokenizer.json").write_text("{}")
     folder = root / "model"
     if mounted:  # a folder that cannot be renamed
-        replacing._can_be_renamed = lambda target: False
+        directory._can_be_renamed = lambda target: False
     shutil.copytree(old, folder)
     count = save(folder)
     assert what_loads(folder) == "new"

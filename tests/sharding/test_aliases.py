@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.errors import PolicyError
-from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
-from shardformer.mesh.context import ParallelContext
-from shardformer.policies.describe import ModulePolicyDescription, SubModuleReplacementDescription
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.policies.module_descriptions import ModulePolicyDescription, SubModuleReplacementDescription
+from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
+from shardformer.verify.small_models import MAIN, Batches, Sample
 from tests.policies.toy import VOCAB, ToyLM, ToyPolicy, toy_batch, toy_loss
 
 

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.engine.parallel import Parallel
-from shardformer.engine.pipeline import Pipeline
+from shardformer.config import Parallel
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.mesh.context import ParallelContext, with_sequence, with_tensor
-from shardformer.mesh.sizes import total_of
-from shardformer.optim.zero import zero
-from shardformer.sharder import shard_model
-from shardformer.sharding.save import full_state_dict
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext, with_sequence, with_tensor
+from shardformer.mesh.rank_grid import total_of
+from shardformer.pipeline.pipeline import Pipeline
+from shardformer.shard_model_api import shard_model
+from shardformer.verify.small_models import MAIN, Batches, Sample
+from shardformer.weights.state_dict import full_state_dict
+from shardformer.zero.shard_optimizer import zero
 
 pytestmark = pytest.mark.slow
 

@@ -15,19 +15,23 @@ import transformers
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.layers.context import cut_tensor, heads, ring
-from shardformer.layers.context.cut_tensor import CutTensor
-from shardformer.layout.reduction import Reduction
-from shardformer.layout.state import specs_of
-from shardformer.mesh.context import ParallelContext, with_sequence
-from shardformer.policies.infer import prove_context
-from shardformer.sharding import gradients as sharding_gradients
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample
-from shardformer.testing.zoo.inputs import batches_for
-from shardformer.testing.zoo.shrink import shrunk
-from shardformer.verify import Training, verify
+from shardformer.context_parallel import ring_attention
+from shardformer.context_parallel import ring_attention as ring
+from shardformer.context_parallel import sequence_sharded_tensor as cut_tensor
+from shardformer.context_parallel import ulysses as heads
+from shardformer.context_parallel.sequence_sharded_tensor import CutTensor
+from shardformer.discovery import forward_trace
+from shardformer.discovery import validation as prove_context
+from shardformer.discovery.example_inputs import batches_for
+from shardformer.discovery.shrink_config import shrunk
+from shardformer.layout.sharding_metadata import Reduction, specs_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext, with_sequence
+from shardformer.sharding import apply_tensor_parallel as sharding_gradients
+from shardformer.verify.small_models import MAIN, Batches, Sample
+from shardformer.verify.training_options import Training
+from shardformer.verify.verification import verify
 from tests.pairwise import in_turn
 
 STEPS, LEARNING_RATE, SAMPLES = 2, 0.1, 4
@@ -317,7 +321,7 @@ def test_that_it_is_given_them_is_found_and_said(monkeypatch: pytest.MonkeyPatch
 
     assert "of what mixes them without attention: model.layers.*.mamba." in run_as_threads(said, sequence=2)[0]
     monkeypatch.setattr(prove_context, "_KNOWN", {})
-    monkeypatch.setattr(prove_context.TokensIn, "mixing", lambda _: iter(()))
+    monkeypatch.setattr(forward_trace.TokensIn, "mixing", lambda _: iter(()))
     assert "differs" in refused(plain)
 
 
@@ -509,7 +513,7 @@ def _not_swapped(x: list[Tensor], shapes: Any, axis: Any) -> list[Tensor]:
 
 LEFT_OUT: dict[str, tuple[str, Any, str, Any]] = {
     "keys of other ranks": ("ring", ring, "_exchange", _nothing_arrives),
-    "gradients of keys, home": ("ring", ring._Home, "finish", lambda self: None),
+    "gradients of keys, home": ("ring", ring_attention._Home, "finish", lambda self: None),
     "keys that are gathered": ("gather", ring, "all_gather", lambda x, axis, *_, **__: torch.cat([x] * axis.size, 3)),
     "heads for positions": ("ulysses", heads, "_swapped", _not_swapped),
     "the loss": ("ring", cut_tensor, "all_reduce", lambda x, *_, **__: x),

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.errors import PolicyError
-from shardformer.layout.state import state_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import Sample
+from shardformer.layout.sharding_metadata import state_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.verify.small_models import Sample
 
 IDS = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(0))
 

@@ -11,15 +11,15 @@ from torch import nn
 import shardformer
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError
-from shardformer.mesh.context import ParallelContext
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies.registry import FAMILIES
-from shardformer.sharding import describe_stages as stage_table
-from shardformer.sharding import text_table as listing
-from shardformer.sharding.describe import Description
-from shardformer.sharding.describe_stages import StageRow
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.zoo import SMALL, Sample
+from shardformer.sharding import describe
+from shardformer.sharding import describe as listing
+from shardformer.sharding import describe as stage_table
+from shardformer.sharding.describe import Description, StageRow
+from shardformer.verify.small_models import SMALL, Sample
 from tests.policies.toy import ToyLM, ToyPolicy
 
 
@@ -102,7 +102,7 @@ def test_layers_that_differ_are_counted() -> None:
 
 def test_long_lists_of_names_go_on_in_the_next_line() -> None:
     parameters = [(f"h.*.block_{i}.norm.weight", "64", 2, 0.01) for i in range(9)]
-    lines = listing.table(("whole", "shape", "share"), listing.whole_rows(parameters), {"h.*": 2})
+    lines = describe.table(("whole", "shape", "share"), describe.whole_rows(parameters), {"h.*": 2})
     assert max(map(len, lines)) < 80
     assert lines[-1].endswith("block_8.norm: weight") and lines[2].endswith("64     9.0%")
 

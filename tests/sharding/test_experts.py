@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from shardformer.layout.state import specs_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.policies.role_policy import Experts, RolePolicy, Stack
-from shardformer.sharder import shard_model
-from shardformer.sharding.save import full_state_dict
-from shardformer.testing.threads import run_as_threads
+from shardformer.layout.sharding_metadata import specs_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import Experts, Stack
+from shardformer.shard_model_api import shard_model
+from shardformer.weights.state_dict import full_state_dict
 
 HIDDEN, NUM = 72, 4
 UP = ["gate_up_proj", "gate_up_proj_bias"]

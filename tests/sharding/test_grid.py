@@ -18,21 +18,22 @@ from torch import Tensor, nn
 import shardformer
 from shardformer.comm.collectives import Pending, local_chunk
 from shardformer.comm.recorder import Recorder
+from shardformer.discovery import validation as prove_grid
+from shardformer.discovery.example_inputs import batches_for
+from shardformer.discovery.shrink_config import shrunk
 from shardformer.errors import ConfigError, InputError, PolicyError
-from shardformer.layers.grid.edges import GridEdges
-from shardformer.layers.grid.norm import GridNorm
-from shardformer.layout.state import specs_of
-from shardformer.mesh.context import ParallelContext, with_tensor
-from shardformer.policies.infer import prove_grid
-from shardformer.sharding import grid as grid_plan
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample, sample_loss
-from shardformer.testing.zoo.inputs import batches_for
-from shardformer.testing.zoo.shrink import shrunk
+from shardformer.layout.sharding_metadata import specs_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext, with_tensor
+from shardformer.sharding import apply_tensor_grid as grid_plan
+from shardformer.tensor_parallel.grid.layers import GridNorm
+from shardformer.tensor_parallel.grid.region import GridEdges
 from shardformer.transformers_compat import is_cache
-from shardformer.verify import Training, verify
-from shardformer.verify.arithmetic import WithoutCasts
+from shardformer.verify.small_models import MAIN, Batches, Sample, sample_loss
+from shardformer.verify.train_both import WithoutCasts
+from shardformer.verify.training_options import Training
+from shardformer.verify.verification import verify
 from tests.pairwise import in_turn
 
 STEPS, LEARNING_RATE, SAMPLES, BOUND = 2, 0.1, 3, 1e-10
@@ -516,7 +517,7 @@ def test_what_a_grid_does_not_go_with() -> None:
 def test_a_policy_that_knows_one_axis() -> None:
     class Own(shardformer.Policy):
         def module_policy(self) -> Any:
-            sub = shardformer.SubModuleReplacementDescription("fc", shardformer.layers.Linear1D_Col)
+            sub = shardformer.SubModuleReplacementDescription("fc", shardformer.tensor_parallel.Linear1D_Col)
             return {"h.0": shardformer.ModulePolicyDescription(sub_module_replacement=[sub])}
 
     class Model(nn.Module):

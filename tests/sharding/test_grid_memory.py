@@ -8,8 +8,8 @@ import transformers
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.mesh.context import ParallelContext, with_tensor
-from shardformer.testing.threads import run_as_threads
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext, with_tensor
 from tests.ops import seeing_parts
 
 pytestmark = pytest.mark.slow

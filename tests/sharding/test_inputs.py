@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.errors import ConfigError, InputError
-from shardformer.layout.state import specs_of, state_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
+from shardformer.layout.sharding_metadata import specs_of, state_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
 
 IDS = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(1))
 LAYOUTS: list[dict[str, Any]] = [

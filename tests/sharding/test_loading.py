@@ -14,9 +14,9 @@ import transformers
 
 import shardformer
 from shardformer.errors import ConfigError
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.verify.small_models import MAIN, Batches, Sample
 from tests.scripts import PYTHON
 
 FAMILIES = ("llama", "gpt2", "t5", "bert")

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from shardformer.engine.parallel import Parallel
+from shardformer.config import Parallel
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.mesh.context import ParallelContext, with_sequence, with_tensor
-from shardformer.mesh.sizes import total_of
-from shardformer.sharder import shard_model
-from shardformer.testing.threads import run_as_threads
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext, with_sequence, with_tensor
+from shardformer.mesh.rank_grid import total_of
+from shardformer.shard_model_api import shard_model
 from tests.sharding.test_changed_models import check, llama
 
 pytestmark = pytest.mark.slow

@@ -9,23 +9,24 @@ import pytest
 from torch import nn
 
 from shardformer.errors import ConfigError, PolicyError, ShardFormerError
-from shardformer.layers.tensor.embedding import VocabParallelEmbedding1D
-from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
-from shardformer.mesh.axis import Axis
-from shardformer.pipeline.chain import StackDescription
-from shardformer.policies import first_form
-from shardformer.policies.describe import (
-    Argument,
+from shardformer.mesh.parallel_context import Axis
+from shardformer.pipeline.layer_sequence import StackDescription
+from shardformer.policies import legacy
+from shardformer.policies.legacy import Argument, Col_Layer, Layer, Row_Layer
+from shardformer.policies.module_descriptions import (
     BlockDescription,
-    Col_Layer,
-    Layer,
     ModulePolicyDescription,
-    Row_Layer,
     SubModuleReplacementDescription,
 )
 from shardformer.policies.policy import Policy
-from shardformer.policies.role_policy import MLP, Attention, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, Projections, Stack
 from shardformer.sharding.plan import Plan, make_plan
+from shardformer.tensor_parallel.layers import (
+    Linear1D_Col,
+    Linear1D_Row,
+    VocabParallelEmbedding1D,
+    VocabParallelLMHead1D,
+)
 from tests.policies.toy import Layer as ToyLayer
 from tests.policies.toy import SelfAttention, ToyLM, ToyPolicy
 
@@ -49,7 +50,7 @@ def plan_of(policy: Policy, model: nn.Module | None = None, size: int = 2) -> Pl
     policy.set_model(model or ToyLM())
     policy.axis = Axis("tensor", size)
     plan = make_plan(policy.model, policy)
-    first_form.check(policy, policy.model)
+    legacy.check(policy, policy.model)
     return plan
 
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import shardformer
-from shardformer.mesh.context import ParallelContext
-from shardformer.policies.role_policy import MLP, RolePolicy, Stack
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.zoo import Batches, Sample
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Stack
+from shardformer.verify.small_models import Batches, Sample
 
 
 def seed_by_rank(rank: int) -> None:

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardformer.comm.recorder import Recorder
+from shardformer.discovery.derive_policy import infer
 from shardformer.errors import ConfigError
-from shardformer.layout.state import specs_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.policies.infer.infer import infer
-from shardformer.policies.role_policy import MLP, Experts, RolePolicy, SequenceNeeds, Stack
-from shardformer.sharder import shard_model
-from shardformer.testing.threads import run_as_threads
+from shardformer.layout.sharding_metadata import specs_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.pipeline.layer_sequence import SequenceNeeds
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Experts, Stack
+from shardformer.shard_model_api import shard_model
 from tests.optim.test_grad_norm import Bank
 from tests.sharding.test_shared import AttentionsOnly, AttentionsOnlyPolicy
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from shardformer.disk.writing import REPLACED, Process, private, private_path
-from shardformer.sharding import replace
-from shardformer.sharding.replace import replace_folder
+from shardformer.checkpoint import directory
+from shardformer.checkpoint import directory as replace
+from shardformer.checkpoint.directory import replace_folder
+from shardformer.filesystem.atomic_write import REPLACED, Process, private, private_path
 
 OLD = (
     "config.json",
@@ -61,7 +62,7 @@ def test_the_files_of_an_older_model_are_replaced_and_others_kept(
 def test_a_file_that_comes_while_the_folder_is_exchanged_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, real = tmp_path / "model", replace._link
+    target, real = tmp_path / "model", directory._link
     fill(target)
 
     def late(*args: Any) -> None:

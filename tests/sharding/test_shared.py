@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.comm.gather import gather_full
+from shardformer.comm.collectives import gather_full
 from shardformer.errors import ConfigError
-from shardformer.layout.state import specs_of
-from shardformer.mesh.context import ParallelContext
+from shardformer.layout.sharding_metadata import specs_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.policy import Policy
-from shardformer.policies.role_policy import Attention, Projections, RolePolicy, Stack
-from shardformer.testing.threads import run_as_threads
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import Attention, Projections, Stack
 from tests.policies.toy import HEADS, HIDDEN, VOCAB, FeedForward, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
 
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.errors import ConfigError
-from shardformer.layers.tensor.linear import Linear1D_Col
 from shardformer.layout.slice_tensor import SliceTensor, mark_slices
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.tensor_parallel.layers import Linear1D_Col
 
 
 def plain(seed: int = 0) -> Any:

@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from shardformer.config import ShardConfig
-from shardformer.mesh.context import ParallelContext
-from shardformer.pipeline.balance import balanced
-from shardformer.pipeline.chain import homes
-from shardformer.sharder import measure_costs, resolve_policy
-from shardformer.sharding.costs import costs_of
-from shardformer.testing.zoo import Batches, Sample
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.pipeline.layer_sequence import costs_of, homes
+from shardformer.pipeline.partition import balanced
+from shardformer.shard_model_api import measure_costs, resolve_policy
+from shardformer.verify.small_models import Batches, Sample
 
 
 def estimated(model: nn.Module) -> list[float]:

@@ -15,10 +15,10 @@ from torch.nn.utils import prune
 
 import shardformer
 from shardformer.errors import ConfigError, InputError
-from shardformer.mesh.context import ParallelContext
-from shardformer.sharding.guards import Guard
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.sharding.forward_checks import Guard
+from shardformer.verify.small_models import MAIN, Batches, Sample
 
 
 def plain() -> Any:

@@ -17,11 +17,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 import shardformer
 from shardformer.errors import ConfigError
-from shardformer.layout.state import specs_of, state_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample
+from shardformer.layout.sharding_metadata import specs_of, state_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.torch_compat import wrapped_name
+from shardformer.verify.small_models import MAIN, Batches, Sample
 
 BATCH = Batches(MAIN["llama"])(0)
 LAYOUTS = [{"data": 2}, {"tensor": 2}, {"sequence": 2}, {"pipe": 2}, {"tensor": 2, "sequence": 2}]

@@ -12,10 +12,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardformer.errors import ConfigError
-from shardformer.mesh.context import ParallelContext
-from shardformer.policies.role_policy import MLP, RolePolicy, Stack
-from shardformer.sharder import shard_model
-from shardformer.testing.pool import WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Stack
+from shardformer.shard_model_api import shard_model
 
 
 class Layer(nn.Module):

@@ -19,15 +19,14 @@ from transformers import masking_utils
 
 from shardformer.comm.collectives import all_gather, gather_objects
 from shardformer.comm.recorder import Recorder
-from shardformer.engine.pipeline import Pipeline
 from shardformer.errors import ConfigError
-from shardformer.mesh.context import ParallelContext
-from shardformer.mesh.threads import ThreadTransport
-from shardformer.mesh.traffic import Collective, Event
-from shardformer.sharder import shard_model
-from shardformer.testing.fake import LiveBytes, fake_context, fake_tensors
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import Batches, Sample
+from shardformer.local_ranks.fake_rank import LiveBytes, fake_context, fake_tensors
+from shardformer.local_ranks.threads import ThreadTransport, run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.mesh.transport import Collective, Event
+from shardformer.pipeline.pipeline import Pipeline
+from shardformer.shard_model_api import shard_model
+from shardformer.verify.small_models import Batches, Sample
 
 SEQUENCE = {"enable_sequence_parallelism": True}
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, bool]]] = {
@@ -268,9 +267,9 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from shardformer.comm.recorder import Recorder
-from shardformer.engine.pipeline import Pipeline
-from shardformer.sharder import shard_model
-from shardformer.testing.fake import LiveBytes, fake_context, fake_tensors
+from shardformer.pipeline.pipeline import Pipeline
+from shardformer.shard_model_api import shard_model
+from shardformer.local_ranks.fake_rank import LiveBytes, fake_context, fake_tensors
 
 config = LlamaConfig(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
                      num_attention_heads=32, use_cache=False)

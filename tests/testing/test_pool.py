@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardformer.errors import ConfigError, InputError, LaunchError, WorkerError
-from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
 
 pytestmark = pytest.mark.slow
 
@@ -326,7 +326,7 @@ def test_workers_end_with_a_parent_that_is_killed_in_a_call(tmp_path: Path) -> N
     script.write_text(
         textwrap.dedent("""
             import threading, time
-            from shardformer.testing.pool import WorkerPool
+            from shardformer.local_ranks.worker_pool import WorkerPool
 
             def hang():
                 time.sleep(600)

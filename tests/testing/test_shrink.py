@@ -10,10 +10,10 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from shardformer.policies.infer.infer import infer
+from shardformer.discovery.config_fields import Kind, kinds_of
+from shardformer.discovery.derive_policy import infer
+from shardformer.discovery.shrink_config import ODD, Shrinker, model_of
 from shardformer.policies.roles import MLP, Attention
-from shardformer.testing.zoo.kinds import Kind, kinds_of
-from shardformer.testing.zoo.shrink import ODD, Shrinker, model_of
 
 
 class OddConfig(transformers.PreTrainedConfig):

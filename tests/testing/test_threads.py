@@ -12,13 +12,13 @@ import torch
 
 from shardformer.comm.collectives import all_reduce, gather_objects
 from shardformer.comm.recorder import Recorder
-from shardformer.engine.pipeline import Pipeline
 from shardformer.errors import ConfigError, LaunchError, WorkerError
-from shardformer.layout.state import specs_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.sharder import shard_model
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import Batches, Sample, sample_loss
+from shardformer.layout.sharding_metadata import specs_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.pipeline.pipeline import Pipeline
+from shardformer.shard_model_api import shard_model
+from shardformer.verify.small_models import Batches, Sample, sample_loss
 
 OVERLAP = {"enable_sequence_parallelism": True, "enable_sequence_overlap": True}
 

@@ -13,10 +13,10 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline.loss import LossWeights
-from shardformer.pipeline.microbatches import split_batch
-from shardformer.sharder import resolve_policy
-from shardformer.testing.zoo import (
+from shardformer.pipeline.micro_batch_loss import LossWeights
+from shardformer.pipeline.micro_batches import split_batch
+from shardformer.shard_model_api import resolve_policy
+from shardformer.verify.small_models import (
     FAMILY_OF,
     HEADS,
     LANGUAGE_MODEL,
@@ -26,10 +26,10 @@ from shardformer.testing.zoo import (
     Batches,
     Sample,
     counts_by_sample,
+    depth_of,
     num_samples,
     sample_loss,
-)  # fmt: skip
-from shardformer.testing.zoo.depth import depth_of
+)
 from tests.verify.variants import VARIANTS, Changed
 
 EVERY_HEAD = {head: Changed(family, {}, head) for head, family in FAMILY_OF.items()}

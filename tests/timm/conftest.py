@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
 from tests.timm.process import FOLDER, is_there
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import shardformer
 from shardformer.errors import ConfigError
-from shardformer.layers.attention import kernels as attention_kernels
-from shardformer.layers.attention.select import _describe, use_flash_attention
-from shardformer.testing.pool import WorkerPool
+from shardformer.kernels import attention as attention_kernels
+from shardformer.kernels.attention_registration import _describe, use_flash_attention
+from shardformer.local_ranks.worker_pool import WorkerPool
 from tests.ops import Ops
 from tests.timm.models import MODELS, Small, images, loss
 from tests.timm.test_timm import MODES, differences, in_worker, of, sharded

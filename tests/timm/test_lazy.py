@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import shardformer
-from shardformer.layout.state import specs_of
-from shardformer.lazy import recipe
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.pool import Pools, WorkerPool
-from shardformer.testing.threads import run_as_threads
+from shardformer.layout.sharding_metadata import specs_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.meta_init import init_recipe as recipe
 from tests.lazy.families import assert_same
 from tests.lazy.living import Living
 from tests.pairwise import in_turn

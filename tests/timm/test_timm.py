@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 import shardformer
+from shardformer.discovery.reduced_model import Reference
+from shardformer.discovery.validation import mismatch
 from shardformer.errors import ShardFormerError
-from shardformer.layout.reduction import Reduction
-from shardformer.mesh.context import ParallelContext
-from shardformer.policies.infer.prove import Reference, mismatch
-from shardformer.sharder import resolve_policy
-from shardformer.testing.pool import Pools, WorkerPool
-from shardformer.testing.threads import run_as_threads
-from shardformer.verify import Pipelined, verify
+from shardformer.layout.sharding_metadata import Reduction
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.shard_model_api import resolve_policy
+from shardformer.verify.train_both import Pipelined
+from shardformer.verify.verification import verify
 from tests.ops import seeing_parts
 from tests.pairwise import in_turn
 from tests.timm.models import MODELS, STAGED, Small, images, loss
@@ -128,8 +130,8 @@ def test_tensor_times_data(timm_pools: Pools, name: str, mode: str) -> None:
 
 def without(what: str, name: str, options: dict[str, bool]) -> list[str]:
     stand_in: Any = {
-        "shardformer.sharding.gradients.reduction_of": lambda *_: Reduction(),
-        "shardformer.layers.tensor.edges.start_all_reduce": lambda x, *_, **__: _Done(x),
+        "shardformer.sharding.apply_tensor_parallel.reduction_of": lambda *_: Reduction(),
+        "shardformer.tensor_parallel.region.start_all_reduce": lambda x, *_, **__: _Done(x),
     }[what]
     with patch(what, stand_in):
         return differences(name, (2,), {}, options)
@@ -146,10 +148,20 @@ class _Done:
 @pytest.mark.parametrize(
     ("what", "name", "mode", "said"),
     [
-        ("shardformer.layers.tensor.edges.start_all_reduce", "beit", "plain", "output differs"),
-        ("shardformer.sharding.gradients.reduction_of", "vit with all between", "plain", "attn.q_norm.weight"),
-        ("shardformer.sharding.gradients.reduction_of", "beit", "sequence", "blocks.0.gamma_1 differs"),
-        ("shardformer.sharding.gradients.reduction_of", "swin v2", "plain", "attn.cpb_mlp.0.weight differs"),
+        ("shardformer.tensor_parallel.region.start_all_reduce", "beit", "plain", "output differs"),
+        (
+            "shardformer.sharding.apply_tensor_parallel.reduction_of",
+            "vit with all between",
+            "plain",
+            "attn.q_norm.weight",
+        ),
+        ("shardformer.sharding.apply_tensor_parallel.reduction_of", "beit", "sequence", "blocks.0.gamma_1 differs"),
+        (
+            "shardformer.sharding.apply_tensor_parallel.reduction_of",
+            "swin v2",
+            "plain",
+            "attn.cpb_mlp.0.weight differs",
+        ),
     ],
 )
 def test_what_is_not_summed_is_noticed(timm_worker: WorkerPool, what: str, name: str, mode: str, said: str) -> None:
@@ -291,7 +303,7 @@ def test_transformers_runs_beside_it(timm_worker: WorkerPool) -> None:
 def bert_beside_timm() -> str | None:
     timm()
     from shardformer.policies.models.bert import BertPolicy
-    from shardformer.testing.zoo import Sample
+    from shardformer.verify.small_models import Sample
 
     ids = torch.arange(10).view(2, 5)
     return mismatch(Reference.of(Sample("bert")().double(), lambda model: model(input_ids=ids)), BertPolicy, 2)

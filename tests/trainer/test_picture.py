@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.trainer.picture import alone, draw, drawn, is_log, panel_names, series, summary
-from shardformer.trainer.records import Record
+from shardformer.training.metrics_log import Record
+from shardformer.training.metrics_plot import alone, draw, drawn, is_log, panel_names, series, summary
 
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is an extra")
 

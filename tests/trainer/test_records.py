@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardformer.errors import ConfigError, InputError
-from shardformer.trainer.records import FILE, Record, RecordWriter, file_of, read_records
+from shardformer.training.metrics_log import FILE, Record, RecordWriter, file_of, read_records
 from tests.disk.locks import killed, lock_of, parent
 
 

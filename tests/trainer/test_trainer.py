@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardformer.engine.build import initialize
-from shardformer.engine.engine import Engine
 from shardformer.errors import ConfigError, InputError
-from shardformer.mesh.context import ParallelContext
-from shardformer.mesh.finishing import FOLDER, finishes
-from shardformer.testing.threads import run_as_threads
-from shardformer.trainer.hook import MOMENTS, Hook, Run
-from shardformer.trainer.trainer import Trainer
+from shardformer.launcher.shutdown import FOLDER, finishes
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.engine import Engine
+from shardformer.training.hook import MOMENTS, Hook, Run
+from shardformer.training.initialize import initialize
+from shardformer.training.trainer import Trainer
 
 Pair = tuple[Tensor, Tensor]
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardformer.testing.zoo import HEADS, SMALL, Batches, Sample
-from shardformer.testing.zoo.depth import STACKS
+from shardformer.verify.small_models import HEADS, SMALL, STACKS, Batches, Sample
 
 IGNORED = -100
 PIXEL_IGNORED = 255

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.testing.pool import Pools
-from shardformer.verify.arithmetic import RandomRounding, WithoutCasts
-from shardformer.verify.run import Job, Trajectory, run_job
+from shardformer.local_ranks.worker_pool import Pools
+from shardformer.verify.train_both import Job, RandomRounding, Trajectory, WithoutCasts, run_job
 
 X = torch.linspace(0.1, 0.9, 6, dtype=torch.float64).view(2, 3)
 CASTS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -15,9 +15,10 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.testing.pool import Pools, WorkerPool
-from shardformer.testing.zoo import LANGUAGE_MODEL, Batches, Sample
-from shardformer.verify import Pipelined, verify
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.verify.small_models import LANGUAGE_MODEL, Batches, Sample
+from shardformer.verify.train_both import Pipelined
+from shardformer.verify.verification import verify
 
 LLAMA_BATCHES = Batches(LANGUAGE_MODEL["llama"])
 SEQUENCE = {"enable_sequence_parallelism": True}

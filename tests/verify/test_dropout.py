@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardformer.comm.collectives import gather_objects
-from shardformer.comm.gather import gather_full
+from shardformer.comm.collectives import gather_full, gather_objects
 from shardformer.config import ShardConfig
-from shardformer.layout.state import specs_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.sharder import shard_model
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.zoo import LANGUAGE_MODEL, Batches, Sample
+from shardformer.layout.sharding_metadata import specs_of
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.shard_model_api import shard_model
+from shardformer.verify.small_models import LANGUAGE_MODEL, Batches, Sample
 
 DROPOUT = {
     "bert": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3},

@@ -15,10 +15,11 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
+from shardformer.local_ranks.worker_pool import Pools
 from shardformer.policies.registry import FAMILIES
-from shardformer.testing.pool import Pools
-from shardformer.testing.zoo import HEADS, MAIN, SMALL, Batches, Sample, sample_loss
-from shardformer.verify import Report, verify
+from shardformer.verify.report import Report
+from shardformer.verify.small_models import HEADS, MAIN, SMALL, Batches, Sample, sample_loss
+from shardformer.verify.verification import verify
 from tests.pairwise import in_turn
 from tests.verify.variants import VARIANTS
 

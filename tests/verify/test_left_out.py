@@ -13,14 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardformer.layout.state import Entry
-from shardformer.mesh.axis import Axis
-from shardformer.optim import grad_norm
-from shardformer.pipeline import loss, runtime, stage_forward
-from shardformer.sharding import gradients
-from shardformer.testing.pool import WorkerPool
-from shardformer.verify import Pipelined, Report, report_here
-from shardformer.verify.run import Job
+from shardformer.gradients import clipping as grad_norm
+from shardformer.layout.sharding_metadata import Entry
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import Axis
+from shardformer.pipeline import micro_batch_loss, runtime, stage_forward
+from shardformer.sharding import apply_tensor_parallel as gradients
+from shardformer.verify.report import Report
+from shardformer.verify.train_both import Job, Pipelined
+from shardformer.verify.verification import report_here
 from tests.verify.deep import Uneven, deep
 
 
@@ -47,7 +48,7 @@ def mean_of_means() -> Any:
         given: Tensor = call.given()
         return given.nan_to_num() / len(self._micro_batches)
 
-    return mock.patch.object(loss.LossWeights, "_part", part)
+    return mock.patch.object(micro_batch_loss.LossWeights, "_part", part)
 
 
 def no_gradient_sent() -> Any:

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from shardformer.errors import ConfigError
-from shardformer.testing.zoo import HEADS, MAIN, Batches, Sample
-from shardformer.verify import hub
+from shardformer.verify import model_source
+from shardformer.verify import model_source as hub
 from shardformer.verify.model_source import ModelSource, Pretrained, find_model
+from shardformer.verify.small_models import HEADS, MAIN, Batches, Sample
 
 USER_MODULE = """
-from shardformer.testing.zoo import Batches, Sample
+from shardformer.verify.small_models import Batches, Sample
 def model(): return Sample("llama")()
 def model_of_size(size): return Sample("llama")()
 def pair(): return Sample("llama"), Batches("LlamaForCausalLM")
@@ -169,7 +170,7 @@ def test_the_hub_is_not_asked_where_that_is_forbidden(monkeypatch: pytest.Monkey
         raise AssertionError("the network was used")
 
     monkeypatch.setattr(hub, "urlopen", refuse)
-    assert not hub.hub_answers()  # the tests run with HF_HUB_OFFLINE=1
+    assert not model_source.hub_answers()  # the tests run with HF_HUB_OFFLINE=1
 
 
 def test_what_cannot_be_fed_is_refused() -> None:

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, ShardFormerError
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.zoo import MAIN, SMALL, Sample, counts_by_sample, num_samples, sample_loss
-from shardformer.verify import Pipelined, Report, verify
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.verify.report import Report
+from shardformer.verify.small_models import MAIN, SMALL, Sample, counts_by_sample, num_samples, sample_loss
+from shardformer.verify.train_both import Pipelined
+from shardformer.verify.verification import verify
 from tests.pairwise import in_turn
 from tests.verify.deep import EVERY_HEAD, Uneven, deep
 from tests.verify.variants import VARIANTS

@@ -10,9 +10,12 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.testing.pool import Pools, WorkerPool
-from shardformer.testing.zoo import Sample
-from shardformer.verify import Pipelined, Report, Training, verify
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.verify.report import Report
+from shardformer.verify.small_models import Sample
+from shardformer.verify.train_both import Pipelined
+from shardformer.verify.training_options import Training
+from shardformer.verify.verification import verify
 from tests.verify.test_drawn import Listener, sounds
 
 

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.zoo import Batches, Sample, sample_loss
-from shardformer.verify import verify
-from shardformer.verify.ahead import check_split
-from shardformer.verify.replay import Replay
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.verify.small_models import Batches, Sample, sample_loss
+from shardformer.verify.train_both import Replay
+from shardformer.verify.verification import check_split, verify
 from tests.scripts import PYTHON
 from tests.verify.tower import Tower, TowerPolicy, numbers
 
@@ -84,8 +83,8 @@ def test_a_config_that_names_a_group_is_refused(pool2: WorkerPool) -> None:
 def test_a_call_without_a_guard_is_one_sentence_that_says_where(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "from shardformer.testing.zoo import Batches, Sample\n"
-        "from shardformer.verify import verify\n"
+        "from shardformer.verify.small_models import Batches, Sample\n"
+        "from shardformer.verify.verification import verify\n"
         "verify(Sample('gpt2'), Batches('GPT2LMHeadModel'), steps=1)\n"
     )
     done = subprocess.run([PYTHON, str(script)], capture_output=True, text=True, timeout=300, env=os.environ)

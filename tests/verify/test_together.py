@@ -12,17 +12,16 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from shardformer.discovery.example_inputs import in_text, inputs_of, runner
+from shardformer.discovery.reduced_model import Twin
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.pipeline.flat import ids_of
-from shardformer.policies.infer.together import in_text
-from shardformer.policies.infer.twin import Twin
-from shardformer.testing.zoo.inputs import inputs_of, runner
-from shardformer.verify import any_type
-from shardformer.verify.any_type import SmallOf, all_classes
+from shardformer.pipeline.micro_batches import ids_of
+from shardformer.verify import model_types
+from shardformer.verify import model_types as any_type
 from shardformer.verify.model_source import find_model
-from shardformer.verify.parts import check_apart, part_of
-from shardformer.verify.run import Job, Pipelined
-from shardformer.verify.training import Training
+from shardformer.verify.model_types import SmallOf, all_classes
+from shardformer.verify.train_both import Job, Pipelined, check_apart, part_of
+from shardformer.verify.training_options import Training
 
 IMAGE = 126
 TEXT = dict(
@@ -121,10 +120,10 @@ def test_every_model_type_is_known_by_a_class() -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes the small model of each type in a moment: what a function gives."""
-    for known in (any_type._small, any_type._fed):
+    for known in (model_types._small, model_types._fed):
         known.cache_clear()
     yield lambda twin_of: monkeypatch.setattr(any_type, "twin_of", twin_of)
-    for known in (any_type._small, any_type._fed):
+    for known in (model_types._small, model_types._fed):
         known.cache_clear()
 
 

@@ -15,25 +15,32 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm import conjugates
+from shardformer.comm import autograd_collectives
+from shardformer.comm import autograd_collectives as conjugates
 from shardformer.comm.collectives import Pending
 from shardformer.config import ShardConfig
-from shardformer.layers.tensor import edges, embedding, linear, projection, stream
-from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
-from shardformer.layers.vocab import loss
-from shardformer.layout.spec import ShardSpec
-from shardformer.layout.split import Split, even_bounds
-from shardformer.layout.state import ShardedState
-from shardformer.layout.stream import Place
-from shardformer.mesh.axis import Axis
-from shardformer.optim import grad_norm
-from shardformer.sharder import ModelSharder
+from shardformer.gradients import clipping as grad_norm
+from shardformer.layout.activation_layout import Place
+from shardformer.layout.shard_spec import ShardSpec, Split, even_bounds
+from shardformer.layout.sharding_metadata import ShardedState
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.mesh.parallel_context import Axis
+from shardformer.shard_model_api import ModelSharder
 from shardformer.sharding import apply as sharder
-from shardformer.sharding import gradients, regions
-from shardformer.testing.pool import Pools, WorkerPool
-from shardformer.testing.zoo import LANGUAGE_MODEL, Batches, Sample, sample_loss
-from shardformer.verify import Bounds, Report, report_here, verify
-from shardformer.verify.run import Job
+from shardformer.sharding import apply_tensor_parallel
+from shardformer.sharding import apply_tensor_parallel as gradients
+from shardformer.sharding import apply_tensor_parallel as regions
+from shardformer.tensor_parallel import layers as embedding
+from shardformer.tensor_parallel import layers as linear
+from shardformer.tensor_parallel import region as edges
+from shardformer.tensor_parallel import region as projection
+from shardformer.tensor_parallel import sequence_parallel as stream
+from shardformer.tensor_parallel import vocab_parallel_loss as loss
+from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
+from shardformer.verify.report import Bounds, Report
+from shardformer.verify.small_models import LANGUAGE_MODEL, Batches, Sample, sample_loss
+from shardformer.verify.train_both import Job
+from shardformer.verify.verification import report_here, verify
 from tests.verify.tower import ForgetfulPolicy, Tower, TowerPolicy, distance, numbers
 
 pytestmark = pytest.mark.slow
@@ -74,7 +81,7 @@ def own(x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    return conjugates.own_slices(x, axis, dim, Split.even(x.shape[dim], axis.size))
+    return autograd_collectives.own_slices(x, axis, dim, Split.even(x.shape[dim], axis.size))
 
 
 def own_part_in_zeros(
@@ -124,7 +131,7 @@ def not_partial(chosen: str) -> Any:
 
         return of
 
-    return replaced(gradients.Places, "of", make)
+    return replaced(apply_tensor_parallel.Places, "of", make)
 
 
 def shared_heads_alone() -> Any:
@@ -174,7 +181,7 @@ def no_weight_gradient() -> Any:
 
 
 def without_reducers(model: nn.Module, plan: Any, blocks: Any, state: ShardedState) -> None:
-    gradients.agree_on_gradients(model, plan, blocks, state)
+    apply_tensor_parallel.agree_on_gradients(model, plan, blocks, state)
     state.reducers = []
 
 

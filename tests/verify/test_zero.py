@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from shardformer.errors import ConfigError
-from shardformer.reduce.bucket import HandOver
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.zoo import Batches, Sample
-from shardformer.verify import Pipelined, Training, verify
-from shardformer.verify.any_type import SmallBatches, SmallOf
+from shardformer.gradients.buckets import HandOver
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.verify.model_source import find_model
+from shardformer.verify.model_types import SmallBatches, SmallOf
+from shardformer.verify.small_models import Batches, Sample
+from shardformer.verify.train_both import Pipelined
+from shardformer.verify.training_options import Training
+from shardformer.verify.verification import verify
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.policies.role_policy import MLP, RolePolicy, Stack
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Stack
 
 
 class Layer(nn.Module):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardformer.testing.zoo import SMALL, Sample
+from shardformer.verify.small_models import SMALL, Sample
 
 
 @dataclass(frozen=True)

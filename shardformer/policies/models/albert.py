@@ -1,7 +1,10 @@
 """ALBERT: an encoder that runs the same layer many times; the attention adds its residual itself."""
 
-from shardformer.pipeline.chain import Chain, StackDescription
-from shardformer.policies.role_policy import MLP, Attention, Inputs, Projections, RolePolicy, Stack
+from __future__ import annotations
+
+from shardformer.pipeline.layer_sequence import Chain, StackDescription
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Stack
 
 
 class AlbertPolicy(RolePolicy):

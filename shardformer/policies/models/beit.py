@@ -1,15 +1,10 @@
 """BEiT: pre-norm encoder of patches, no bias of k, a bias a head of the relative position: of each layer, or shared."""
 
-from shardformer.policies.role_policy import (
-    BETWEEN_LAYERS,
-    BETWEEN_STAGES,
-    MLP,
-    Attention,
-    Projections,
-    RolePolicy,
-    Stack,
-    StageNeeds,
-)
+from __future__ import annotations
+
+from shardformer.pipeline.layer_sequence import StageNeeds
+from shardformer.policies.role_policy import BETWEEN_LAYERS, BETWEEN_STAGES, RolePolicy
+from shardformer.policies.roles import MLP, Attention, Projections, Stack
 
 
 class BeitPolicy(RolePolicy):

@@ -1,6 +1,9 @@
 """BERT, RoBERTa, ERNIE: post-norm encoder (a decoder on request), the output projections beside what they close."""
 
-from shardformer.policies.role_policy import MLP, Attention, Inputs, Projections, RolePolicy, Stack
+from __future__ import annotations
+
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Stack
 
 
 class BertPolicy(RolePolicy):

@@ -1,10 +1,13 @@
 """BLIP-2: an encoder of images, a Q-Former that reads it, and a language model of a family of its own."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 
-from shardformer.pipeline.chain import Chain
-from shardformer.policies.role_policy import MLP, Attention, Inputs, Projections, Role, RolePolicy, Stack, StageNeeds
+from shardformer.pipeline.layer_sequence import Chain, StageNeeds
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Role, Stack
 
 VISION: list[Role] = [
     Attention(

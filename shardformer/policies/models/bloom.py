@@ -1,7 +1,11 @@
 """BLOOM: pre-norm decoder, alibi slopes, q, k and v of each head beside each other."""
 
+from __future__ import annotations
+
 from shardformer.errors import ConfigError
-from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack, StageNeeds
+from shardformer.pipeline.layer_sequence import StageNeeds
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Projections, Stack
 
 
 class BloomPolicy(RolePolicy):

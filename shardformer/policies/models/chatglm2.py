@@ -1,6 +1,9 @@
 """ChatGLM2 and 3: pre-norm decoder, rotary positions, groups of k and v, a gate and what it gates in one linear."""
 
-from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack
+from __future__ import annotations
+
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Projections, Stack
 
 
 class ChatGLMPolicy(RolePolicy):

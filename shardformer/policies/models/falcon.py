@@ -1,6 +1,10 @@
 """Falcon: rotary positions or alibi; q, k and v by KV head, of which there may be as many as heads, a few, or one."""
 
-from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack, StageNeeds
+from __future__ import annotations
+
+from shardformer.pipeline.layer_sequence import StageNeeds
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Projections, Stack
 
 
 class FalconPolicy(RolePolicy):

@@ -1,6 +1,9 @@
 """GPT-2: pre-norm decoder, learned positions, q, k and v behind each other in one Conv1D, perhaps cross-attention."""
 
-from shardformer.policies.role_policy import MLP, Attention, Inputs, Projections, RolePolicy, Stack
+from __future__ import annotations
+
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Stack
 
 
 class GPT2Policy(RolePolicy):

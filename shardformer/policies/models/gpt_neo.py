@@ -1,6 +1,10 @@
 """GPT-Neo: pre-norm decoder, learned positions, every other attention local."""
 
-from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack, StageNeeds
+from __future__ import annotations
+
+from shardformer.pipeline.layer_sequence import StageNeeds
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Projections, Stack
 
 
 class GPTNeoPolicy(RolePolicy):

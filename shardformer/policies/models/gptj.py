@@ -1,6 +1,10 @@
 """GPT-J: decoder with rotary positions whose attention and MLP read the same norm, side by side."""
 
-from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack, StageNeeds
+from __future__ import annotations
+
+from shardformer.pipeline.layer_sequence import StageNeeds
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Projections, Stack
 
 
 class GPTJPolicy(RolePolicy):

@@ -1,6 +1,9 @@
 """LLaMA, Mistral, Qwen 2 and 3: pre-norm decoder, rotary positions, grouped KV heads, gated MLP."""
 
-from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack
+from __future__ import annotations
+
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Projections, Stack
 
 
 class LlamaPolicy(RolePolicy):

@@ -1,6 +1,10 @@
 """OPT: decoder with learned positions, pre-norm or post-norm; the MLP's linears stand in the layer itself."""
 
-from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack, StageNeeds
+from __future__ import annotations
+
+from shardformer.pipeline.layer_sequence import StageNeeds
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Projections, Stack
 
 
 class OPTPolicy(RolePolicy):

@@ -1,7 +1,10 @@
 """SAM: an encoder of the image with windows and relative positions, and a small decoder of masks."""
 
-from shardformer.pipeline.chain import Chain
-from shardformer.policies.role_policy import MLP, Attention, Inputs, Projections, Role, RolePolicy, Stack, StageNeeds
+from __future__ import annotations
+
+from shardformer.pipeline.layer_sequence import Chain, StageNeeds
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Role, Stack
 
 
 def _attention(at: str) -> Attention:

@@ -1,6 +1,10 @@
 """Swin: windows of an image in stages, each with twice the heads, a bias a head of the relative position."""
 
-from shardformer.policies.role_policy import MLP, Attention, Inputs, Projections, RolePolicy, Stack, StageNeeds
+from __future__ import annotations
+
+from shardformer.pipeline.layer_sequence import StageNeeds
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Stack
 
 AGAINST_SEQUENCE = "its windows cut the image anew in every layer, so no sequence stays cut between them"
 BIAS = "continuous_position_bias_mlp.2"

@@ -1,6 +1,10 @@
 """T5: encoder and decoder, pre-norm, a table of relative position biases in the first layer of each, no biases."""
 
-from shardformer.policies.role_policy import MLP, Attention, Inputs, Projections, RolePolicy, Stack, StageNeeds
+from __future__ import annotations
+
+from shardformer.pipeline.layer_sequence import StageNeeds
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Stack
 
 TABLE = ("layer.0.SelfAttention.relative_attention_bias", "layer.0.SelfAttention.has_relative_attention_bias")
 STAGES = StageNeeds(returns=3, from_first=TABLE)

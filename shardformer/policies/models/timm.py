@@ -1,4 +1,11 @@
-"""What timm's models share: no config, layers that ask their own module for the heads, methods that rebuild layers."""
+"""What timm's models share: no config, layers that ask their own module for the heads, methods that rebuild layers.
+
+Also here, each to be said in one text by hand:
+
+- timm's BEiT and EVA: biases of q and v alone beside a fused weight, whose module is then not called.
+- timm's Swin and Swin V2: windows in stages, heads that double by stage, a bias a head for each place in a window.
+- timm's ViT and DeiT: pre-norm encoder, q, k and v behind each other, perhaps with norms and scales between.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +15,13 @@ from typing import Any, NoReturn
 from torch import nn
 
 from shardformer.errors import ConfigError
-from shardformer.policies.describe import ModuleKey, ModulePolicyDescription
+from shardformer.module_paths import module_at, value_at
+from shardformer.pipeline.layer_sequence import StageNeeds
 from shardformer.policies.lowering import LayerLowering
-from shardformer.policies.paths import module_at, value_at
-from shardformer.policies.role_policy import MLP, Attention, RolePolicy
-from shardformer.policies.roles import Counted
+from shardformer.policies.models.swin import AGAINST_SEQUENCE
+from shardformer.policies.module_descriptions import ModuleKey, ModulePolicyDescription
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Counted, Inputs, Projections, Stack
 
 REBUILD = ("set_input_size", "reset_classifier", "prune_intermediate_layers")
 LOOK_BETWEEN = ("forward_intermediates", "get_intermediate_layers")
@@ -71,3 +80,94 @@ class _Refused:
             rule="Between the blocks each tensor rank holds its own part of the sequence only",
             remedy="Leave sequence parallelism off for it",
         )
+
+
+BIASES = {"q_bias?": "width", "k_bias?": "width", "v_bias?": "width"}
+OUTSIDE = ("patch_embed", "pos_embed?", "cls_token?", "reg_token?", "attn_pool?", "head?")
+
+
+class TimmBeitPolicy(TimmPolicy):
+    attention = Attention(
+        "attn",
+        Projections(qkv="qkv", out="proj"),
+        counts={"num_heads": "heads", **BIASES, "relative_position_bias_table?": ("heads", -1)},
+        inputs=Inputs(give_width=True),
+    )
+    stack = Stack("blocks", [attention, TIMM_MLP], final_norm="norm", stages=StageNeeds(everywhere=["rel_pos_bias?"]))
+    per_head = {"rel_pos_bias.relative_position_bias_table": ("heads", -1)}
+    whole = OUTSIDE
+
+
+class TimmEvaPolicy(TimmPolicy):
+    attention = Attention(
+        "attn",
+        Projections(qkv="qkv?", q="q_proj?", k="k_proj?", v="v_proj?", out="proj"),
+        counts={
+            "num_heads": "heads",
+            "num_kv_heads?": "kv_heads",
+            "num_kv_groups?": "groups",
+            "attn_dim?": "width",
+            **BIASES,
+            "norm": "heads",
+        },
+        inputs=Inputs(give_width=True),
+        num_kv_heads=".num_kv_heads",
+    )
+    stack = Stack("blocks", [attention, TIMM_MLP], final_norm="norm", stages=StageNeeds(everywhere=["rope?"]))
+    per_head = {"rope.freqs": ("heads", 2)}
+    whole = OUTSIDE
+
+
+class TimmSwinPolicy(TimmPolicy):
+    attention = Attention(
+        "attn",
+        Projections(qkv="qkv", out="proj"),
+        counts={"num_heads": "heads", "relative_position_bias_table": ("heads", -1)},
+    )
+    stack = Stack("layers.*.blocks", [attention, TIMM_MLP])
+    whole = ("patch_embed", "layers.*.downsample", "head?")
+    against_sequence = AGAINST_SEQUENCE
+
+
+class TimmSwinV2Policy(TimmPolicy):
+    attention = Attention(
+        "attn",
+        Projections(qkv="qkv", out="proj"),
+        counts={
+            "num_heads": "heads",
+            **BIASES,
+            "logit_scale": ("heads", 0),
+            "cpb_mlp.0.weight": "inside",
+            "cpb_mlp.2.weight": ("heads", 0),
+        },
+        inputs=Inputs(give_width=True),
+    )
+    stack = Stack("layers.*.blocks", [attention, TIMM_MLP])
+    whole = ("patch_embed", "layers.*.downsample", "head?")
+    against_sequence = AGAINST_SEQUENCE
+
+
+class TimmViTPolicy(TimmPolicy):
+    stack = Stack(
+        "blocks",
+        [
+            Attention(
+                "attn",
+                Projections(qkv="qkv", out="proj"),
+                counts={"num_heads": "heads", "attn_dim?": "width", "norm": "heads"},
+                inputs=Inputs(give_width=True),  # where there is no attn_dim
+            ),
+            TIMM_MLP,
+        ],
+        final_norm="norm",
+    )
+    whole = (
+        "patch_embed",
+        "pos_embed?",
+        "cls_token?",
+        "reg_token?",
+        "dist_token?",
+        "attn_pool?",
+        "head?",
+        "head_dist?",
+    )

@@ -1,6 +1,9 @@
 """ViT: pre-norm encoder of patches, learned positions."""
 
-from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack
+from __future__ import annotations
+
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Projections, Stack
 
 
 class ViTPolicy(RolePolicy):

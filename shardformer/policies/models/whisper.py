@@ -1,17 +1,11 @@
 """Whisper: encoder of sound behind two convolutions, decoder of text with cross-attention, pre-norm."""
 
+from __future__ import annotations
+
 from typing import Any
 
-from shardformer.policies.role_policy import (
-    BETWEEN_LAYERS,
-    BETWEEN_STAGES,
-    MLP,
-    Attention,
-    Inputs,
-    Projections,
-    RolePolicy,
-    Stack,
-)
+from shardformer.policies.role_policy import BETWEEN_LAYERS, BETWEEN_STAGES, RolePolicy
+from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Stack
 
 CONTEXT = Inputs(from_context=True)
 FEED_FORWARD = MLP("fc1", up="", down=".fc2")

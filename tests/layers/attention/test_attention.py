@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import shardformer.layers.attention.kernels as kernels
 from shardformer.errors import ConfigError
-from shardformer.layers.attention.select import ATTENTION_NAME, check_flash_attention, use_flash_attention
+from shardformer.kernels import attention
+from shardformer.kernels import attention as kernels
+from shardformer.kernels.attention_registration import ATTENTION_NAME, check_flash_attention, use_flash_attention
 
 B, S, VOCAB, HEADS = 3, 7, 61, 4
 CPU = torch.device("cpu")
@@ -326,7 +327,7 @@ def test_attention_weights_cannot_be_asked_for() -> None:
     use_flash_attention(model, CPU)
     q, k, v = torch.randn(3, 1, 2, 3, 4)
     with pytest.raises(ConfigError, match="output_attentions"):
-        kernels.attention(model, q, k, v, None, output_attentions=True)
+        attention.attention(model, q, k, v, None, output_attentions=True)
 
 
 def test_fp64_on_cuda_is_refused() -> None:
@@ -338,7 +339,7 @@ def test_what_no_kernel_takes_is_refused_with_what_torch_says(monkeypatch: pytes
     monkeypatch.setattr(kernels, "_check_call", lambda *_: None)
     q, k, v = torch.randn(3, 1, 2, 3, 4)
     with pytest.raises(ConfigError, match="non-zero dropout"):
-        kernels.attention(nn.Module(), q, k, v, None, dropout=0.5)
+        attention.attention(nn.Module(), q, k, v, None, dropout=0.5)
 
 
 # -- the function alone -----------------------------------------------------------------------------------------------
@@ -375,7 +376,7 @@ def assert_same_grads(out: Tensor, ref: Tensor, inputs: list[Tensor]) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_shapes_that_the_kernel_does_not_take_by_itself(case: str) -> None:
     q, k, v = CASES[case]()
-    out, weights = kernels.attention(nn.Module(), q, k, v, None, is_causal=False)
+    out, weights = attention.attention(nn.Module(), q, k, v, None, is_causal=False)
     assert weights is None and out.is_contiguous()
     assert_same_grads(out, plain(q, k, v), [q, k, v])
 
@@ -383,7 +384,7 @@ def test_shapes_that_the_kernel_does_not_take_by_itself(case: str) -> None:
 def test_a_causal_query_sees_the_start_of_a_longer_cache() -> None:
     q, k, v = heads(length=3), heads(), heads()
     later = torch.full((3, S), float("-inf"), dtype=q.dtype).triu(1)
-    assert_same_grads(kernels.attention(nn.Module(), q, k, v, None)[0], plain(q, k, v, later), [q, k, v])
+    assert_same_grads(attention.attention(nn.Module(), q, k, v, None)[0], plain(q, k, v, later), [q, k, v])
 
 
 @pytest.mark.parametrize("kind", ["none", "causal", "bool of each", "float of each", "bias of each"])
@@ -398,7 +399,7 @@ def test_the_gradient_of_a_position_bias(kind: str) -> None:
         seen = torch.rand(B, 1, 1, S) > 0.3
         seen[..., 0] = True
         mask = seen if kind == "bool of each" else torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, -1e30)
-    out, _ = kernels.attention(nn.Module(), q, k, v, mask, is_causal=kind == "causal", position_bias=bias)
+    out, _ = attention.attention(nn.Module(), q, k, v, mask, is_causal=kind == "causal", position_bias=bias)
     ref = plain(q, k, v, bias + torch.zeros((), dtype=q.dtype).expand(seen.shape).masked_fill(~seen, float("-inf")))
     assert_same_grads(out, ref, [q, k, v, bias])
 
@@ -422,9 +423,9 @@ def flash_attn_package(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[st
     package = types.ModuleType("flash_attn")
     vars(package)["flash_attn_func"] = flash_attn_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    kernels.flash_attn.cache_clear()
+    attention.flash_attn.cache_clear()
     yield calls
-    kernels.flash_attn.cache_clear()
+    attention.flash_attn.cache_clear()
 
 
 class OnCuda(Tensor):
@@ -438,9 +439,9 @@ class OnCuda(Tensor):
 def test_flash_attn_takes_16_bit_without_a_mask(flash_attn_package: list[dict[str, Any]]) -> None:
     q, k, v = (t.detach().bfloat16() for t in (heads(), heads(2), heads(2)))
     module = nn.Module()
-    out, _ = kernels.attention(module, q.as_subclass(OnCuda), k, v, None, is_causal=True)
+    out, _ = attention.attention(module, q.as_subclass(OnCuda), k, v, None, is_causal=True)
     assert flash_attn_package == [{"q": (B, S, HEADS, 8), "k": (B, S, 2, 8), "dropout": 0.0, "causal": True}]
-    torch.testing.assert_close(out.as_subclass(Tensor), kernels.attention(module, q, k, v, None, is_causal=True)[0])
+    torch.testing.assert_close(out.as_subclass(Tensor), attention.attention(module, q, k, v, None, is_causal=True)[0])
     assert "flash-attn" in use_flash_attention(llama(), torch.device("cuda"))
 
 
@@ -451,7 +452,7 @@ def test_flash_attn_is_left_out_where_it_does_not_fit(what: str, flash_attn_pack
         q, k, v = q.float(), k.float(), v.float()
     mask = torch.ones(B, 1, S, S, dtype=torch.bool) if what == "mask" else None
     bias = torch.zeros(1, HEADS, S, S, dtype=torch.bfloat16) if what == "bias" else None
-    kernels.attention(nn.Module(), q.as_subclass(OnCuda), k, v, mask, position_bias=bias)
+    attention.attention(nn.Module(), q.as_subclass(OnCuda), k, v, mask, position_bias=bias)
     assert flash_attn_package == []
 
 

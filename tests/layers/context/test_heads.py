@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardformer.layers.context.heads import Exchange, key_heads, query_heads, to_heads, to_positions
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
+from shardformer.context_parallel.ulysses import Exchange, key_heads, query_heads, to_heads, to_positions
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
 
 B, WIDTH = 2, 3
 

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from shardformer.comm.collectives import gather_objects
 from shardformer.comm.recorder import Recorder
-from shardformer.layers.context import mask
-from shardformer.layers.context.kernels import Bias, Dropout, Scores
-from shardformer.layers.context.mask import Mask, Predicate, causal
-from shardformer.layers.context.ring import Travel, ring_attention
-from shardformer.layout.positions import Positions
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
+from shardformer.context_parallel import masks
+from shardformer.context_parallel import masks as mask
+from shardformer.context_parallel.attention_kernels import Bias, Dropout, Scores
+from shardformer.context_parallel.masks import Mask, Predicate, causal
+from shardformer.context_parallel.ring_attention import Travel, ring_attention
+from shardformer.context_parallel.sequence_layout import Positions
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
 from tests.pairwise import all_pairs
 
 BATCH, HEADS, KEYS, WIDTH, SCALE = 2, 4, 2, 8, 0.3
@@ -197,8 +198,8 @@ def late(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tenso
 def test_a_mask_that_is_looked_at_in_parts_is_the_same(predicate: Predicate, monkeypatch: pytest.MonkeyPatch) -> None:
     positions, chunks = Positions(16, 2), range(4)
 
-    def found() -> dict[tuple[int, int], mask.Sees]:
-        monkeypatch.setattr(mask, "_REMEMBERED", mask._Remembered())
+    def found() -> dict[tuple[int, int], masks.Sees]:
+        monkeypatch.setattr(mask, "_REMEMBERED", masks._Remembered())
         sees = Mask(predicate, None, positions, positions, 1)
         return {(row, col): sees.between(row, col) for row in chunks for col in chunks}
 
@@ -208,15 +209,15 @@ def test_a_mask_that_is_looked_at_in_parts_is_the_same(predicate: Predicate, mon
 
 
 def test_windows_of_two_sizes_are_two_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask, "_REMEMBERED", mask._Remembered())
+    monkeypatch.setattr(mask, "_REMEMBERED", masks._Remembered())
     positions = Positions(16, 2)
 
     def looking_back(size: int) -> Predicate:
         return lambda samples, heads, queries, keys: (keys <= queries) & (queries - keys < size)
 
     wide, narrow = (Mask(looking_back(size), None, positions, positions, 1) for size in (16, 5))
-    assert wide.between(3, 0) is mask.Sees.ALL
-    assert narrow.between(3, 0) is mask.Sees.NOTHING
+    assert wide.between(3, 0) is masks.Sees.ALL
+    assert narrow.between(3, 0) is masks.Sees.NOTHING
 
 
 def test_what_a_thread_remembers_of_masks_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +228,7 @@ def test_what_a_thread_remembers_of_masks_is_its_own(monkeypatch: pytest.MonkeyP
         for length in (8, 12, 16):
             Mask(causal, None, Positions(length, 2), Positions(length, 2), 1).between(0, 0)
         gather_objects(None, context.tensor)
-        return [id(known) for known in mask._REMEMBERED.masks.values()]
+        return [id(known) for known in masks._REMEMBERED.masks.values()]
 
     one, other = run_as_threads(ask, tensor=2)
     assert len(one) == len(other) == 2

@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardformer.layers.context.cut_tensor import Rows
-from shardformer.layers.context.sequence_cut import SequenceCut
-from shardformer.layout.positions import Positions
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
+from shardformer.context_parallel.sequence_layout import Positions, Rows
+from shardformer.context_parallel.sequence_sharded_tensor import SequenceCut
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
 
 B, S, V, RANKS = 2, 13, 5, 3
 

@@ -1,4 +1,4 @@
-"""Layers that stand alone on a tensor grid: the plain linear and norm, by steps and by gathers."""
+"""SUMMA, the linear of a 2D grid that the benchmark compares with, and the layer norm of a grid."""
 
 from __future__ import annotations
 
@@ -8,29 +8,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.summa_linear import Linear2D
 from shardformer.comm.collectives import all_gather, local_chunk
 from shardformer.comm.recorder import Recorder
 from shardformer.errors import ConfigError
-from shardformer.layers import LayerNorm2D, Linear2D, Linear2p5D, Linear3D
-from shardformer.mesh.axis import Axis
-from shardformer.mesh.context import ParallelContext, with_tensor
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import Axis, ParallelContext, with_tensor
 from shardformer.mesh.tensor_grid import TensorGrid
-from shardformer.testing.threads import run_as_threads
+from shardformer.tensor_parallel.grid.layers import layer_norm
 
 SAMPLES, LENGTH, IN, OUT = 8, 3, 10, 14
-KINDS = {"2d": Linear2D, "2.5d": Linear2p5D, "3d": Linear3D}
-CASES: list[tuple[str, tuple[int, ...], bool]] = [
-    ("2d", (2, 2), True),
-    ("2d", (2, 2), False),
-    ("2d", (3, 3), True),
-    ("2d", (2, 1), True),
-    ("2d", (1, 4), True),
-    ("2.5d", (2, 2, 2), True),
-    ("2.5d", (2, 2, 2), False),
-    ("2.5d", (1, 2, 2), True),
-    ("3d", (2, 2, 2), True),
-    ("3d", (1, 2, 2), True),
-    ("3d", (2, 1, 2), True),
+CASES: list[tuple[tuple[int, ...], bool]] = [
+    ((2, 2), True),
+    ((2, 2), False),
+    ((3, 3), True),
+    ((2, 1), True),
+    ((1, 4), True),
 ]
 
 
@@ -61,13 +54,13 @@ def ranks_of(sizes: tuple[int, ...]) -> int:
     return int(torch.tensor(sizes).prod())
 
 
-@pytest.mark.parametrize(("mode", "sizes", "summa"), CASES, ids=str)
-def test_a_product_is_that_of_the_plain_linear(mode: str, sizes: tuple[int, ...], summa: bool) -> None:
+@pytest.mark.parametrize(("sizes", "summa"), CASES, ids=str)
+def test_a_product_is_that_of_the_plain_linear(sizes: tuple[int, ...], summa: bool) -> None:
     linear, x, grad = plain()
 
     def multiply(context: ParallelContext) -> None:
-        grid = grid_of(context, mode, sizes)
-        layer: Any = KINDS[mode].from_native_module(linear, grid, summa=summa)
+        grid = grid_of(context, "2d", sizes)
+        layer: Any = Linear2D.from_native_module(linear, grid, summa=summa)
         part = own(x, grid.batch, grid.hidden).requires_grad_()
         out = layer(part)
         assert torch.allclose(out, own(linear(x), grid.core, grid.column), atol=1e-12)
@@ -79,21 +72,6 @@ def test_a_product_is_that_of_the_plain_linear(mode: str, sizes: tuple[int, ...]
             assert torch.allclose(getattr(layer, name).grad, expected, atol=1e-12)
 
     run_as_threads(multiply, tensor=ranks_of(sizes))
-
-
-def test_two_in_three_dimensions_give_what_they_were_given() -> None:
-    torch.manual_seed(0)
-    first, second = nn.Linear(IN, OUT).double(), nn.Linear(OUT, IN).double()
-    x = torch.randn(SAMPLES, LENGTH, IN, dtype=torch.float64)
-    expected = second(torch.relu(first(x)))
-
-    def multiply(context: ParallelContext) -> None:
-        grid = grid_of(context, "3d", (2, 2, 2))
-        up, down = Linear3D.from_native_module(first, grid), Linear3D.from_native_module(second, grid.turned)
-        y = down(torch.relu(up(own(x, grid.batch, grid.hidden))))
-        assert torch.allclose(whole(y, grid.batch, grid.hidden, IN), expected, atol=1e-12)
-
-    run_as_threads(multiply, tensor=8)
 
 
 @pytest.mark.parametrize(("mode", "sizes"), [("2d", (2, 2)), ("2.5d", (1, 2, 2)), ("3d", (2, 1, 2))], ids=str)
@@ -108,17 +86,14 @@ def test_a_layer_norm_is_the_plain_one(mode: str, sizes: tuple[int, ...]) -> Non
 
     def normalise(context: ParallelContext) -> int:
         grid = grid_of(context, mode, sizes)
-        layer: Any = LayerNorm2D.from_native_module(norm, grid)
         part = own(x, grid.batch, grid.hidden).requires_grad_()
+        weight, bias = (local_chunk(p, grid.hidden, 0).detach() for p in (norm.weight, norm.bias))
         with Recorder(grid.hidden) as recorder:
-            out = layer(part)
+            out = layer_norm(part, weight, bias, grid.hidden, IN, norm.eps)
         assert torch.allclose(out, own(norm(x), grid.batch, grid.hidden), atol=1e-12)
         out.backward(own(grad, grid.batch, grid.hidden))
         assert x.grad is not None and part.grad is not None
         assert torch.allclose(part.grad, own(x.grad, grid.batch, grid.hidden), atol=1e-12)
-        for name in ("weight", "bias"):
-            expected = layer.shard_specs[name].slice(getattr(norm, name).grad, {grid.hidden.name: grid.hidden.rank})
-            assert torch.allclose(getattr(layer, name).grad, expected, atol=1e-12)
         return recorder.count()
 
     assert run_as_threads(normalise, tensor=ranks_of(sizes)) == [1] * ranks_of(sizes)
@@ -145,8 +120,6 @@ def test_what_a_product_in_steps_sends() -> None:
 def test_what_cannot_be() -> None:
     def wrong(context: ParallelContext) -> None:
         grid = grid_of(context, "2d", (2, 1))
-        with pytest.raises(ConfigError, match=r"mode '2d'.*Take Linear2D"):
-            Linear3D(IN, OUT, grid=grid)
         with pytest.raises(ConfigError, match="It stands for"):
             Linear2D.from_native_module(nn.LayerNorm(IN), grid)
         with pytest.raises(ConfigError, match="1 hidden features over 2 ranks"):

@@ -13,18 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.comm.gather import gather_full
+from shardformer.comm.collectives import gather_full
+from shardformer.comm.deferred_tensor import resolved
 from shardformer.comm.recorder import Recorder
 from shardformer.errors import ConfigError
-from shardformer.layers.tensor.block import Block
-from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
-from shardformer.layers.tensor.pending import resolved
-from shardformer.layers.tensor.stream import Stream
-from shardformer.layout.state import specs_of
-from shardformer.layout.stream import SEQUENCE_PARALLEL, StreamLayout
-from shardformer.mesh.axis import Axis
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.layout.activation_layout import SEQUENCE_PARALLEL, StreamLayout
+from shardformer.layout.sharding_metadata import specs_of
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.tensor_parallel.block import Block
+from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
+from shardformer.tensor_parallel.sequence_parallel import Stream
 
 B, S, H, F = 2, 7, 6, 9
 MODES = ("plain", "sequence", "overlap")

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from shardformer.comm.gather import gather_full
+from shardformer.comm.collectives import gather_full
 from shardformer.comm.recorder import Recorder
 from shardformer.errors import ConfigError, InputError
-from shardformer.layers.tensor.embedding import Embedding1D, VocabParallelEmbedding1D
-from shardformer.layout.state import specs_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.pool import Pools, WorkerPool
-from shardformer.testing.threads import run_as_threads
+from shardformer.layout.sharding_metadata import specs_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.tensor_parallel.layers import Embedding1D, VocabParallelEmbedding1D
 
 KINDS = {"vocabulary": VocabParallelEmbedding1D, "width": Embedding1D}
 B, S, V, H = 2, 5, 127, 10

@@ -11,16 +11,15 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardformer.comm.gather import gather_full
+from shardformer.comm.collectives import gather_full
 from shardformer.comm.recorder import Recorder
 from shardformer.errors import ConfigError
-from shardformer.layers.tensor.linear import FusedLinear1D_Col, Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
-from shardformer.layers.vocab.logits import VocabParallelLogits
-from shardformer.layout.split import Split
-from shardformer.layout.state import specs_of
-from shardformer.mesh.axis import Axis
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.layout.shard_spec import Split
+from shardformer.layout.sharding_metadata import specs_of
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.tensor_parallel.layers import FusedLinear1D_Col, Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
+from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits
 
 B, S = 2, 3
 over_two_and_four = pytest.mark.parametrize("ranks", [1, 2, 4])

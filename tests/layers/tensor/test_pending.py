@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardformer.layers.tensor.pending import PendingTensor
+from shardformer.comm.deferred_tensor import PendingTensor
 
 
 def doubled(x: Tensor, calls: list[int] | None = None) -> PendingTensor:

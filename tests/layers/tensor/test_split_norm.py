@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardformer.layers.norm import fused_norm
-from shardformer.layers.tensor.split_norm import SplitNorm
-from shardformer.mesh.context import ParallelContext
-from shardformer.policies.heads import HeadLayout
-from shardformer.testing.threads import run_as_threads
+from shardformer.kernels.fused_ops import fused_norm
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.policies.attention_heads import HeadLayout
+from shardformer.tensor_parallel.layers import SplitNorm
 
 B, S, HEAD_DIM = 2, 3, 4
 LAYOUTS = {

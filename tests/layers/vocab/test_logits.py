@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.layers.vocab.logits import RULES, VocabParallelLogits, shard_logits
-from shardformer.mesh.axis import Axis
-from shardformer.testing.pool import WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import Axis
+from shardformer.tensor_parallel.vocab_parallel_logits import LOGITS_RULES, VocabParallelLogits, shard_logits
 from tests.layers.vocab.vocab import SHAPE, B, S, V, make, own, plain_of, same
 
 MASK = torch.arange(V) % 3 == 0
@@ -349,5 +349,5 @@ def test_on_one_process_the_logits_are_the_plain_ones() -> None:
 
 
 def test_the_table_names_functions_that_torch_has() -> None:
-    assert {torch.Tensor.view, torch.reshape, F.cross_entropy, torch.Tensor.shape.__get__} <= RULES.keys()
-    assert all(callable(function) for function in RULES)
+    assert {torch.Tensor.view, torch.reshape, F.cross_entropy, torch.Tensor.shape.__get__} <= LOGITS_RULES.keys()
+    assert all(callable(function) for function in LOGITS_RULES)

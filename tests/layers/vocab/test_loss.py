@@ -14,11 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardformer.comm.recorder import Recorder
 from shardformer.errors import ConfigError, InputError
-from shardformer.layers.vocab import loss as loss_module
-from shardformer.layers.vocab.loss import DistCrossEntropyLoss, cross_entropy_1d, vocab_parallel_cross_entropy
-from shardformer.layout.split import even_bounds
-from shardformer.mesh.axis import Axis
-from shardformer.testing.pool import Pools, WorkerPool
+from shardformer.layout.shard_spec import even_bounds
+from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.mesh.parallel_context import Axis
+from shardformer.tensor_parallel import vocab_parallel_loss
+from shardformer.tensor_parallel.vocab_parallel_loss import (
+    DistCrossEntropyLoss,
+    cross_entropy_1d,
+    vocab_parallel_cross_entropy,
+)
 
 NUM_TOKENS, VOCAB = 23, 127
 Loss = tuple[Tensor, Tensor]
@@ -33,7 +37,7 @@ def sharded_loss(
     axis = Axis.of(None)
     bounds = bounds or even_bounds(logits_TV.shape[1], axis.size)
     local_Tv = logits_TV[:, bounds[axis.rank] : bounds[axis.rank + 1]].clone().requires_grad_()
-    with mock.patch.dict(loss_module.CHUNK_BYTES, cpu=chunk_bytes):
+    with mock.patch.dict(vocab_parallel_loss.CHUNK_BYTES, cpu=chunk_bytes):
         loss = vocab_parallel_cross_entropy(local_Tv, targets_T, axis, bounds, **options)
         (loss * weights(loss)).sum().backward()
     assert local_Tv.grad is not None
@@ -257,7 +261,7 @@ def test_the_logits_are_not_copied_and_the_gradient_is_the_one_tensor_of_their_s
         kept.append(x)
         return x
 
-    with mock.patch.dict(loss_module.CHUNK_BYTES, cpu=chunk_bytes):
+    with mock.patch.dict(vocab_parallel_loss.CHUNK_BYTES, cpu=chunk_bytes):
         with Allocations(own_bytes) as forward, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             loss = vocab_parallel_cross_entropy(logits_TV, targets_T, Axis("tensor"), [0, 1000], upcast=True)
         with Allocations(own_bytes) as backward:

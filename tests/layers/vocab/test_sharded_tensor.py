@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shardformer.comm.recorder import Recorder
 from shardformer.errors import InputError
-from shardformer.layers.vocab.logits import VocabParallelLogits, shard_logits
-from shardformer.layout.split import even_bounds
-from shardformer.mesh.axis import Axis
-from shardformer.testing.pool import WorkerPool
+from shardformer.layout.shard_spec import even_bounds
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import Axis
+from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, shard_logits
 from tests.layers.vocab.vocab import SHAPE, B, S, V, make, own, plain_of, same
 
 MASK = torch.arange(V) % 3 == 0

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from shardformer.comm.recorder import Recorder
-from shardformer.layers.vocab.logits import VocabParallelLogits, shard_logits
-from shardformer.layout.split import even_bounds
-from shardformer.mesh.axis import Axis
+from shardformer.layout.shard_spec import even_bounds
+from shardformer.mesh.parallel_context import Axis
+from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, shard_logits
 
 B, S, V = 2, 3, 127
 SHAPE = (B, S, V)

@@ -9,7 +9,7 @@ mutant = partial(Mutant, "checkpoints")
 MUTANTS = [
     mutant(
         "numpy-random-state-not-restored",
-        "shardformer/layers/random_stream.py",
+        "shardformer/random_state.py",
         "numpy.random.set_state(of_numpy)",
         "numpy.random.get_state()",
         "After a load, or for a model that draws with NumPy on several ranks, NumPy's random numbers differ.",
@@ -20,7 +20,7 @@ MUTANTS = [
     ),
     mutant(
         "random-states-of-another-data-rank",
-        "shardformer/checkpoint/wanted.py",
+        "shardformer/checkpoint/load.py",
         'if theirs.get("data", 0) == own.get("data", 0)]',
         "if rank >= 0]",
         "After a change of the layout all data ranks go on with the random states of the first.",
@@ -32,7 +32,7 @@ MUTANTS = [
     ),
     mutant(
         "checksum-of-a-transposed-matrix",
-        "shardformer/checkpoint/checksum.py",
+        "shardformer/checkpoint/file_format.py",
         "    x += numpy.uint64(_mixed(dim))\n",
         "",
         "A checkpoint in which two numbers of a matrix changed places across its diagonal is loaded.",
@@ -40,7 +40,7 @@ MUTANTS = [
     ),
     mutant(
         "checksum-not-compared",
-        "shardformer/checkpoint/read.py",
+        "shardformer/checkpoint/load.py",
         "if total % BITS != box.sum:",
         "if total % BITS != box.sum and not count:",
         "A checkpoint with a flipped bit is loaded.",
@@ -48,7 +48,7 @@ MUTANTS = [
     ),
     mutant(
         "index-checksum-ignored",
-        "shardformer/checkpoint/files.py",
+        "shardformer/checkpoint/file_format.py",
         'found = json.loads(text) if _digest(text) == said["sha256"] else {}',
         "found = json.loads(text)",
         "A checkpoint whose index was changed is loaded.",
@@ -59,7 +59,7 @@ MUTANTS = [
     ),
     mutant(
         "incomplete-checkpoint-is-finished",
-        "shardformer/checkpoint/snapshot.py",
+        "shardformer/checkpoint/save.py",
         "if (covered := sum(prod(box.size) for box in entry.boxes)) != prod(entry.shape):",
         "if (covered := sum(prod(box.size) for box in entry.boxes)) > prod(entry.shape):",
         "A save to which a rank brings a part of a tensor only is called a checkpoint.",
@@ -70,7 +70,7 @@ MUTANTS = [
     ),
     mutant(
         "interrupted-save-blocks-the-next",
-        "shardformer/checkpoint/folder.py",
+        "shardformer/checkpoint/directory.py",
         "if found.kind == SAVING:",
         "if found.kind == DROPPED and not path.exists():",
         "What a killed save left is never removed.",
@@ -82,7 +82,7 @@ MUTANTS = [
     ),
     mutant(
         "replaced-checkpoint-removed-first",
-        "shardformer/disk/writing.py",
+        "shardformer/filesystem/atomic_write.py",
         "        target.rename(replaced)\n",
         "        shutil.rmtree(target)\n",
         "A step that is saved again is lost if the process is killed at the wrong moment.",
@@ -92,7 +92,7 @@ MUTANTS = [
     ),
     mutant(
         "older-checkpoints-go-too-early",
-        "shardformer/checkpoint/snapshot.py",
+        "shardformer/checkpoint/save.py",
         "    try:\n        for name in (*(path / file_name(rank)",
         "    try:\n        folders.drop_old(root, keep)\n        for name in (*(path / file_name(rank)",
         "Older checkpoints are deleted before the new one is on the disk.",
@@ -103,7 +103,7 @@ MUTANTS = [
     ),
     mutant(
         "newest-by-the-clock",
-        "shardformer/checkpoint/folder.py",
+        "shardformer/checkpoint/directory.py",
         "key=lambda pair: (*pair[0], _step_of(pair[1]))",
         "key=lambda pair: (pair[0][1], _step_of(pair[1]))",
         "On a host whose clock is behind, new checkpoints are deleted and an old one is loaded.",
@@ -111,7 +111,7 @@ MUTANTS = [
     ),
     mutant(
         "lock-of-a-running-job-is-taken-over",
-        "shardformer/disk/lock.py",
+        "shardformer/filesystem/lock.py",
         "if not (is_own or owner.is_dead or (not owner.is_here and _is_stale(lock.path))):",
         "if not (is_own or owner.is_here or _is_stale(lock.path)):",
         "Two jobs of one host save into one folder and delete each other's checkpoints.",
@@ -119,7 +119,7 @@ MUTANTS = [
     ),
     mutant(
         "keep-one-more",
-        "shardformer/checkpoint/folder.py",
+        "shardformer/checkpoint/directory.py",
         "if place >= keep.last and folder != newest and not is_kept and not is_young:",
         "if place > keep.last and folder != newest and not is_kept and not is_young:",
         "keep=3 leaves four checkpoints.",
@@ -127,7 +127,7 @@ MUTANTS = [
     ),
     mutant(
         "fp32-model-gets-rounded-weights",
-        "shardformer/checkpoint/wanted.py",
+        "shardformer/checkpoint/load.py",
         'return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{name}"',
         'return f"{WEIGHTS}/{name}"',
         "A bf16 run that goes on in fp32, or on other ranks, starts from weights rounded to 16 bits.",
@@ -139,7 +139,7 @@ MUTANTS = [
     ),
     mutant(
         "kahan-rest-not-loaded",
-        "shardformer/checkpoint/wanted.py",
+        "shardformer/checkpoint/load.py",
         "wide = memory if rest is None else memory.to(shard.wide) + rest.to(shard.wide)",
         "wide = memory",
         'A run with masters="kahan" loses its compensation when it goes on.',
@@ -147,7 +147,7 @@ MUTANTS = [
     ),
     mutant(
         "stochastic-rounding-starts-again",
-        "shardformer/checkpoint/wanted.py",
+        "shardformer/checkpoint/load.py",
         'zero.rounds = [values["rounds"]] * len(zero.rounds)',
         "zero.rounds = list(zero.rounds)",
         'A run with masters="stochastic" that goes on rounds differently than one that was not interrupted.',
@@ -155,7 +155,7 @@ MUTANTS = [
     ),
     mutant(
         "batch-statistics-of-the-first-rank",
-        "shardformer/checkpoint/model.py",
+        "shardformer/checkpoint/training_state.py",
         "            elif is_front:\n",
         "            elif is_front and data == 0:\n",
         "After a load all data ranks have the batch-norm statistics of the first.",
@@ -165,7 +165,7 @@ MUTANTS = [
     ),
     mutant(
         "optimizer-state-rounded",
-        "shardformer/checkpoint/optimizers.py",
+        "shardformer/checkpoint/training_state.py",
         "for slot in self._slots() if exact else ():",
         "for slot in ():",
         "Adam's fp32 moments of a 16-bit model are rounded to 16 bits by a load.",
@@ -176,7 +176,7 @@ MUTANTS = [
     ),
     mutant(
         "step-counts-of-the-first-rank",
-        "shardformer/checkpoint/optimizers.py",
+        "shardformer/checkpoint/training_state.py",
         '    for each in values:\n        scalars |= each["scalars"]\n',
         '    for each in values[:1]:\n        scalars |= each["scalars"]\n',
         "Adam's step counts of parameters on other stages or shards are lost: bias correction starts again.",
@@ -188,7 +188,7 @@ MUTANTS = [
     ),
     mutant(
         "narrow-copy-is-sent",
-        "shardformer/checkpoint/move.py",
+        "shardformer/checkpoint/reshard.py",
         "for item in sorted(items, key=lambda item: -item.dtype.itemsize):",
         "for item in sorted(items, key=lambda item: item.dtype.itemsize):",
         "reshape sends the 16-bit copy of a number of which the rank has an fp32 copy too.",

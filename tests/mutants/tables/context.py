@@ -9,7 +9,7 @@ mutant = partial(Mutant, "context")
 MUTANTS = [
     mutant(
         "sink-gradient-with-the-wrong-sign",
-        "shardformer/layers/context/ring.py",
+        "shardformer/context_parallel/ring_attention.py",
         "of_sinks = -(weight * (grad.to(wide) * out.to(wide)).sum(-1))",
         "of_sinks = (weight * (grad.to(wide) * out.to(wide)).sum(-1))",
         "Attention sinks (gpt-oss) are trained in the wrong direction.",
@@ -17,7 +17,7 @@ MUTANTS = [
     ),
     mutant(
         "bias-gradient-of-the-last-chunk",
-        "shardformer/layers/context/ring.py",
+        "shardformer/context_parallel/ring_attention.py",
         "of_line += found",
         "of_line = found",
         "The table of relative positions (T5) is trained on the keys that arrive last.",
@@ -25,7 +25,7 @@ MUTANTS = [
     ),
     mutant(
         "gathered-keys-lose-own-gradient",
-        "shardformer/layers/context/ring.py",
+        "shardformer/context_parallel/ring_attention.py",
         "        self._dkv += mine\n",
         "",
         'With context_parallel="gather", keys and values get no gradient from the queries of their own rank.',
@@ -33,7 +33,7 @@ MUTANTS = [
     ),
     mutant(
         "queries-that-see-nothing",
-        "shardformer/layers/context/ring.py",
+        "shardformer/context_parallel/ring_attention.py",
         "if unseeing is not None:  # as torch has it",
         "if unseeing is not None and sinks is not None:",
         "A padded position returns the mean of hidden values instead of zero.",
@@ -44,7 +44,7 @@ MUTANTS = [
     ),
     mutant(
         "shared-key-heads-not-added-up",
-        "shardformer/layers/context/heads.py",
+        "shardformer/context_parallel/ulysses.py",
         "full.index_add_(1, torch.tensor(heads",
         "full.index_copy_(1, torch.tensor(heads",
         "Under Ulysses with few KV heads, a KV head gets the gradient of one of the ranks that read it.",
@@ -55,7 +55,7 @@ MUTANTS = [
     ),
     mutant(
         "same-attention-dropout-in-each-group",
-        "shardformer/layers/context/kernels.py",
+        "shardformer/context_parallel/attention_kernels.py",
         "x = _mixed(x * 31 + self.heads.to(device)[None, :])[:, :, None, None]",
         "x = _mixed(x * 31 + torch.arange(len(self.heads), device=device)[None, :])[:, :, None, None]",
         "Under Ulysses, heads on different ranks drop the same attention weights.",
@@ -63,7 +63,7 @@ MUTANTS = [
     ),
     mutant(
         "attention-dropout-not-in-the-backward",
-        "shardformer/layers/context/kernels.py",
+        "shardformer/context_parallel/attention_kernels.py",
         "            of_weights = of_weights * kept\n",
         "            pass\n",
         "With attention dropout over a sequence axis, dropped weights pass gradients to queries and keys.",
@@ -74,7 +74,7 @@ MUTANTS = [
     ),
     mutant(
         "biased-attention-sees-the-future",
-        "shardformer/layers/context/kernels.py",
+        "shardformer/context_parallel/attention_kernels.py",
         "    if part.causal:\n        return added.masked_fill(part.cols[None, :] >",
         "    if part.causal and part.sees is not None:\n        return added.masked_fill(part.cols[None, :] >",
         "T5's decoder sees later tokens of its own chunk.",
@@ -82,7 +82,7 @@ MUTANTS = [
     ),
     mutant(
         "slice-keeps-its-old-positions",
-        "shardformer/layers/context/cut_tensor.py",
+        "shardformer/context_parallel/sequence_layout.py",
         "parts = tuple((part[keep] - start) // step for part, keep in zip(self.parts, kept, strict=True))",
         "parts = tuple(part[keep] // step for part, keep in zip(self.parts, kept, strict=True))",
         "A loss on logits[:, 1:] compares with labels one position off.",
@@ -93,7 +93,7 @@ MUTANTS = [
     ),
     mutant(
         "gathered-states-lose-gradients",
-        "shardformer/layers/context/cut_tensor.py",
+        "shardformer/context_parallel/sequence_sharded_tensor.py",
         "return found.view(rows.axis.size, *own.shape).sum(0), None, None",
         "return found.view(rows.axis.size, *own.shape)[rows.axis.rank], None, None",
         "What is computed of a gathered sequence (a pooled classifier) passes back a fraction of its gradient.",
@@ -105,7 +105,7 @@ MUTANTS = [
     ),
     mutant(
         "class-weights-not-in-the-mean",
-        "shardformer/layers/context/sequence_cut.py",
+        "shardformer/context_parallel/sequence_sharded_tensor.py",
         "return total / (counted.sum() if weight is None else weight[target[counted]].sum())",
         "return total / counted.sum()",
         "A cross entropy with class weights over a sequence axis is divided by the wrong number.",
@@ -116,7 +116,7 @@ MUTANTS = [
     ),
     mutant(
         "windows-of-two-sizes-are-one",
-        "shardformer/layers/context/mask.py",
+        "shardformer/context_parallel/masks.py",
         "parts = tuple(map(recipe, [thing.__code__, *cells, *(thing.__defaults__ or ()), thing.__kwdefaults__]))",
         "parts = tuple(map(recipe, [thing.__code__, *(thing.__defaults__ or ()), thing.__kwdefaults__]))",
         "The second sliding window that a process meets sees what the first one saw.",
@@ -128,7 +128,7 @@ MUTANTS = [
     ),
     mutant(
         "gradients-of-a-cut-sequence-not-averaged",
-        "shardformer/layout/reduction.py",
+        "shardformer/layout/sharding_metadata.py",
         'divisor = float(sizes.get("data", 1) * stream.num_parts(sizes))',
         'divisor = float(sizes.get("data", 1))',
         "Over a sequence axis of P ranks all gradients are P times too large.",
@@ -136,7 +136,7 @@ MUTANTS = [
     ),
     mutant(
         "first-chunk-of-a-long-mask-decides",
-        "shardformer/layers/context/mask.py",
+        "shardformer/context_parallel/masks.py",
         "any_, all_ = any_ or bool(found.any()), all_ and bool(found.all())",
         "any_, all_ = any_ or bool(found.any()), bool(found.all())",
         "Of a mask that is looked at in several parts, the last part decides whether all is seen.",

@@ -9,7 +9,7 @@ mutant = partial(Mutant, "engine")
 MUTANTS = [
     mutant(
         "augmentation-depends-on-the-ranks",
-        "shardformer/engine/data_sources.py",
+        "shardformer/training/data_sources.py",
         "for i, n in enumerate(batch[mine], mine.start)]",
         "for i, n in enumerate(batch[mine])]",
         "Random augmentation of a sample changes with the number of data ranks.",
@@ -19,7 +19,7 @@ MUTANTS = [
     ),
     mutant(
         "each-epoch-in-the-same-order",
-        "shardformer/engine/data_sources.py",
+        "shardformer/training/data_sources.py",
         'return torch.Generator().manual_seed(seed_of(seed, epoch, "order"))',
         'return torch.Generator().manual_seed(seed_of(seed, "order"))',
         "Every epoch goes through the samples in the order of the first.",
@@ -27,7 +27,7 @@ MUTANTS = [
     ),
     mutant(
         "loaded-position-keeps-the-seed",
-        "shardformer/engine/data.py",
+        "shardformer/training/data_loader.py",
         'self.epoch, self.seen, self.seed = state["epoch"], state["seen"], state["seed"]',
         'self.epoch, self.seen = state["epoch"], state["seen"]',
         "A run that goes on with another seed in its script sees some samples twice and others never.",
@@ -35,7 +35,7 @@ MUTANTS = [
     ),
     mutant(
         "evaluation-weighs-by-samples",
-        "shardformer/engine/pipeline.py",
+        "shardformer/pipeline/pipeline.py",
         "counted = head.counted if head.counted is not None else float(sum(head.sizes))",
         "counted = float(sum(head.sizes))",
         "The validation loss of batches with different numbers of tokens is not that of all tokens.",
@@ -47,7 +47,7 @@ MUTANTS = [
     ),
     mutant(
         "scheduler-moves-on-skipped-steps",
-        "shardformer/engine/engine.py",
+        "shardformer/training/engine.py",
         'if is_made and self._scheduler_every == "step":',
         'if self._scheduler_every == "step":',
         "The learning rate falls on steps that were skipped.",
@@ -58,7 +58,7 @@ MUTANTS = [
     ),
     mutant(
         "loss-of-data-ranks-summed",
-        "shardformer/engine/engine.py",
+        "shardformer/training/engine.py",
         'return all_reduce(loss, self.context.data, purpose="loss") / self.context.data.size',
         'return all_reduce(loss, self.context.data, purpose="loss")',
         'With average="ranks" the reported loss is multiplied by the number of data ranks.',
@@ -69,7 +69,7 @@ MUTANTS = [
     ),
     mutant(
         "reshape-keeps-the-old-share-of-data",
-        "shardformer/engine/engine.py",
+        "shardformer/training/engine.py",
         "            self.data.share_among(context)\n",
         "            self.data.check_ranks(context.data.size)\n",
         "After reshape, ranks go on with their old part of each batch.",
@@ -77,7 +77,7 @@ MUTANTS = [
     ),
     mutant(
         "stopped-run-loses-a-batch",
-        "shardformer/trainer/trainer.py",
+        "shardformer/training/trainer.py",
         "                    data.load_state(self._position)  # this batch was not trained on\n",
         "",
         "A run that a signal or a hook stopped goes on one batch too far.",
@@ -85,7 +85,7 @@ MUTANTS = [
     ),
     mutant(
         "average-counts-skipped-steps",
-        "shardformer/trainer/hooks/moving_average.py",
+        "shardformer/training/hooks/moving_average.py",
         "if was_skipped or engine.steps % self.every:",
         "if engine.steps % self.every:",
         "The moving average moves on steps that were skipped.",
@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     mutant(
         "metrics-of-own-samples",
-        "shardformer/trainer/hooks/metrics.py",
+        "shardformer/training/hooks/metrics.py",
         "everyone = gather_objects(mine, trainer.engine.context.data)",
         "everyone = [mine]",
         "Accuracy is that of one data rank's samples.",
@@ -105,7 +105,7 @@ MUTANTS = [
     ),
     mutant(
         "patience-starts-again",
-        "shardformer/trainer/hooks/early_stopping.py",
+        "shardformer/training/hooks/early_stopping.py",
         'self.best, self.without_progress = state["best"], state["without_progress"]',
         'self.best, self.without_progress = state["best"], 0',
         "Early stopping counts from 0 again after a restart.",
@@ -113,7 +113,7 @@ MUTANTS = [
     ),
     mutant(
         "records-lose-the-resumed-step",
-        "shardformer/trainer/records.py",
+        "shardformer/training/metrics_log.py",
         "if record.step <= step]",
         "if record.step < step]",
         "A run that goes on drops the record of the step it goes on from.",
@@ -121,7 +121,7 @@ MUTANTS = [
     ),
     mutant(
         "first-step-without-a-learning-rate",
-        "shardformer/runs/updates.py",
+        "shardformer/train_command/build.py",
         "return (step + 1) / warmup",
         "return step / warmup",
         "The first step of a run with a warm-up changes nothing.",
@@ -132,7 +132,7 @@ MUTANTS = [
     ),
     mutant(
         "schedule-counts-dropped-batches",
-        "shardformer/runs/run.py",
+        "shardformer/train_command/run.py",
         "(samples // size if config.data.drop_last else -(-samples // size))",
         "-(-samples // size)",
         "With drop_last the learning rate does not reach its final value.",
@@ -143,7 +143,7 @@ MUTANTS = [
     ),
     mutant(
         "validation-numbers-its-own-classes",
-        "shardformer/runs/data.py",
+        "shardformer/train_command/datasets.py",
         "classes = classes or classes_of(labels, _order(own, names))",
         "classes = classes_of(labels, _order(own, names))",
         "Validation data that lacks a class is compared with wrong labels.",

@@ -9,7 +9,7 @@ mutant = partial(Mutant, "pipeline")
 MUTANTS = [
     mutant(
         "loss-weight-without-data-ranks",
-        "shardformer/pipeline/loss.py",
+        "shardformer/pipeline/micro_batch_loss.py",
         "return [weight * self._num_ranks / total for weight in weights]",
         "return [weight / total for weight in weights]",
         "With loss_weight= and several data ranks, gradients are too small by the number of ranks.",
@@ -17,7 +17,7 @@ MUTANTS = [
     ),
     mutant(
         "summed-loss-without-data-ranks",
-        "shardformer/pipeline/loss.py",
+        "shardformer/pipeline/micro_batch_loss.py",
         "return call.given() * self._num_ranks if self._over is not None else call.given()",
         "return call.given()",
         'A loss with reduction="sum" is averaged over the data ranks instead of summed.',
@@ -25,7 +25,7 @@ MUTANTS = [
     ),
     mutant(
         "micro-batch-without-labels-is-nan",
-        "shardformer/pipeline/loss.py",
+        "shardformer/pipeline/micro_batch_loss.py",
         "return call.given() * (n * self._num_ranks / total) if n else call.summed() * 0.0",
         "return call.given() * (n * self._num_ranks / total)",
         "The loss is NaN where all labels of one micro-batch are ignored.",
@@ -33,7 +33,7 @@ MUTANTS = [
     ),
     mutant(
         "class-weights-do-not-count",
-        "shardformer/pipeline/counts.py",
+        "shardformer/pipeline/micro_batch_loss.py",
         "        if weight is None:\n            return counted.sum()\n",
         "        if weight is None or self.is_mean:\n            return counted.sum()\n",
         "A cross entropy with class weights gives another loss with micro-batches than without.",
@@ -57,7 +57,7 @@ MUTANTS = [
     ),
     mutant(
         "micro-batches-share-a-dropout-mask",
-        "shardformer/engine/pipeline.py",
+        "shardformer/pipeline/pipeline.py",
         "seeds = [(seed + 7919 * i) % 2**62 if seed else None for i in range(len(parts))]",
         "seeds = [seed % 2**62 if seed else None for i in range(len(parts))]",
         "Every micro-batch of a step drops the same places.",
@@ -65,7 +65,7 @@ MUTANTS = [
     ),
     mutant(
         "split-backward-loses-the-first-stage",
-        "shardformer/pipeline/backward.py",
+        "shardformer/pipeline/split_backward.py",
         "return found, WeightBackward(beside)",
         "return found, WeightBackward([])",
         "With a zero-bubble schedule the first stage does not train.",
@@ -73,7 +73,7 @@ MUTANTS = [
     ),
     mutant(
         "split-backward-loses-other-outputs",
-        "shardformer/pipeline/backward.py",
+        "shardformer/pipeline/split_backward.py",
         "return _all_at_once(given + beside, inputs), WeightBackward([])",
         "return _all_at_once(given, inputs), WeightBackward([])",
         "With a zero-bubble schedule and checkpointing, an output that reads no input of the stage passes no gradient.",
@@ -84,7 +84,7 @@ MUTANTS = [
     ),
     mutant(
         "norm-of-one-stage",
-        "shardformer/layout/reduction.py",
+        "shardformer/layout/sharding_metadata.py",
         'pipe = ("pipe",) if sizes.get("pipe", 1) > 1 else ()',
         "pipe = ()",
         "Each stage clips by the norm of its own gradients.",
@@ -92,7 +92,7 @@ MUTANTS = [
     ),
     mutant(
         "stages-do-not-compare-batches",
-        "shardformer/engine/pipeline.py",
+        "shardformer/pipeline/pipeline.py",
         "if any(theirs[:-2] != every[0][:-2] for theirs in every):",
         "if any(theirs[1] != every[0][1] for theirs in every):",
         "Stages that are given different batches train on a mixture of both, without an error.",
@@ -103,7 +103,7 @@ MUTANTS = [
     ),
     mutant(
         "layers-dropped-by-each-stage",
-        "shardformer/sharding/stages.py",
+        "shardformer/pipeline/stage_manager.py",
         'if name.endswith("layerdrop") and isinstance(value, float) and value > 0:',
         'if name.endswith("layerdrop") and isinstance(value, float) and value > 1:',
         "A model with layer drop is accepted in a pipeline whose stages draw which layers to skip separately.",
@@ -111,7 +111,7 @@ MUTANTS = [
     ),
     mutant(
         "one-row-for-all-samples-is-cut",
-        "shardformer/pipeline/microbatches.py",
+        "shardformer/pipeline/micro_batches.py",
         "        if x.dim() == 0 or x.shape[0] == 1:\n            return [x for _ in self._each]\n",
         "        if x.dim() == 0:\n            return [x for _ in self._each]\n",
         "A batch with one row of positions for all samples is refused with micro-batches.",

@@ -20,7 +20,7 @@ MUTANTS = [
     ),
     mutant(
         "uneven-heads-in-a-fused-projection",
-        "shardformer/policies/attention.py",
+        "shardformer/policies/lowering.py",
         "if any(layout.expand(r) for r in range(layout.ranks)):",
         "if layout.ranks < 1:",
         "A fused projection whose KV heads do not divide is sharded wrongly instead of refused.",
@@ -102,7 +102,7 @@ MUTANTS = [
     ),
     mutant(
         "validation-sees-no-exchanged-outputs",
-        "shardformer/policies/infer/prove.py",
+        "shardformer/discovery/reduced_model.py",
         "weights = torch.linspace(0.5, 1.5, shape.numel(), dtype=x.dtype, device=x.device).view(shape)",
         "weights = torch.ones(shape.numel(), dtype=x.dtype, device=x.device).view(shape)",
         "A derived policy that exchanges outputs of a model passes its validation.",
@@ -110,7 +110,7 @@ MUTANTS = [
     ),
     mutant(
         "validation-ignores-missing-gradients",
-        "shardformer/policies/infer/prove.py",
+        "shardformer/discovery/validation.py",
         "if (expected is None) != (param.grad is None):",
         "if expected is None and param.grad is not None:",
         "A policy under which a weight gets no gradient passes its validation.",
@@ -121,7 +121,7 @@ MUTANTS = [
     ),
     mutant(
         "stage-validation-in-the-middle-only",
-        "shardformer/policies/infer/prove_stages.py",
+        "shardformer/discovery/validation.py",
         "ends = {1, count // 2, count - 1, *(at for start in chain.starts for at in (start - 1, start))}",
         "ends = {count // 2}",
         "A model whose first or last layer differs is accepted in a pipeline.",
@@ -133,7 +133,7 @@ MUTANTS = [
     ),
     mutant(
         "replaced-forward-is-trusted",
-        "shardformer/policies/infer/own_code.py",
+        "shardformer/discovery/reduced_model.py",
         'return "forward" not in vars(module) and _package_of(of_class) in LIBRARIES',
         "return _package_of(of_class) in LIBRARIES",
         "A layer whose forward was replaced is sharded by a policy that does not fit it.",
@@ -141,7 +141,7 @@ MUTANTS = [
     ),
     mutant(
         "unknown-kind-of-layer-is-cut",
-        "shardformer/policies/infer/infer.py",
+        "shardformer/discovery/derive_policy.py",
         "if kind_of(self.model.get_submodule(path)) not in made:",
         "if not made:",
         "A derived policy shards layers of a kind that its validation never saw.",

@@ -9,7 +9,7 @@ mutant = partial(Mutant, "sequence")
 MUTANTS = [
     mutant(
         "overlap-joins-in-ring-order",
-        "shardformer/layers/tensor/edges.py",
+        "shardformer/tensor_parallel/region.py",
         "columns = zip(*(products[start] for start in sorted(products)), strict=True)",
         "columns = zip(*(products[start] for start in products), strict=True)",
         "With sequence_overlap, every rank but the first has its positions in a wrong order.",
@@ -17,7 +17,7 @@ MUTANTS = [
     ),
     mutant(
         "recomputation-with-another-length",
-        "shardformer/layers/tensor/stream.py",
+        "shardformer/tensor_parallel/sequence_parallel.py",
         "near = [n for n in self._lengths if abs(n - self.full) < self.axis.size]",
         "near = [n for n in self._lengths if abs(n - self.full) < 1]",
         "With activation checkpointing, a sequence one token longer than an earlier one is recomputed as that one.",
@@ -28,7 +28,7 @@ MUTANTS = [
     ),
     mutant(
         "samples-dropped-by-each-rank",
-        "shardformer/layers/random_stream.py",
+        "shardformer/random_state.py",
         "seed, own = broadcast(seed.to(x.device), self._axis), 0",
         "own = 0",
         "Stochastic depth drops different samples on ranks that hold parts of the same sequence.",
@@ -36,7 +36,7 @@ MUTANTS = [
     ),
     mutant(
         "router-gradient-summed",
-        "shardformer/sharding/gradients.py",
+        "shardformer/sharding/apply_tensor_parallel.py",
         "return layout, Place.GATHERED if name.startswith(self._whole) else Place.STACK",
         "return layout, Place.STACK",
         "A module that is given the whole sequence (a router) gets its gradient once for each tensor rank.",
@@ -47,7 +47,7 @@ MUTANTS = [
     ),
     mutant(
         "final-norm-not-summed",
-        "shardformer/sharding/gradients.py",
+        "shardformer/sharding/apply_tensor_parallel.py",
         'for prefix in map(_prefix, (stack.layers, stack.final_norm or ""))',
         "for prefix in map(_prefix, (stack.layers,))",
         "With sequence parallelism the final norm is trained by each rank on its own positions.",
@@ -55,7 +55,7 @@ MUTANTS = [
     ),
     mutant(
         "smoothing-over-own-columns",
-        "shardformer/layers/vocab/loss.py",
+        "shardformer/tensor_parallel/vocab_parallel_loss.py",
         "(options.label_smoothing / options.bounds[-1]) if options.label_smoothing else None",
         "(options.label_smoothing / max(logits_Tv.shape[1], 1)) if options.label_smoothing else None",
         "Label smoothing on sharded logits has a wrong gradient; the loss is right.",
@@ -63,7 +63,7 @@ MUTANTS = [
     ),
     mutant(
         "smoothing-of-an-uneven-vocabulary",
-        "shardformer/layers/vocab/loss.py",
+        "shardformer/tensor_parallel/vocab_parallel_loss.py",
         "spread_T = spread_T + (options.bounds[rank + 1] - options.bounds[rank]) * offset_T",
         "spread_T = spread_T + options.bounds[1] * offset_T",
         "Label smoothing gives a wrong loss where the vocabulary does not divide by the ranks.",
@@ -74,7 +74,7 @@ MUTANTS = [
     ),
     mutant(
         "ignored-labels-have-gradients",
-        "shardformer/layers/vocab/loss.py",
+        "shardformer/tensor_parallel/vocab_parallel_loss.py",
         "weight_T1 = torch.where(valid_T, grad, 0.0)[:, None]",
         "weight_T1 = grad.expand(len(valid_T))[:, None]",
         "Tokens with the label -100 change the weights.",
@@ -82,7 +82,7 @@ MUTANTS = [
     ),
     mutant(
         "rank-whose-logits-are-all-masked",
-        "shardformer/layers/vocab/loss.py",
+        "shardformer/tensor_parallel/vocab_parallel_loss.py",
         "shifted_tv = torch.sub(x_tv, _finite(max_t)[:, None])",
         "shifted_tv = torch.sub(x_tv, max_t[:, None])",
         "The loss is NaN where a mask hides all of one rank's vocabulary.",
@@ -90,7 +90,7 @@ MUTANTS = [
     ),
     mutant(
         "transposed-logits",
-        "shardformer/layers/vocab/views.py",
+        "shardformer/tensor_parallel/vocab_parallel_logits.py",
         "return {a: b, b: a}.get(vocab, vocab), args",
         "return {a: b}.get(vocab, vocab), args",
         "logits.transpose(1, 2), as F.cross_entropy takes them, is read as if its last dim were the vocabulary.",
@@ -98,7 +98,7 @@ MUTANTS = [
     ),
     mutant(
         "written-logits-stay-stale-in-views",
-        "shardformer/layers/vocab/sharded_tensor.py",
+        "shardformer/tensor_parallel/vocab_sharded_tensor.py",
         "    x._writes[0] += 1\n",
         "",
         "A view of sharded logits keeps its old values after the logits were written to.",
@@ -109,7 +109,7 @@ MUTANTS = [
     ),
     mutant(
         "written-embeddings-ignored",
-        "shardformer/layers/tensor/pending.py",
+        "shardformer/comm/deferred_tensor.py",
         "return not self._is_watched and not is_written",
         "return not self._is_watched",
         "A model that changes its embeddings in place before the first layer trains on the unchanged ones.",
@@ -120,7 +120,7 @@ MUTANTS = [
     ),
     mutant(
         "experts-see-own-tokens",
-        "shardformer/layers/tensor/arguments.py",
+        "shardformer/tensor_parallel/block.py",
         "        tokens = stream.by_token(x)\n",
         "        tokens = None\n",
         "With sequence parallelism the experts sum the results of different tokens.",

@@ -9,7 +9,7 @@ mutant = partial(Mutant, "tensor")
 MUTANTS = [
     mutant(
         "row-bias-on-each-rank",
-        "shardformer/layers/tensor/linear.py",
+        "shardformer/tensor_parallel/layers.py",
         "return y if bias is None else y + bias",
         "return y if bias is None else y + self.axis.size * bias",
         "A row-parallel linear adds its bias once for each rank: GPT-2, BERT and OPT give other outputs.",
@@ -17,7 +17,7 @@ MUTANTS = [
     ),
     mutant(
         "row-bias-gradient-summed",
-        "shardformer/sharding/gradients.py",
+        "shardformer/sharding/apply_tensor_parallel.py",
         "if name not in self._biases and name.startswith(self._inside):",
         "if name.startswith(self._inside):",
         "The bias of GPT-2's output projections gets its gradient once for each tensor rank.",
@@ -25,7 +25,7 @@ MUTANTS = [
     ),
     mutant(
         "gradient-of-a-norm-behind-the-exit",
-        "shardformer/sharding/gradients.py",
+        "shardformer/sharding/apply_tensor_parallel.py",
         "alike = 1 if self.block.is_open else self.block.axis.size",
         "alike = 1",
         "An attention that applies its norm after its output projection trains it with a multiple of its gradient.",
@@ -36,7 +36,7 @@ MUTANTS = [
     ),
     mutant(
         "shared-heads-not-summed",
-        "shardformer/layout/reduction.py",
+        "shardformer/layout/sharding_metadata.py",
         'if axis in {"data", *partial, *inputs, *spec.shared_axes} and sizes[axis] > 1]',
         'if axis in {"data", *partial, *inputs} and sizes[axis] > 1]',
         "With more tensor ranks than KV heads, the copies of a KV head get different gradients and diverge.",
@@ -48,7 +48,7 @@ MUTANTS = [
     ),
     mutant(
         "norm-counts-shared-heads-twice",
-        "shardformer/optim/grad_norm.py",
+        "shardformer/gradients/clipping.py",
         "return (powers / held_by.to(powers) if isinstance(held_by, Tensor) else powers).sum()",
         "return powers.sum()",
         "With more tensor ranks than KV heads, clipping sees a norm that is too large.",
@@ -56,7 +56,7 @@ MUTANTS = [
     ),
     mutant(
         "split-norm-counts-shared-heads-twice",
-        "shardformer/layers/tensor/split_norm.py",
+        "shardformer/tensor_parallel/layers.py",
         "summed = (x if self.share is None else x * self.share.to(x.dtype)).sum(-1, keepdim=True)",
         "summed = x.sum(-1, keepdim=True)",
         "A norm over all KV heads is wrong where several ranks hold one head (OLMo 2 with few KV heads).",
@@ -68,7 +68,7 @@ MUTANTS = [
     ),
     mutant(
         "split-norm-backward-not-summed",
-        "shardformer/layers/tensor/split_norm.py",
+        "shardformer/tensor_parallel/layers.py",
         "return enter_block(leave_block(summed, self.axis), self.axis) / self.full",
         "return leave_block(summed, self.axis) / self.full",
         "A norm over all heads of q or k has wrong gradients; its outputs are right.",
@@ -80,7 +80,7 @@ MUTANTS = [
     ),
     mutant(
         "same-dropout-in-each-block",
-        "shardformer/layers/random_stream.py",
+        "shardformer/random_state.py",
         "0x9E3779B97F4A7C15 * (self._axis.rank + 1)",
         "0x9E3779B97F4A7C15",
         "All tensor ranks drop the same places of their heads and features, as one device never would.",
@@ -88,7 +88,7 @@ MUTANTS = [
     ),
     mutant(
         "padding-token-0-trains",
-        "shardformer/layers/tensor/embedding.py",
+        "shardformer/tensor_parallel/layers.py",
         "if padding is not None and start <= padding < end else None",
         "if padding is not None and start < padding < end else None",
         "The embedding of the padding token gets a gradient where its number is 0 (BERT, T5).",
@@ -96,7 +96,7 @@ MUTANTS = [
     ),
     mutant(
         "row-takes-its-part-without-a-sum",
-        "shardformer/layers/tensor/linear.py",
+        "shardformer/tensor_parallel/layers.py",
         "return enter_block(x, self.axis).index_select(-1, self.split.indices(self.axis.rank).to(x.device))",
         "return x.index_select(-1, self.split.indices(self.axis.rank).to(x.device))",
         "A row-parallel linear with parallel_input=False and its own split passes back a part of the gradient.",
@@ -104,7 +104,7 @@ MUTANTS = [
     ),
     mutant(
         "autocast-row-bias-in-fp32",
-        "shardformer/layers/tensor/linear.py",
+        "shardformer/tensor_parallel/layers.py",
         "bias = bias.to(torch.get_autocast_dtype(x.device.type))",
         "bias = bias.to(torch.float32)",
         "Under autocast a row-parallel linear with a bias returns fp32 where the plain one returns bf16.",
@@ -112,7 +112,7 @@ MUTANTS = [
     ),
     mutant(
         "expert-bias-on-each-rank",
-        "shardformer/layers/tensor/arguments.py",
+        "shardformer/tensor_parallel/block.py",
         "vars(module).update({name: module.get_parameter(name) / axis.size for name in own})",
         "vars(module).update({name: module.get_parameter(name) for name in own})",
         "The bias of experts is added once for each tensor rank (gpt-oss).",
@@ -124,23 +124,15 @@ MUTANTS = [
     ),
     mutant(
         "grid-norm-without-the-spread-of-means",
-        "shardformer/layers/grid/norm.py",
+        "shardformer/tensor_parallel/grid/layers.py",
         "variance = (sums + counts * (means - mean).square()).sum(0) / full",
         "variance = sums.sum(0) / full",
         "On a tensor grid a layer norm takes the variance within each rank for the variance of all features.",
         first=("tests/layers/grid/test_summa.py::test_a_layer_norm_is_the_plain_one",),
     ),
     mutant(
-        "grid-bias-gradient-of-own-samples",
-        "shardformer/layers/grid/summa.py",
-        "return y if self.bias is None else y + enter_block(self.bias, self.grid.batch)",
-        "return y if self.bias is None else y + self.bias",
-        "A Linear2D that a model is written with trains its bias on the samples of one row of ranks.",
-        first=("tests/layers/grid/test_summa.py::test_a_product_is_that_of_the_plain_linear",),
-    ),
-    mutant(
         "ranks-keep-their-own-weights",
-        "shardformer/sharding/agree.py",
+        "shardformer/consistency/initial_weights.py",
         "if axis.size > 1 and tensors and differs([checksum(t) for t in tensors], axis):",
         "if axis.size > 1 and not tensors and differs([checksum(t) for t in tensors], axis):",
         "Ranks that built their models from different seeds train parts of different models.",

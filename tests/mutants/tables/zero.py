@@ -9,7 +9,7 @@ mutant = partial(Mutant, "ZeRO")
 MUTANTS = [
     mutant(
         "norm-counts-whole-matrices-twice",
-        "shardformer/optim/shard_norm.py",
+        "shardformer/zero/optimizer_step.py",
         "own = {*reduction.norm_over} - {*reduction.sum_over, *cut}",
         "own = {*reduction.norm_over}",
         "LAMB and Muon with stage 0 and tensor parallelism clip by a norm that is too large.",
@@ -20,7 +20,7 @@ MUTANTS = [
     ),
     mutant(
         "norm-counts-tied-weights-on-each-stage",
-        "shardformer/optim/shard_norm.py",
+        "shardformer/zero/optimizer_step.py",
         'elif reduction.stages and coords["pipe"] != reduction.stages[0]:',
         'elif reduction.stages and coords["pipe"] < 0:',
         "With stage 0 and a pipeline, a weight that two stages share counts twice in the norm.",
@@ -31,7 +31,7 @@ MUTANTS = [
     ),
     mutant(
         "masters-replaced-by-rounded-weights",
-        "shardformer/optim/shards.py",
+        "shardformer/zero/flat_shards.py",
         "value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide)))",
         "value.copy_(written.to(self.wide))",
         "load_state_dict with the weights that are there already rounds the fp32 masters to 16 bits.",
@@ -39,7 +39,7 @@ MUTANTS = [
     ),
     mutant(
         "loss-scale-grows-after-gaps",
-        "shardformer/optim/settings.py",
+        "shardformer/zero/mixed_precision.py",
         "self.good, self.bad = 0, self.bad + 1",
         "self.bad = self.bad + 1",
         "The fp16 loss scale grows though its good steps were not in a row.",
@@ -47,7 +47,7 @@ MUTANTS = [
     ),
     mutant(
         "offload-keeps-scaled-gradients",
-        "shardformer/optim/offload/host.py",
+        "shardformer/offload/host.py",
         "            part = part.to(self.dtype) / scale\n",
         "            part = part.to(self.dtype)\n",
         "fp16 with offload steps with gradients that are still multiplied by the loss scale.",
@@ -55,7 +55,7 @@ MUTANTS = [
     ),
     mutant(
         "offload-forgets-earlier-backwards",
-        "shardformer/optim/offload/host.py",
+        "shardformer/offload/host.py",
         "self._sum = self._sum.add_(part) if self._has_sum else self._sum.copy_(part)",
         "self._sum = self._sum.copy_(part)",
         "Gradient accumulation with offload steps with the last backward alone.",
@@ -63,7 +63,7 @@ MUTANTS = [
     ),
     mutant(
         "failed-write-keeps-the-step-count",
-        "shardformer/optim/offload/paged.py",
+        "shardformer/offload/disk.py",
         "            state.clear()\n            state.update(small)\n",
         "            state.update({})\n",
         "After a disk was full, Adam's step count is one ahead of the weights.",
@@ -71,7 +71,7 @@ MUTANTS = [
     ),
     mutant(
         "kahan-rest-not-added",
-        "shardformer/optim/rounding.py",
+        "shardformer/zero/mixed_precision.py",
         "                self._values += self.rest\n",
         "                pass\n",
         'masters="kahan" loses small updates, as plain bf16 does.',
@@ -82,7 +82,7 @@ MUTANTS = [
     ),
     mutant(
         "rounding-depends-on-the-layout",
-        "shardformer/optim/rounding.py",
+        "shardformer/zero/mixed_precision.py",
         "noise(wide, piece.first, piece.key, self.step)",
         "noise(wide, piece.at.start, piece.key, self.step)",
         'masters="stochastic" rounds the same weight differently on another number of data ranks.',
@@ -93,7 +93,7 @@ MUTANTS = [
     ),
     mutant(
         "paused-backwards-never-summed",
-        "shardformer/optim/optimizer.py",
+        "shardformer/zero/zero_optimizer.py",
         "        self.agree()\n        problem = self._take_edits()\n        for",
         "        problem = self._take_edits()\n        for",
         "Where all backwards of a step ran in no_sync, their gradients are not used.",
@@ -104,7 +104,7 @@ MUTANTS = [
     ),
     mutant(
         "stage-3-keeps-old-parameters",
-        "shardformer/optim/optimizer.py",
+        "shardformer/zero/zero_optimizer.py",
         "            if self._walk is not None:\n                self._walk.put_away()\n            with",
         "            with",
         "Stage 3 that keeps layers after their use (a pipeline, reshard_after_forward=False) trains on stale weights.",
@@ -115,7 +115,7 @@ MUTANTS = [
     ),
     mutant(
         "stage-3-drops-writes",
-        "shardformer/optim/stage3/units.py",
+        "shardformer/zero/stage3_parameters.py",
         "        if before != self._versions:\n",
         "        if before is self._versions:\n",
         "Under stage 3 a parameter that the model writes to loses what was written, without an error.",
@@ -123,7 +123,7 @@ MUTANTS = [
     ),
     mutant(
         "owner-keeps-one-ranks-slices",
-        "shardformer/reduce/owned.py",
+        "shardformer/gradients/buckets.py",
         "box.of_full(full).add_(box.of_local(local))",
         "box.of_full(full).copy_(box.of_local(local))",
         "LAMB and Muon over tensor and data ranks step with the gradient of one data rank.",
@@ -131,7 +131,7 @@ MUTANTS = [
     ),
     mutant(
         "owner-gets-a-sum-for-a-mean",
-        "shardformer/reduce/owned.py",
+        "shardformer/gradients/buckets.py",
         "return torch.div(grad.reshape(-1), gradient.divisor).to(like.dtype)",
         "return grad.reshape(-1).to(like.dtype)",
         "Muon over tensor and data ranks gets gradients that are not divided by the number of data ranks.",
@@ -139,7 +139,7 @@ MUTANTS = [
     ),
     mutant(
         "whole-matrices-are-flat",
-        "shardformer/optim/shards.py",
+        "shardformer/zero/flat_shards.py",
         "value = value.view(gradient.shape) if gradient.is_whole else value",
         "value = value.reshape(-1)",
         "LARS and Muon see every matrix as a vector.",
@@ -147,7 +147,7 @@ MUTANTS = [
     ),
     mutant(
         "shared-heads-added-up",
-        "shardformer/optim/shards.py",
+        "shardformer/zero/flat_shards.py",
         "full = full / (copies.to(full) if isinstance(copies, Tensor) else copies)",
         "full = full * 1.0",
         "ZeRO with more tensor ranks than KV heads multiplies the weights of shared KV heads.",
@@ -158,7 +158,7 @@ MUTANTS = [
     ),
     mutant(
         "shared-gradient-divided-twice",
-        "shardformer/reduce/bucket.py",
+        "shardformer/gradients/buckets.py",
         "divisor = 1.0 if grad is None or gradient.is_shared else gradient.divisor",
         "divisor = gradient.divisor",
         "ZeRO with data ranks and shared KV heads divides some gradients twice.",
@@ -169,7 +169,7 @@ MUTANTS = [
     ),
     mutant(
         "fp32-gradients-ignored",
-        "shardformer/optim/settings.py",
+        "shardformer/zero/mixed_precision.py",
         "return torch.float32 if self.gradients else None",
         "return None",
         'Precision("bf16", gradients="fp32") sums gradients in bf16.',
@@ -177,7 +177,7 @@ MUTANTS = [
     ),
     mutant(
         "loaded-state-has-no-loss-scale",
-        "shardformer/optim/optimizer.py",
+        "shardformer/zero/zero_optimizer.py",
         "            setattr(self._precision.loss_scale, name, value)\n",
         "            pass\n",
         "An fp16 optimizer that loads its state_dict starts again with the first loss scale.",

@@ -12,17 +12,17 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardformer.policies.infer.depth import along_depth
-from shardformer.policies.infer.infer import InferredPolicy, infer_stacks
-from shardformer.policies.infer.prove import Reference
-from shardformer.policies.infer.prove_stages import stage_mismatch
-from shardformer.policies.infer.twin import twin_of
+from shardformer.discovery.derive_policy import InferredPolicy, infer_stacks
+from shardformer.discovery.layer_stacks import along_depth
+from shardformer.discovery.reduced_model import Reference, twin_of
+from shardformer.discovery.shrink_config import shrunk
+from shardformer.discovery.validation import stage_mismatch
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.policies.roles import Stack
-from shardformer.sharder import resolve_policy
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.zoo import num_samples
-from shardformer.testing.zoo.shrink import shrunk
-from shardformer.verify import Pipelined, verify
+from shardformer.shard_model_api import resolve_policy
+from shardformer.verify.small_models import num_samples
+from shardformer.verify.train_both import Pipelined
+from shardformer.verify.verification import verify
 from tests.policies.toy import ToyLM
 
 FOUND: Mapping[str, tuple[str, dict[str, Any]]] = {

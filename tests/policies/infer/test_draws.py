@@ -14,11 +14,10 @@ from torch import Tensor
 
 import shardformer
 from shardformer.comm.collectives import all_reduce
-from shardformer.mesh.context import ParallelContext
-from shardformer.policies.infer.infer import infer
-from shardformer.policies.infer.twin import twin_of
-from shardformer.testing.draws import drawing, states
-from shardformer.testing.threads import run_as_threads
+from shardformer.discovery.derive_policy import infer
+from shardformer.discovery.reduced_model import twin_of
+from shardformer.local_ranks.threads import drawing, run_as_threads, states
+from shardformer.mesh.parallel_context import ParallelContext
 from tests.policies.toy import ToyLM, toy_batch
 
 

@@ -10,14 +10,15 @@ import transformers
 from torch import nn
 
 from shardformer.config import ShardConfig
-from shardformer.mesh.context import ParallelContext
-from shardformer.policies.infer.infer import RANKS, _ranks_for, infer_on
-from shardformer.policies.infer.prove import Reference, mismatch
+from shardformer.discovery.derive_policy import RANKS, _ranks_for, infer_on
+from shardformer.discovery.example_inputs import batches_for, runner
+from shardformer.discovery.reduced_model import Reference
+from shardformer.discovery.shrink_config import shrunk
+from shardformer.discovery.validation import mismatch
+from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.registry import FAMILIES
 from shardformer.policies.roles import MLP, Attention, Projections
 from shardformer.sharding.plan import make_plan
-from shardformer.testing.zoo.inputs import batches_for, runner
-from shardformer.testing.zoo.shrink import shrunk
 
 FOUND = {
     "codegen": ("CodeGenForCausalLM", ["attn.qkv_proj", "attn.out_proj", "mlp.fc_in"]),

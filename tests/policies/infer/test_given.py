@@ -13,17 +13,20 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import shardformer
+from shardformer.discovery import reduced_model, user_policy_validation, validation
+from shardformer.discovery import user_policy_validation as given
 from shardformer.errors import PolicyError
-from shardformer.layers.tensor.linear import Linear1D_Col, Linear1D_Row
-from shardformer.mesh.context import ParallelContext
-from shardformer.policies.describe import Col_Layer, ModulePolicyDescription, SubModuleReplacementDescription
-from shardformer.policies.infer import given, prove
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.policies.legacy import Col_Layer
 from shardformer.policies.models.llama import LlamaPolicy
+from shardformer.policies.module_descriptions import ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.policy import Policy
-from shardformer.policies.role_policy import MLP, Attention, Projections, RolePolicy, Stack
-from shardformer.sharder import shard_model
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import Sample
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Projections, Stack
+from shardformer.shard_model_api import shard_model
+from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
+from shardformer.verify.small_models import Sample
 from tests.policies.toy import HIDDEN, WIDTH, FeedForward, SelfAttention, ToyLM, ToyPolicy
 from tests.test_bad_input import OnlyMLP, Refusal, Written, refusal_of, refused
 from tests.verify.tower import Tower, TowerPolicy
@@ -176,8 +179,8 @@ def test_a_weight_that_gets_no_gradient_is_a_difference() -> None:
     def shard(model: nn.Module, context: ParallelContext) -> None:
         shard_model(model, ToyPolicy, context=context).get_parameter("norm.weight").requires_grad_(False)
 
-    reference = prove.Reference.of(ToyLM().double(), lambda model: model(ids))
-    assert prove.difference(reference, shard, tensor=2) == "norm.weight has no gradient"
+    reference = reduced_model.Reference.of(ToyLM().double(), lambda model: model(ids))
+    assert validation.difference(reference, shard, tensor=2) == "norm.weight has no gradient"
 
 
 class TwoHeads(SelfAttention):
@@ -285,7 +288,7 @@ def test_a_difference_that_is_meant_can_be_said() -> None:
 
 def test_a_policy_is_tried_once_for_models_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
-    checked = given._checked
+    checked = user_policy_validation._checked
     monkeypatch.setattr(given, "_checked", lambda *args: (tried.append("once"), checked(*args))[1])
     policy = table(ATTENTION, FEED_FORWARD)
     sharded(ToyLM, policy)

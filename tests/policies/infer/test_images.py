@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.comm.recorder import Recorder
+from shardformer.discovery.derive_policy import infer_on
+from shardformer.discovery.reduced_model import UNTRIED, twin_of
 from shardformer.errors import ConfigError, ShardFormerError
-from shardformer.layout.state import specs_of, state_of
-from shardformer.mesh.context import ParallelContext
-from shardformer.pipeline.chain import SequenceNeeds
-from shardformer.policies.infer.infer import infer_on
-from shardformer.policies.infer.twin import UNTRIED, twin_of
+from shardformer.layout.sharding_metadata import specs_of, state_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.pipeline.layer_sequence import SequenceNeeds
 from shardformer.policies.policy import Policy
-from shardformer.testing.threads import run_as_threads
 from tests.policies.toy import HIDDEN, Layer
 
 VOCAB, IMAGE, FEATURES, SIDE = 64, 7, 2, 4

@@ -13,23 +13,21 @@ from torch import nn
 
 import shardformer
 from shardformer.config import ShardConfig
+from shardformer.discovery.derive_policy import InferredPolicy, infer, infer_on, source_of
+from shardformer.discovery.example_inputs import batches_for, runner
+from shardformer.discovery.reduced_model import Reference, twin_of
+from shardformer.discovery.shrink_config import kinds_of_layers, model_of, shrunk
+from shardformer.discovery.validation import mismatch
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.mesh.context import ParallelContext
-from shardformer.policies.infer.infer import InferredPolicy, infer, infer_on
-from shardformer.policies.infer.prove import Reference, mismatch
-from shardformer.policies.infer.twin import twin_of
-from shardformer.policies.infer.write import source_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.models.gpt2 import GPT2Policy
 from shardformer.policies.policy import Policy
 from shardformer.policies.registry import FAMILIES
-from shardformer.policies.role_policy import MLP, Attention, Projections, Stack
-from shardformer.sharder import shard_model
+from shardformer.policies.roles import MLP, Attention, Projections, Stack
+from shardformer.shard_model_api import shard_model
 from shardformer.sharding.plan import make_plan
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import SMALL, Sample
-from shardformer.testing.zoo.inputs import batches_for, runner
-from shardformer.testing.zoo.layers import kinds_of_layers
-from shardformer.testing.zoo.shrink import model_of, shrunk
+from shardformer.verify.small_models import SMALL, Sample
 from tests.policies.toy import ToyLM
 
 # family -> its class, and what share of the linear weights of its layers the policy cuts

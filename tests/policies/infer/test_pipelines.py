@@ -11,14 +11,15 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from shardformer.discovery.derive_policy import infer, source_of
+from shardformer.discovery.shrink_config import shrunk
 from shardformer.errors import ShardFormerError
-from shardformer.policies.infer.infer import infer
-from shardformer.policies.infer.write import source_of
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.policies.registry import FAMILIES
-from shardformer.policies.role_policy import Stack
-from shardformer.testing.pool import WorkerPool
-from shardformer.testing.zoo.shrink import shrunk
-from shardformer.verify import Pipelined, Report, verify
+from shardformer.policies.roles import Stack
+from shardformer.verify.report import Report
+from shardformer.verify.train_both import Pipelined
+from shardformer.verify.verification import verify
 
 CLASSES = {
     "olmo2": "Olmo2ForCausalLM",

@@ -11,18 +11,18 @@ import torch
 import transformers
 from torch import nn
 
+from shardformer.discovery.derive_policy import infer, infer_on
+from shardformer.discovery.example_inputs import batches_for, runner
+from shardformer.discovery.reduced_model import Reference, loss_of, twin_of
+from shardformer.discovery.shrink_config import model_of
+from shardformer.discovery.validation import mismatch
 from shardformer.errors import PolicyError
-from shardformer.layers.tensor.edges import enter
-from shardformer.mesh.context import ParallelContext
-from shardformer.policies.infer.infer import infer, infer_on
-from shardformer.policies.infer.prove import Reference, loss_of, mismatch
-from shardformer.policies.infer.twin import twin_of
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.lowering import LayerLowering
-from shardformer.policies.role_policy import MLP, Attention, Experts, Inputs, Projections, Stack
-from shardformer.sharder import shard_model
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo.inputs import batches_for, runner
-from shardformer.testing.zoo.shrink import model_of
+from shardformer.policies.roles import MLP, Attention, Experts, Inputs, Projections, Stack
+from shardformer.shard_model_api import shard_model
+from shardformer.tensor_parallel.region import enter
 
 
 def test_outputs_that_are_exchanged_have_another_loss() -> None:
@@ -157,7 +157,7 @@ def test_what_a_pipeline_needs_is_left_out_where_ranks_would_differ_with_it(
     native: Any = infer_on(twin.model, twin.run)
     attention, *others = native.stack.blocks
     torn = [replace(native.stack, blocks=[replace(attention, counts={}), *others])]
-    monkeypatch.setattr("shardformer.policies.infer.infer.along_depth", lambda reference, policy: (torn, None))
+    monkeypatch.setattr("shardformer.discovery.derive_policy.along_depth", lambda reference, policy: (torn, None))
     policy: Any = infer_on(twin.model, twin.run)
     assert policy.stack.blocks == native.stack.blocks
     assert "cut so, it does not run" in policy.against_pipeline

@@ -16,9 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import shardformer
 from shardformer.errors import PolicyError
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
-from shardformer.testing.zoo import MAIN, Batches, Sample
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.verify.small_models import MAIN, Batches, Sample
 
 
 class OverFeatures(LlamaMLP):

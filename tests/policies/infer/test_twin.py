@@ -8,13 +8,13 @@ import transformers
 from torch import nn
 
 from shardformer.config import ShardConfig
-from shardformer.mesh.context import ParallelContext
-from shardformer.policies.infer.infer import infer
-from shardformer.policies.infer.twin import twin_of
-from shardformer.policies.role_policy import MLP, Attention, RolePolicy, Stack
+from shardformer.discovery.derive_policy import infer
+from shardformer.discovery.reduced_model import twin_of
+from shardformer.discovery.shrink_config import ODD, kinds_of_layers, model_of, shrunk
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import MLP, Attention, Stack
 from shardformer.sharding.plan import make_plan
-from shardformer.testing.zoo.layers import kinds_of_layers
-from shardformer.testing.zoo.shrink import ODD, model_of, shrunk
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.engine.build import initialize
-from shardformer.engine.engine import Engine
-from shardformer.mesh.context import ParallelContext
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.engine import Engine
+from shardformer.training.initialize import initialize
 
 
 def pairs(count: int = 10, seed: int = 1) -> list[tuple[Tensor, Tensor]]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardformer.trainer import hooks
-from shardformer.trainer.hook import Hook
-from shardformer.trainer.trainer import Trainer
+from shardformer.training import hooks
+from shardformer.training.hook import Hook
+from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import engine_of, pairs, weights_of
 
 OF_A_FOLDER: dict[str, Callable[[str], Hook]] = {

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from shardformer.checkpoint.folder import found_in
+from shardformer.checkpoint.directory import found_in
 from shardformer.errors import ConfigError, ShardFormerError
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
-from shardformer.trainer.hook import Hook, Run
-from shardformer.trainer.hooks import Checkpoint, EarlyStopping
-from shardformer.trainer.trainer import Trainer
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.hook import Hook, Run
+from shardformer.training.hooks.checkpoint import Checkpoint
+from shardformer.training.hooks.early_stopping import EarlyStopping
+from shardformer.training.trainer import Trainer
 from tests.disk.locks import killed, lock_of, parent
 from tests.trainer.hooks.runs import engine_of, pairs, weights_of
 
@@ -107,7 +108,7 @@ def test_a_run_that_is_not_to_save_on_a_signal_does_not(tmp_path: Path) -> None:
 
 def test_ten_minutes_are_lost_at_the_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(0, 10_000, 400))
-    monkeypatch.setattr("shardformer.trainer.hooks.checkpoint.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("shardformer.training.hooks.checkpoint.time.monotonic", lambda: next(now))
     hook = Checkpoint(tmp_path)
     saved: list[int] = []
     trainer = Trainer(engine_of(), [])

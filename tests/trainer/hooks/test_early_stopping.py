@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from shardformer.engine.build import initialize
 from shardformer.errors import ConfigError, InputError
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
-from shardformer.trainer.hook import Hook, Run
-from shardformer.trainer.hooks.early_stopping import EarlyStopping
-from shardformer.trainer.trainer import Trainer
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.hook import Hook, Run
+from shardformer.training.hooks.early_stopping import EarlyStopping
+from shardformer.training.initialize import initialize
+from shardformer.training.trainer import Trainer
 
 PAIRS = [(torch.full((2,), float(i)), torch.ones(1)) for i in range(4)]
 

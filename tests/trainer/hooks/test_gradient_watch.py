@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from shardformer.engine.build import initialize
-from shardformer.engine.parallel import Parallel
+from shardformer.config import Parallel
 from shardformer.errors import ConfigError, InputError
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
-from shardformer.trainer.hooks import GradientWatch
-from shardformer.trainer.trainer import Trainer
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.hooks.gradient_monitor import GradientWatch
+from shardformer.training.initialize import initialize
+from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import Net, engine_of, pairs
 
 

@@ -10,15 +10,15 @@ import torch
 import transformers
 from torch import Tensor
 
-from shardformer.engine.build import initialize
-from shardformer.engine.engine import Engine
-from shardformer.engine.parallel import Parallel
+from shardformer.config import Parallel
 from shardformer.errors import InputError
-from shardformer.mesh.context import ParallelContext
-from shardformer.sharding.save import full_state_dict
-from shardformer.testing.threads import run_as_threads
-from shardformer.trainer.hooks import GradientWatch
-from shardformer.trainer.trainer import Trainer
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.engine import Engine
+from shardformer.training.hooks.gradient_monitor import GradientWatch
+from shardformer.training.initialize import initialize
+from shardformer.training.trainer import Trainer
+from shardformer.weights.state_dict import full_state_dict
 from tests.trainer.hooks.runs import engine_of
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
-from shardformer.trainer.hooks import Checkpoint, JsonLines
-from shardformer.trainer.records import read_records
-from shardformer.trainer.trainer import Trainer
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.hooks.checkpoint import Checkpoint
+from shardformer.training.hooks.json_lines import JsonLines
+from shardformer.training.metrics_log import read_records
+from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import engine_of, pairs
 
 

@@ -12,13 +12,13 @@ import transformers
 from sklearn import metrics as sklearn_metrics
 from torch import Tensor, nn
 
-from shardformer.engine.build import initialize
-from shardformer.engine.parallel import Parallel
+from shardformer.config import Parallel
 from shardformer.errors import ConfigError, InputError
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
-from shardformer.trainer.hooks import Metrics
-from shardformer.trainer.trainer import Trainer
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.hooks.metrics import Metrics
+from shardformer.training.initialize import initialize
+from shardformer.training.trainer import Trainer
 
 Rows = list[tuple[Tensor, Tensor]]
 

@@ -10,16 +10,17 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardformer.engine.build import initialize
-from shardformer.engine.engine import Engine
-from shardformer.engine.parallel import Parallel
+from shardformer.config import Parallel
 from shardformer.errors import ConfigError, ShardFormerError
-from shardformer.mesh.context import ParallelContext
-from shardformer.sharding.save import full_state_dict
-from shardformer.testing.threads import run_as_threads
-from shardformer.trainer.hook import Hook, Run
-from shardformer.trainer.hooks import Checkpoint, MovingAverage
-from shardformer.trainer.trainer import Trainer
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.engine import Engine
+from shardformer.training.hook import Hook, Run
+from shardformer.training.hooks.checkpoint import Checkpoint
+from shardformer.training.hooks.moving_average import MovingAverage
+from shardformer.training.initialize import initialize
+from shardformer.training.trainer import Trainer
+from shardformer.weights.state_dict import full_state_dict
 from tests.trainer.hooks.runs import Net, engine_of, pairs, weights_of
 
 DECAY = 0.9

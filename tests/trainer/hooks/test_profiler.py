@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.trainer.hook import Hook, Run
-from shardformer.trainer.hooks import Profiler
-from shardformer.trainer.hooks.profiler import memory_over_time
-from shardformer.trainer.trainer import Trainer
+from shardformer.training.hook import Hook, Run
+from shardformer.training.hooks.profiler import Profiler, memory_over_time
+from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import engine_of
 
 

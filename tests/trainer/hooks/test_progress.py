@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.trainer.hooks import Progress, Throughput
-from shardformer.trainer.hooks.progress import described, short
-from shardformer.trainer.trainer import Trainer
+from shardformer.training.hooks.progress import Progress, described, short
+from shardformer.training.hooks.throughput import Throughput
+from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import engine_of, pairs
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.trainer.hooks import Checkpoint, TensorBoard
-from shardformer.trainer.trainer import Trainer
+from shardformer.training.hooks.checkpoint import Checkpoint
+from shardformer.training.hooks.tensorboard import TensorBoard
+from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import engine_of, pairs
 
 

@@ -9,11 +9,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardformer.errors import ConfigError
-from shardformer.mesh.context import ParallelContext
-from shardformer.testing.threads import run_as_threads
-from shardformer.trainer.hook import Hook, Run
-from shardformer.trainer.hooks import Throughput
-from shardformer.trainer.trainer import Trainer
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.hook import Hook, Run
+from shardformer.training.hooks.throughput import Throughput
+from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import Net, engine_of, pairs
 
 

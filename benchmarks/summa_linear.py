@@ -1,0 +1,153 @@
+"""A linear on a 2D tensor grid that multiplies in steps (SUMMA), to compare with ``shardformer.tensor_parallel.grid``.
+
+Of a product Y = X W^T with W of (out, in) a rank holds: of X, samples over rows and input features over columns; of W,
+output features over columns and input features over rows; of Y, samples over rows and output features over columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from shardformer.comm.autograd_collectives import enter_block, first_order_only, gather_input
+from shardformer.comm.collectives import Pending, start_broadcast, start_reduce
+from shardformer.errors import ConfigError
+from shardformer.layout.shard_spec import AnySplit, ShardSpec, Split, even_bounds
+from shardformer.mesh.tensor_grid import TensorGrid
+from shardformer.tensor_parallel.grid.layers import OnGrid, hidden_splits
+from shardformer.tensor_parallel.parallel_module import check_native
+
+# b samples of this rank, S sequence; h, f: this rank's part of the in and out features
+
+
+class Linear2D(OnGrid):
+    """A linear on rows and columns: (b, S, h) -> (b, S, f).
+
+    On a square it multiplies by SUMMA (van de Geijn and Watts 1997; Xu et al. 2021, section 3.1): in step t the ranks
+    of a row get the t-th block of X and those of a column the t-th block of W, and add their product; the next blocks
+    are on their way meanwhile. Memory is that of one block more. On a rectangle, and with ``summa=False``, X is
+    gathered over columns and W over rows.
+
+    Communicates, forward and backward, with N tokens and (q-1)/q = f_q: 3 (N/q) in f_q + 3 (in out / q) f_q numbers a
+    rank; the gradients of its parameters are the whole model's.
+
+    Args:
+        grid: the grid, of mode "2d".
+        summa: whether to multiply in steps where the grid is a square.
+
+    Raises ConfigError for a grid of another mode.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        grid: TensorGrid,
+        summa: bool = True,
+        native: nn.Linear | None = None,
+    ) -> None:
+        super().__init__(grid.column)
+        if grid.mode != "2d":
+            raise ConfigError(
+                f"Linear2D needs a grid of mode '2d', not {grid.mode!r}",
+                rule="SUMMA multiplies on rows and columns",
+                remedy="Create the grid with mode='2d'",
+            )
+        self.__dict__["grid"] = grid
+        self.in_features, self.out_features = in_features, out_features
+        self.summa = summa and grid.row.size == grid.column.size
+        # the plain layer first: this rank keeps its part of the numbers that the random state gives that one
+        native = native if native is not None else nn.Linear(in_features, out_features, bias)
+        out = Split.even(out_features, grid.column.size, axes=(grid.column.name,))
+        splits: dict[int, AnySplit | Sequence[AnySplit]] = {0: out, 1: hidden_splits(in_features, grid)}
+        self.register_shard("weight", native.weight, ShardSpec(native.weight.shape, splits))
+        self.register_shard("bias", native.bias, ShardSpec((out_features,), {0: out}))
+        self.train(native.training)
+
+    @classmethod
+    def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> nn.Module:
+        """Cuts an nn.Linear that holds the full weight over a ``TensorGrid``. Raises ConfigError for another module."""
+        if not isinstance(module, nn.Linear):
+            raise ConfigError(
+                f"{cls.__name__} was given a {type(module).__name__}",
+                rule="It stands for an nn.Linear",
+                remedy="Name the linear itself",
+            )
+        check_native(module, nn.Linear)
+        return cls(module.in_features, module.out_features, grid=process_group, native=module, **kwargs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = enter_block(self.weight, self.grid.depth)  # copies have other samples
+        y = self._product(x, weight)
+        return y if self.bias is None else y + enter_block(self.bias, self.grid.batch)
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        grid = self.grid
+        if self.summa:
+            out: Tensor = _Summa.apply(x, weight, grid, self.in_features)
+            return out
+        whole = gather_input(x, grid.column, x.dim() - 1, self.in_features)
+        return F.linear(whole, gather_input(weight, grid.row, 1, self.in_features))
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.grid}"
+
+
+class _Summa(Function):
+    """The product on a square, in as many steps as it has rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, grid: TensorGrid, full: int) -> Tensor:
+        ctx.grid, ctx.full = grid, full
+        ctx.save_for_backward(x, weight)
+        y: Tensor | None = None
+        for x_block, w_block in _steps(x, weight, grid, full):
+            part = F.linear(x_block.wait(), w_block.wait())
+            y = part if y is None else y.add_(part)
+        assert y is not None
+        return y
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grid, (x, weight) = ctx.grid, ctx.saved_tensors
+        flat = grad.reshape(-1, grad.shape[-1])
+        of_x: list[Pending] = []
+        of_weight: list[Pending] = []
+        for step, (x_block, w_block) in enumerate(_steps(x, weight, grid, ctx.full)):
+            of_x.append(start_reduce(grad @ w_block.wait(), grid.column, step, purpose="block"))
+            block = x_block.wait()
+            of_weight.append(
+                start_reduce(flat.t() @ block.reshape(-1, block.shape[-1]), grid.row, step, purpose="weights")
+            )
+        x_grads, weight_grads = [p.wait() for p in of_x], [p.wait() for p in of_weight]
+        return x_grads[grid.column.rank], weight_grads[grid.row.rank], None, None
+
+
+def _steps(x: Tensor, weight: Tensor, grid: TensorGrid, full: int) -> Iterator[tuple[Pending, Pending]]:
+    """The blocks of X and of W of each step; those of the next are on their way before a step is computed."""
+    lengths = [b - a for a, b in pairwise(even_bounds(full, grid.column.size))]
+
+    def start(step: int) -> tuple[Pending, Pending]:
+        x_block = x.contiguous() if grid.column.rank == step else x.new_empty((*x.shape[:-1], lengths[step]))
+        w_block = weight.contiguous() if grid.row.rank == step else weight.new_empty((weight.shape[0], lengths[step]))
+        return (
+            start_broadcast(x_block, grid.column, step, purpose="block"),
+            start_broadcast(w_block, grid.row, step, purpose="weights"),
+        )
+
+    now = start(0)
+    for step in range(len(lengths)):
+        following = start(step + 1) if step + 1 < len(lengths) else now
+        yield now
+        now = following

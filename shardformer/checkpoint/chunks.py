@@ -1,0 +1,241 @@
+"""What a rank has of a tensor: rectangular pieces of the full one, as views of this rank's memory.
+
+Also here, each to be said in one text by hand:
+
+- Who writes what: of numbers that several ranks hold one writes each, the one that has least to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from shardformer.comm.collectives import gather_objects
+from shardformer.layout.shard_spec import Box, Coords, Place, ShardSpec
+from shardformer.mesh.parallel_context import Axis
+
+Stretch = tuple[Place, Place]
+"""Where a rectangular piece begins in the full tensor, and its size."""
+
+
+def overlap(one: Stretch, other: Stretch) -> Stretch | None:
+    """What two pieces have in common; None where that is nothing."""
+    low = tuple(max(a, b) for a, b in zip(one[0], other[0], strict=True))
+    high = [min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True)]
+    if all(a < b for a, b in zip(low, high, strict=True)):
+        return low, tuple(b - a for a, b in zip(low, high, strict=True))
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A piece: where it begins in the full tensor, and its values, a view of what this rank has."""
+
+    start: Place
+    values: Tensor
+
+    def part(self, start: Place, size: Place) -> Tensor:
+        """What begins at ``start`` of the full tensor, which lies in here."""
+        return self.values[tuple(slice(a - o, a - o + n) for a, o, n in zip(start, self.start, size, strict=True))]
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One tensor of a checkpoint, and what this rank has of it: what it could write, or wants to read.
+
+    Args:
+        name: in the checkpoint, the same on all ranks and under all layouts.
+        shape: of the full tensor.
+        dtype: of the values, where they are read the one that they get.
+        held: pieces that share nothing.
+        is_checked: whether this is what the checksums are taken of, where a rank reads a tensor twice.
+    """
+
+    name: str
+    shape: Place
+    dtype: torch.dtype
+    held: Sequence[Held]
+    is_checked: bool = True
+
+
+@dataclass(frozen=True)
+class Region:
+    """Which numbers of a full tensor a rank's flat memory has: views of any memory of that kind can be asked for.
+
+    Args:
+        shape: of the full tensor.
+        spec: how it is cut; None: what is here is a stretch of the full tensor.
+        coords: this rank's.
+        stretch: which numbers, in a row, of this rank's flattened part; None: all of it, in its shape.
+    """
+
+    shape: Place
+    spec: ShardSpec | None
+    coords: Coords
+    stretch: slice | None = None
+
+    @property
+    def local_shape(self) -> Place:
+        """Of this rank's part, of which ``stretch`` is one."""
+        return self.shape if self.spec is None else self.spec.local_shape(self.coords)
+
+    @property
+    def numel(self) -> int:
+        """Of what is here."""
+        return prod(self.local_shape) if self.stretch is None else self.stretch.stop - self.stretch.start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the full tensor is here."""
+        return self.numel == prod(self.shape)
+
+    def new(self, dtype: torch.dtype) -> Tensor:
+        """Memory of this kind, on the CPU, without values."""
+        return torch.empty(self.local_shape if self.stretch is None else self.numel, dtype=dtype)
+
+    def item(self, name: str, x: Tensor) -> Item:
+        """What ``x``, which is memory of this kind, holds of the tensor ``name``."""
+        return Item(name, self.shape, x.dtype, self.views(x))
+
+    def views(self, x: Tensor) -> list[Held]:
+        """The pieces of the full tensor that ``x`` holds."""
+        if self.stretch is None:
+            return [Held(box.full, box.of_local(x)) for box in self._boxes() if all(box.size)]
+        parts = list(_of_stretch(self.local_shape, self.stretch, x.reshape(-1)))
+        found = []
+        for box in self._boxes():
+            for at, values in parts:
+                if (common := overlap((box.local, box.size), (at, tuple(values.shape)))) is not None:
+                    start, size = common
+                    full = tuple(f + a - o for f, a, o in zip(box.full, start, box.local, strict=True))
+                    found.append(Held(full, Held(at, values).part(start, size)))
+        return found
+
+    def _boxes(self) -> Sequence[Box]:
+        """What this rank's part has of the full tensor."""
+        if self.spec is None:
+            nothing = (0,) * len(self.shape)
+            return (Box(nothing, nothing, self.shape),)
+        return self.spec.boxes(self.coords)
+
+
+def _of_stretch(shape: Place, stretch: slice, flat: Tensor) -> Iterator[tuple[Place, Tensor]]:
+    """(start, values) of the boxes that numbers in a row of a tensor of this shape form.
+
+    >>> [(at, tuple(x.shape)) for at, x in _of_stretch((3, 4), slice(2, 9), torch.arange(7))]
+    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    """
+    used = 0
+    for start, size in stretch_boxes(shape, stretch.start, stretch.stop):
+        numel = prod(size)
+        yield start, flat[used : used + numel].view(size)
+        used += numel
+
+
+def stretch_boxes(shape: Place, begin: int, end: int) -> Iterator[tuple[Place, Place]]:
+    """(start, size) of the boxes that the numbers from ``begin`` to ``end`` of a tensor form, in their order."""
+    if begin >= end:
+        return
+    if not shape:
+        yield (), ()
+        return
+    inner = prod(shape[1:])
+    (first, low), (last, high) = divmod(begin, inner), divmod(end, inner)
+    if first == last:
+        for start, size in stretch_boxes(shape[1:], low, high):
+            yield (first, *start), (1, *size)
+        return
+    if low:
+        for start, size in stretch_boxes(shape[1:], low, inner):
+            yield (first, *start), (1, *size)
+        first += 1
+    if last > first:
+        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
+    if high:
+        for start, size in stretch_boxes(shape[1:], 0, high):
+            yield (last, *start), (1, *size)
+
+
+Cell = tuple[str, Place, Place]
+"""The name of a tensor, where a piece that a rank holds begins in it, and its size."""
+
+Holdings = tuple[list[Cell], dict[str, tuple[Place, int]]]
+"""What a rank holds, and of each tensor its shape and the bytes of a number."""
+
+
+def held_by(items: Sequence[Item]) -> Holdings:
+    """What this rank says of what it holds."""
+    cells = [(item.name, held.start, tuple(held.values.shape)) for item in items for held in item.held]
+    return cells, {item.name: (item.shape, item.dtype.itemsize) for item in items}
+
+
+def left(held: Holdings, gone: Container[str]) -> Holdings:
+    """What a rank holds, without the tensors of some names."""
+    cells, tensors = held
+    return [cell for cell in cells if cell[0] not in gone], {n: x for n, x in tensors.items() if n not in gone}
+
+
+def share_out(items: Sequence[Item], world: Axis) -> dict[Cell, list[Stretch]]:
+    """What of the pieces that this rank holds falls to it. Communicates where the pieces of all ranks are."""
+    return shares(gather_objects(held_by(items), world), world)
+
+
+def shares(held: Sequence[Holdings], world: Axis) -> dict[Cell, list[Stretch]]:
+    """What of the pieces that this rank holds falls to it, where ``held`` is what all ranks said.
+
+    Ranks hold the same pieces, others, or some that overlap in any way.
+    """
+    holders: dict[Cell, list[int]] = {}
+    shapes: dict[str, Place] = {}
+    widths: dict[str, int] = {}
+    for rank, (cells, tensors) in enumerate(held):
+        for name, (shape, width) in tensors.items():
+            shapes[name], widths[name] = shape, width
+        for cell in cells:
+            holders.setdefault(cell, []).append(rank)
+    overlapping = _overlapping(holders, shapes)
+    covered: dict[str, list[Stretch]] = {}
+    load = [0] * world.size
+    mine: dict[Cell, list[Stretch]] = {}
+    for cell in sorted(holders, key=lambda cell: (len(holders[cell]), -prod(cell[2]), cell)):
+        name, start, size = cell
+        rest: list[Stretch] = [(start, size)]
+        if name in overlapping:
+            rest = list(without((start, size), covered.get(name, ())))
+            covered.setdefault(name, []).extend(rest)
+        rank = min(holders[cell], key=lambda rank: (load[rank], rank))
+        load[rank] += widths[name] * sum(prod(each) for _, each in rest)
+        if rank == world.rank and rest:
+            mine[cell] = rest
+    return mine
+
+
+def _overlapping(cells: Iterable[Cell], shapes: dict[str, Place]) -> set[str]:
+    """The names of the tensors whose pieces are more, together, than the tensor."""
+    numel: dict[str, int] = {}
+    for name, _, size in cells:
+        numel[name] = numel.get(name, 0) + prod(size)
+    return {name for name, count in numel.items() if count != prod(shapes[name])}
+
+
+def without(piece: Stretch, others: Sequence[Stretch]) -> Iterator[Stretch]:
+    """What is left of a piece where others are taken out.
+
+    >>> list(without(((0, 0), (2, 4)), [((1, 1), (5, 2))]))
+    [((0, 0), (1, 4)), ((1, 0), (1, 1)), ((1, 3), (1, 1))]
+    """
+    found = next((common for other in others if (common := overlap(piece, other)) is not None), None)
+    if found is None:
+        yield piece
+        return
+    start, size = list(piece[0]), list(piece[1])
+    for dim, (low, n) in enumerate(zip(*found, strict=True)):
+        for a, b in ((start[dim], low), (low + n, start[dim] + size[dim])):
+            if a < b:
+                left = (*start[:dim], a, *start[dim + 1 :]), (*size[:dim], b - a, *size[dim + 1 :])
+                yield from without(left, others)
+        start[dim], size[dim] = low, n

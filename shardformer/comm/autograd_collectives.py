@@ -1,0 +1,160 @@
+"""Collectives that autograd understands, as conjugate pairs: the backward of each is its partner's forward.
+
+enter_block      forward identity         backward all-reduce        Megatron's f (Shoeybi et al. 2019, section 3)
+leave_block      forward all-reduce       backward identity          Megatron's g
+gather_input     forward all-gather       backward reduce-scatter    their likes under sequence parallelism (Korthikanti
+scatter_output   forward reduce-scatter   backward all-gather        et al. 2022, section 4.2.2)
+split_dim        forward own slices       backward all-gather        where what is outside is replicated
+join_dim         forward all-gather       backward own slices
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from shardformer.comm.collectives import all_gather, all_reduce, reduce_scatter
+from shardformer.errors import ConfigError
+from shardformer.layout.shard_spec import Split
+from shardformer.mesh.parallel_context import Axis
+
+
+def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses a backward of which another backward is to be taken, through which no gradient would flow."""
+
+    @wraps(backward)
+    def checked(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "A backward with create_graph=True came through a tensor-parallel block",
+                rule="Blocks have first derivatives: the gradient of a gradient would lack what went through them",
+                remedy="Leave create_graph out, or compute this term on the plain model",
+            )
+        return backward(ctx, *grads)
+
+    return checked
+
+
+class _EnterBlock(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad.clone(), ctx.axis), None
+
+
+class _LeaveBlock(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, purpose: str) -> Tensor:
+        return all_reduce(x.clone(), axis, purpose=purpose)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+class _GatherInput(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, joined: Tensor | None, axis: Axis, dim: int, full: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return all_gather(x, axis, dim, full) if joined is None else joined.view_as(joined)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return reduce_scatter(grad, ctx.axis, ctx.dim), None, None, None, None
+
+
+class _ScatterOutput(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim, ctx.full = axis, dim, x.shape[dim]
+        return reduce_scatter(x, axis, dim)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.axis, ctx.dim, ctx.full), None, None
+
+
+class _SplitDim(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
+        ctx.axis, ctx.dim, ctx.split = axis, dim, split
+        return own_slices(x, axis, dim, split)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _join(grad, ctx.axis, ctx.dim, ctx.split, "block"), None, None, None
+
+
+class _JoinDim(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) -> Tensor:
+        ctx.axis, ctx.dim, ctx.split = axis, dim, split
+        return _join(x, axis, dim, split, purpose)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return own_slices(grad, ctx.axis, ctx.dim, ctx.split), None, None, None, None
+
+
+def own_slices(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
+    """This rank's slices of a tensor that all ranks hold, in memory of their own. Communicates nothing."""
+    pieces = [x.narrow(dim, a, b - a) for a, b in split.parts[axis.rank] or [(0, 0)]]
+    return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+
+
+def _join(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) -> Tensor:
+    gathered = all_gather(x, axis, dim, lengths=split.lengths(), purpose=purpose)
+    bounds = [slice_ for part in split.parts for slice_ in part]
+    if all(a[1] <= b[0] for a, b in pairwise(bounds)):  # in rank order they are in the order of the dim
+        return gathered
+    order = torch.cat([split.indices(rank) for rank in range(axis.size)])
+    return gathered.index_select(dim, order.argsort().to(x.device))
+
+
+def enter_block(x: Tensor, axis: Axis) -> Tensor:
+    """x, replicated, enters a block. Backward: one all-reduce of the gradient of x."""
+    return x if axis.size == 1 else _EnterBlock.apply(x, axis)
+
+
+def leave_block(x: Tensor, axis: Axis, purpose: str = "block") -> Tensor:
+    """The sum of every rank's partial x leaves a block. Forward: one all-reduce of x."""
+    return x if axis.size == 1 else _LeaveBlock.apply(x, axis, purpose)
+
+
+def gather_input(x: Tensor, axis: Axis, dim: int, full: int, joined: Tensor | None = None) -> Tensor:
+    """The whole of a dim of length ``full`` from even slices, of which each rank uses a part (its heads) afterwards.
+
+    Forward: one all-gather, none where ``joined`` is it already. Backward: one reduce-scatter.
+    """
+    return x if axis.size == 1 else _GatherInput.apply(x, joined, axis, dim, full)
+
+
+def scatter_output(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's even slice of the sum of every rank's x. Forward: one reduce-scatter. Backward: one all-gather."""
+    return x if axis.size == 1 else _ScatterOutput.apply(x, axis, dim)
+
+
+def split_dim(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
+    """This rank's slices of a replicated x. Backward: one all-gather of x."""
+    return x if axis.size == 1 else _SplitDim.apply(x, axis, dim % x.dim(), split)
+
+
+def join_dim(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str = "block") -> Tensor:
+    """The whole of a dim from all ranks' slices, used the same way on all ranks. Forward: one all-gather."""
+    return x if axis.size == 1 else _JoinDim.apply(x, axis, dim % x.dim(), split, purpose)

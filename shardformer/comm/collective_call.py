@@ -1,0 +1,264 @@
+"""All ranks make the same, or none goes on.
+
+Also here, each to be said in one text by hand:
+
+- Calls that all ranks make together: one that only some make is an error on all of them, before anything is sent.
+- Steps that all ranks make together: where one fails, all raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar, cast
+
+from shardformer.comm.collectives import broadcast_object, gather_numbers, gather_objects
+from shardformer.errors import ConfigError, InputError, ShardFormerError
+from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.mesh.transport import Word
+
+T = TypeVar("T")
+
+
+def agree(
+    context: ParallelContext,
+    make: Callable[[], T],
+    lines_of: Callable[[T], list[str]] = lambda _: [],
+    doing: str = "shard this model",
+    explain: Callable[[], None] = lambda: None,
+) -> T:
+    """What ``make`` gives on this rank, once it is known that no rank failed to make it and that all made the same.
+
+    Args:
+        lines_of: what was made, as lines that are equal on ranks that agree.
+        doing: what a rank cannot do where it fails, in words.
+        explain: called on all ranks where they differ. It may communicate, and raises what says more than two lines.
+
+    Every rank raises when one of them cannot make it, or when they differ. Communicates one gather of a hash an axis.
+    """
+    made: T | None = None
+    problem: Exception | None = None
+    lines: list[str] = []
+    try:
+        made = make()
+        lines = lines_of(made)
+    except Exception as error:  # any failure of one rank must reach the others, which would wait for it
+        problem = error
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    answers = gather_all((digest, _error_text(problem)), context)
+    if problem is not None:
+        raise problem
+    for rank, (_, said) in answers:
+        if said is not None:
+            raise ConfigError(
+                f"Rank {rank} cannot {doing}: {said}",
+                rule="All ranks do the same with the same model, or none does",
+                remedy="See what that rank says",
+            )
+    if len({digest for _, (digest, _) in answers}) > 1:
+        explain()
+        _raise_difference(gather_all(lines, context))
+    return cast(T, made)  # without a problem it was made
+
+
+def _error_text(problem: Exception | None) -> str | None:
+    if problem is None or isinstance(problem, ShardFormerError):
+        return str(problem) if problem else None
+    return f"{type(problem).__name__}: {problem}"
+
+
+def gather_all(value: T, context: ParallelContext) -> list[tuple[int, T]]:
+    """(global rank, value) of every rank of the grid."""
+    found = [(context.rank, value)]
+    for axis in reversed(list(context.own_axes)):
+        found = [pair for row in gather_objects(found, axis) for pair in row]
+    return found
+
+
+def _raise_difference(all_lines: list[tuple[int, list[str]]]) -> None:
+    first, reference = all_lines[0]
+    for rank, lines in all_lines:
+        if lines != reference:
+            pairs = zip(reference + [""] * len(lines), lines + [""] * len(reference), strict=False)
+            ours, theirs = next((a, b) for a, b in pairs if a != b)
+            raise ConfigError(
+                f"Ranks disagree on what to do: rank {first} has {ours or 'nothing more'!r}, "
+                f"rank {rank} has {theirs or 'nothing more'!r}",
+                rule="All ranks shard the same model in the same way",
+                remedy="Build the model and the config from the same settings on every rank",
+            )
+
+
+NUM_FACTS = 5
+"""Numbers that go along with a call at the most: the messages of all calls have one form, so that any two pair."""
+
+
+def come(call: str, *axes: Axis) -> None:
+    """Returns when all ranks of the axes have come to ``call``. Communicates words through the launcher's store.
+
+    Raises InputError, on every rank, where one makes another call or does not come.
+    """
+    for axis in axes:
+        if axis.size == 1:
+            continue
+        meeting = axis.transport.meet(call, waits=True)
+        words = [word for word in meeting.words if word is not None]
+        if len(words) < axis.size:
+            _raise_absent(call, axis, meeting.words, meeting.missing)
+        if any(word.call != call for word in words):
+            if any(word.is_step for word in words):  # they wait for numbers
+                _gather(call, axis, ())
+            _raise_others([word.call for word in words], axis)
+
+
+def come_to_step(call: str, axis: Axis, facts: Mapping[str, int] | None = None) -> None:
+    """Compares which call the ranks of an axis make, and ``facts`` about it: name -> number, 0 where it is not known.
+
+    Raises InputError, on every rank, where one differs. Communicates a few numbers from each rank to each other.
+    """
+    facts = facts or {}
+    columns = zip(*tell_at_step(call, axis, list(facts.values())), strict=True)
+    for name, column in zip(facts, columns, strict=True):
+        if len(set(column) - {0}) > 1:
+            raise _of_facts(name, column, call, axis)
+
+
+def tell_at_step(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
+    """The numbers of every rank, in rank order, as ``come_to_step`` without a comparison of them."""
+    if axis.size == 1:
+        return [list(numbers)]
+    axis.transport.meet(call, waits=False)
+    return _gather(call, axis, numbers)
+
+
+def _gather(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
+    assert len(numbers) <= NUM_FACTS
+    padded = [number_of(call), *numbers, *[0] * (NUM_FACTS - len(numbers))]
+    every = gather_numbers(padded, axis)
+    if any(theirs[0] != every[0][0] for theirs in every):
+        _raise_others(gather_objects(call, axis), axis)
+    return [theirs[1 : 1 + len(numbers)] for theirs in every]
+
+
+def number_of(thing: Any) -> int:
+    """A number other than 0 of what a thing looks like in print, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(thing).encode(), digest_size=7).digest(), "big") or 1
+
+
+DATA_FACTS = {
+    "position": (
+        "are at different places in the training data",
+        "All ranks train on the parts of one batch at a time: a rank that leaves a batch out is one batch ahead",
+        "Leave a batch out on all ranks, or on none: tell the other ranks of a bad one before the step "
+        "(torch.distributed.all_reduce of a flag), or filter the data before training",
+    ),
+    "order": (
+        "go through the training data in different orders",
+        "Each data rank takes its part of every batch, so the samples come in one order on all ranks; a sampler that "
+        "draws from a generator of its own, or that takes a part by itself, gives each rank another one",
+        "Seed the sampler identically on all ranks, or leave it out: data_options={'seed': 7} sets the order",
+    ),
+    "samples": (
+        "read different samples from the training data",
+        "Every rank reads the same stream, and the engine keeps each rank's part of every batch",
+        "Give each rank the whole stream, in one order: without split_dataset_by_node, sharding by rank or "
+        "rows[rank::world_size]",
+    ),
+}
+"""Of data: what ranks do that differ in a fact, the rule and the remedy."""
+
+
+def _of_facts(name: str, column: Sequence[int], call: str, axis: Axis) -> InputError:
+    known = [(rank, value) for rank, value in zip(axis.ranks, column, strict=True) if value]
+    other = next(rank for rank, value in known if value != known[0][1])
+    what, rule, remedy = DATA_FACTS[name]
+    return InputError(f"At {call}, ranks {known[0][0]} and {other} {what}", rule=rule, remedy=remedy)
+
+
+def _raise_others(calls: Sequence[str], axis: Axis) -> NoReturn:
+    shown = " and ".join(
+        f"{_ranks([rank for rank, theirs in zip(axis.ranks, calls, strict=True) if theirs == call])} called {call}"
+        for call in dict.fromkeys(calls)
+    )
+    raise InputError(
+        shown[:1].upper() + shown[1:],
+        rule="These calls are collective: all ranks make the same ones, in the same order",
+        remedy=_outside(*dict.fromkeys(calls)),
+    )
+
+
+def _raise_absent(call: str, axis: Axis, words: Sequence[Word | None], missing: Mapping[int, str]) -> NoReturn:
+    found = []
+    for rank, word in zip(axis.ranks, words, strict=True):
+        if word is None:
+            found.append(f"rank {rank} {missing.get(rank, 'did not come')}")
+        elif word.call != call:
+            found.append(f"rank {rank} called {word.call}")
+    raise InputError(
+        f"Rank {axis.ranks[axis.rank]} called {call}, and {'; '.join(found[:4])}",
+        rule=f"{call} is collective: all {axis.size} {axis.name.replace('_', ' and ')} ranks call it together",
+        remedy=_outside(call),
+    )
+
+
+def _outside(*calls: str) -> str:
+    return (
+        f"Call {' and '.join(calls)} on every rank, not under `if rank == 0:` or `if engine.is_first:`; where the "
+        "first rank alone writes files, the call sees to it"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def all_do(make: Callable[[], T], world: Axis, what: str) -> T:
+    """What ``make`` gives on this rank. Communicates what went wrong, on any.
+
+    Raises, on all ranks, what the first one raised that failed; InputError, which begins with ``what``, for an OSError.
+    """
+    made: list[T] = []
+    all_tell(lambda: made.append(make()), world, what)
+    return made[0]
+
+
+def all_tell(make: Callable[[], T], world: Axis, what: str) -> list[T]:
+    """What ``make`` gives on each rank, which can be pickled; raises as ``all_do``. Communicates it."""
+    value: T | None = None
+    problem: Exception | None = None
+    try:
+        value = make()
+    except Exception as error:
+        problem = error
+    said = gather_objects((_failed_ranks_error(problem, what, world.rank), value), world)
+    failed = [theirs for theirs, _ in said if theirs is not None]
+    if problem is not None and not isinstance(problem, (ShardFormerError, OSError)):
+        raise problem
+    if failed:
+        raise failed[0] from (None if isinstance(problem, ShardFormerError) else problem)
+    return [cast(T, given) for _, given in said]
+
+
+def first_does(make: Callable[[], T], world: Axis, what: str) -> T:
+    """What the first rank's ``make`` gives, on every rank; raises as ``all_do``."""
+    value = all_do(make if world.rank == 0 else lambda: None, world, what)
+    answer: T = broadcast_object(value, world)
+    return answer
+
+
+def _failed_ranks_error(problem: Exception | None, what: str, rank: int) -> ShardFormerError | None:
+    """What the other ranks raise."""
+    if problem is None or isinstance(problem, ShardFormerError):
+        return problem
+    if isinstance(problem, OSError):
+        return InputError(
+            f"{what} failed on rank {rank}: {problem}",
+            rule="The folder is on a disk that all processes can read and write, with room for the checkpoint",
+            remedy="Make room, or give another folder; the checkpoints that were there are as they were",
+        )
+    return InputError(
+        f"{what} failed on rank {rank}: {type(problem).__name__}: {problem}",
+        rule="All ranks save and load together",
+        remedy="See what that rank says",
+    )

@@ -1,0 +1,185 @@
+"""A tensor whose collective has not run yet: it runs when somebody needs the values, and may never have to.
+
+Between the layers of a model a collective often meets another one: the sum that leaves the embedding is cut for the
+first layer at once, and what is joined behind the last layer enters the head. Each pair is cheaper as one: an
+all-reduce and a split are a reduce-scatter. But which module comes next is the model's own business. So the first one
+hands out a ``PendingTensor``. A module that knows a cheaper way takes its ``local`` part; anything else gets the full
+values, which are computed once, then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import methodcaller
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardformer.comm.autograd_collectives import first_order_only
+from shardformer.mesh.parallel_context import Axis
+
+Map = Callable[[Tensor], Tensor]
+
+
+class PendingTensor(Tensor):
+    """The full tensor that a collective makes of ``local``, with its shape and gradient history.
+
+    Args (of ``make``):
+        local: this rank's part, or summand.
+        shape: the full shape.
+        axis: over which the collective runs; None where it computes and communicates nothing.
+        edges: what a block that reads it can do with ``local`` in place of the full values; None for a sum.
+        resolve: the collective: ``local`` -> the full tensor.
+        to_local: its backward: the gradient of the full tensor -> that of ``local``.
+    """
+
+    local: Tensor
+    axis: Axis | None
+    edges: Any
+    _resolve: Map
+    _to_local: Map
+    _full: Tensor | None
+    _written: int
+    _own: Tensor | None
+    _is_watched: bool
+
+    @classmethod
+    def make(
+        cls, local: Tensor, shape: tuple[int, ...], axis: Axis | None, edges: Any, resolve: Map, to_local: Map
+    ) -> Self:
+        if local.requires_grad and torch.is_grad_enabled():
+            made: Self = _Follows.apply(local, lambda: cls._wrapper(local, shape), to_local)
+        else:
+            made = cls._wrapper(local, shape)
+        made.local, made.axis, made.edges = local, axis, edges
+        made._resolve, made._to_local, made._is_watched = resolve, to_local, False
+        made._full, made._written, made._own = None, 0, None
+        return made
+
+    @classmethod
+    def _wrapper(cls, local: Tensor, shape: tuple[int, ...]) -> Self:
+        make: Callable[..., Self] = torch.Tensor._make_wrapper_subclass
+        return make(cls, shape, dtype=local.dtype, device=local.device)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether ``local`` still stands for it: nobody wrote into the full values, or watches their gradient."""
+        is_written = self._own is not None or (self._full is not None and self._full._version != self._written)
+        return not self._is_watched and not is_written
+
+    @property
+    def known(self) -> Tensor | None:
+        """The full values without history, where somebody has asked for them already."""
+        return self._full
+
+    def offer(self, full: Tensor) -> None:
+        """Notes the full values that a consumer has gathered anyway; not those of inference mode, no use outside."""
+        if not full.is_inference():
+            self._full, self._written = full, full._version
+
+    def is_made_by(self, node: Any) -> bool:
+        """Whether a node of autograd gives the full values."""
+        return getattr(node, "to_local", None) is self._to_local
+
+    def value(self) -> Tensor:
+        """The full values, as a plain tensor with its history. Communicates the first time."""
+        if self._own is not None:
+            return self._own
+        full = self._full
+        if full is None:
+            with torch.no_grad():
+                full = self._resolve(self.local.detach())
+            self.offer(full)
+        if not (self.local.requires_grad and torch.is_grad_enabled()):
+            return full
+        if self._is_watched:  # then the gradient of the whole passes the wrapper
+            out: Tensor = _Follows.apply(self, lambda: full.view_as(full), lambda grad: grad)
+        else:
+            out = _Follows.apply(self.local, lambda: full.view_as(full), self._to_local)
+        return out
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args and isinstance(args[0], PendingTensor) else None
+        if first is not None and func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if first is not None and _is_same(func, first, args[1:]):
+            return first
+        if first is not None and func in _WATCHES:
+            first._is_watched = True
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if first is not None and writes(func, kwargs):  # what is written into stands for it from now on
+            value = first.value()
+            first._own = value.clone() if value._is_view() else value
+        args, kwargs = tree_map_only(PendingTensor, methodcaller("value"), (args, dict(kwargs)))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes func for self
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What gets here was not called by name: autograd itself, or code written in C++."""
+        with torch.no_grad():
+            args, kwargs = tree_map_only(PendingTensor, methodcaller("value"), (args, dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # mypy drops the keyword's name
+        return f"{type(self).__name__}(over {self.axis}, shape={tuple(self.shape)})"
+
+
+class _Follows(Function):
+    """What ``make`` gives, the wrapper or the full values, as a function of the local part."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, make: Callable[[], Tensor], to_local: Map) -> Tensor:
+        ctx.to_local = to_local
+        return make()
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.to_local(grad), None, None
+
+
+def _is_same(func: Any, x: PendingTensor, args: tuple[Any, ...]) -> bool:
+    """Whether what is asked for is x: a slice of everything, or a view of its own shape, as models take at the head."""
+    if func not in (Tensor.__getitem__, Tensor.view, Tensor.reshape):
+        return False
+    if any(isinstance(x, Tensor) for x in tree_leaves(args)):
+        return False
+    whole = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    seen = func(whole, *args)
+    is_alike = (seen.shape, seen.stride(), seen.dtype) == (whole.shape, whole.stride(), whole.dtype)
+    return is_alike and seen.untyped_storage()._cdata == whole.untyped_storage()._cdata
+
+
+def writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function writes into its first argument: ``add_``, ``+=``, ``x[i] = y``, ``relu(x, inplace=True)``."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and hasattr(Tensor, name.replace("__i", "__", 1)))
+    return kwargs.get("inplace") is True or (name.endswith("_") and name != "requires_grad_")
+
+
+def resolved(output: Any) -> Any:
+    """Nested outputs with plain tensors in the place of pending ones."""
+    return tree_map_only(PendingTensor, methodcaller("value"), output)
+
+
+_METADATA = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")),
+    *(getattr(Tensor, name).__get__ for name in ("is_leaf", "is_cuda", "is_meta", "grad_fn")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device),
+    *(Tensor.__len__, Tensor.__hash__, Tensor.element_size),
+}
+"""What is known before the values are."""
+_WATCHES = {Tensor.register_hook, Tensor.retain_grad}
+"""What sees the gradient of the whole: from then on all that is computed goes through it."""

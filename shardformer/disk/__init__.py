@@ -1,1 +1,0 @@
-"""How files and folders are written that other processes may see, read, or write at the same time."""

@@ -1,0 +1,3 @@
+"""How gradients are agreed on between ranks."""
+
+from __future__ import annotations

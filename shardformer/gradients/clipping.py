@@ -1,0 +1,286 @@
+"""The norm of all gradients of a sharded model, each element counted once, and clipping by it.
+
+Also here, each to be said in one text by hand:
+
+- ``torch.nn.utils.clip_grad_norm_`` for sharded parameters: the norm that it takes is that of the whole model.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from types import GeneratorType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+from shardformer.comm.collectives import all_reduce
+from shardformer.errors import ConfigError, expect
+from shardformer.layout.shard_spec import Coords, ShardSpec
+from shardformer.layout.sharding_metadata import Entry, ShardedState, known_state, tables_here, tables_of
+
+
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scales all gradients so that their norm over the whole model is at most ``max_norm``.
+
+    The same numbers as ``torch.nn.utils.clip_grad_norm_`` on the plain model. All tensor ranks and stages call it.
+
+    Args:
+        model: sharded or plain.
+        max_norm: the largest norm allowed; ``inf`` only measures.
+        norm_type: 2 for the Euclidean norm, ``inf`` for the largest element, any p > 0.
+        error_if_nonfinite: raises RuntimeError when the norm is nan or inf, as torch does.
+
+    Returns the norm before clipping, the same on all ranks. Communicates one all-reduce of one number over
+    tensor, and one over pipe.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"clip_grad_norm_ was given a {type(model).__name__}",
+            rule="The norm is that of all parts of the model's parameters, and the model knows what they are parts of",
+            remedy="Write clip_grad_norm_(model, max_norm), without .parameters()",
+        )
+    kept = known_state(model).gradients
+    if kept is None:
+        total = grad_norm(model, norm_type)
+    else:
+        total = kept.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(f"The norm of the gradients is {total.item()}: they cannot be clipped")
+    if kept is None:
+        scale_gradients(model, total, max_norm)
+    return total
+
+
+def scale_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
+    """Scales all gradients, of which the norm is known, so that it is at most ``max_norm``; ``inf`` changes nothing."""
+    if math.isinf(max_norm):
+        return  # also where the norm is not finite, and inf / inf would make all of them NaN
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(scale.to(p.grad))
+
+
+def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
+    """The norm of all gradients: see ``clip_grad_norm_``."""
+    state = known_state(model)
+    if state.gradients is not None:
+        return state.gradients.clip_grad_norm_(math.inf, norm_type)
+    entries = state.by_param()
+    asked = [entries.get(id(p)) or Entry("", p, ShardSpec(p.shape)) for p in model.parameters()]
+    return norm_of(asked, state, norm_type)
+
+
+def norm_of(entries: Sequence[Entry], state: ShardedState, norm_type: float) -> Tensor:
+    """The norm of the gradients of some parameters of one table, the same on all ranks.
+
+    Communicates one all-reduce of one number over each axis that any parameter of the table is cut over.
+    """
+    is_number = isinstance(norm_type, int | float) and not isinstance(norm_type, bool) and norm_type > 0
+    expect("norm_type", norm_type, is_number, "It is a number above 0, or math.inf", "Write norm_type=2.0")
+    op = "max" if math.isinf(norm_type) else "sum"
+    coords = state.coords
+    names = [name for name in coords if any(name in e.reduction.norm_over for e in state.entries)]
+    terms = [t for e in entries if (t := _term(e, norm_type, coords, names)) is not None]
+    # what all ranks know, not what this one has a gradient of: a rank, or a stage, may have none
+    is_wide = any(e.param.dtype in (torch.float64, torch.complex128) for e in state.entries)
+    device = next((e.param.device for e in state.entries), torch.device("cpu"))
+    dtype = torch.float64 if is_wide or "pipe" in names else torch.float32
+    total = torch.zeros((), dtype=dtype, device=device)
+    for term in terms:
+        total = torch.maximum(total, term.to(total)) if op == "max" else total + term.to(total)
+    for name in names:
+        total = all_reduce(total, state.axis(name), op=op, purpose="norm")
+    total = total if op == "max" else total ** (1.0 / norm_type)
+    return total if is_wide else total.float()
+
+
+def _term(entry: Entry, norm_type: float, coords: Coords, names: Sequence[str]) -> Tensor | None:
+    """The p-th power of a gradient's norm (or its largest element), weighted so that the ranks' add up to one.
+
+    None where there is no gradient, or another rank counts it: of what several ranks hold alike, the first.
+    """
+    grad, reduction = entry.param.grad, entry.reduction
+    others = [coords[name] for name in names if name not in reduction.norm_over]
+    if grad is None or any(others) or (reduction.stages and reduction.stages[0] != coords["pipe"]):
+        return None
+    held_by = entry.spec.multiplicity(coords)
+    if grad.is_sparse:
+        grad = grad.to_dense() if isinstance(held_by, Tensor) else grad.coalesce().values()
+    magnitude = grad.detach().abs()
+    if magnitude.dtype in (torch.float16, torch.bfloat16):
+        magnitude = magnitude.float()
+    if math.isinf(norm_type):
+        return magnitude.max() if magnitude.numel() else magnitude.new_zeros(())
+    powers = magnitude**norm_type
+    return (powers / held_by.to(powers) if isinstance(held_by, Tensor) else powers).sum()
+
+
+_PATCHING = threading.Lock()
+
+
+class _Call(threading.local):
+    """The call of ``clip_grad_norm_`` that runs in this thread: its parameters; None outside of one."""
+
+    params: Sequence[Tensor] | None = None
+
+
+_CALL = _Call()
+
+
+def lead_clipping_here() -> None:
+    """From now on torch's clipping knows the parameters of every sharded model of this process.
+
+    The functions stay those that scripts have imported; what they call under their ``no_grad`` is led here.
+    """
+    with _PATCHING:
+        _lead(clip_grad, "_get_total_norm", "get_total_norm", _leading_norm)
+        _lead(clip_grad, "clip_grad_norm_", "clip_grad_norm_", _leading_clip)
+
+
+def _lead(module: Any, name: str, public: str, lead: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
+    function = getattr(module, name)
+    original = getattr(function, "__wrapped__", function)
+    if hasattr(original, "of_torch"):
+        return
+    leading: Any = lead(original)
+    leading.of_torch = original
+    cells = [cell for cell in function.__closure__ or () if cell.cell_contents is original]
+    if cells:
+        cells[0].cell_contents = function.__wrapped__ = leading
+    else:  # a torch that wraps it otherwise: what was imported before stays torch's
+        setattr(module, name, leading)
+        setattr(torch.nn.utils, public, leading)
+
+
+def _leading_clip(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(original)
+    def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for state in tables_of(params):
+            if state.gradients is not None:
+                state.gradients.agree()  # before .grad is read: backwards in no_sync left what the ranks do not share
+        with _called_with(params):
+            # torch warns of a generator that is empty
+            return original((p for p in params) if isinstance(parameters, GeneratorType) else params, *args, **kwargs)
+
+    return clip_grad_norm_
+
+
+@contextmanager
+def _called_with(params: Sequence[Tensor]) -> Iterator[None]:
+    before, _CALL.params = _CALL.params, params
+    try:
+        yield
+    finally:
+        _CALL.params = before
+
+
+def _leading_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(original)
+    def total_norm(
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        _check_no_pieces(_CALL.params or (), grads)
+        found = _parts_of(_CALL.params, grads) if _CALL.params else _parts_among(grads)
+        if not found:
+            return original(grads, norm_type, error_if_nonfinite, foreach)
+        known = {id(e.param.grad) for entries in found.values() for e in entries}
+        norms = [_norm_of(entries, state, float(norm_type)) for state, entries in found.items()]
+        if others := [g for g in grads if id(g) not in known]:
+            norms.append(original(others, norm_type, False, foreach))
+        total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]), float(norm_type))
+        if error_if_nonfinite and not bool(torch.isfinite(total)):
+            raise RuntimeError(f"The norm of the gradients is {total.item()}: they cannot be clipped")
+        return total
+
+    return total_norm
+
+
+def _norm_of(entries: Sequence[Entry], state: ShardedState, norm_type: float) -> Tensor:
+    if state.gradients is not None:
+        return state.gradients.norm_of([e.param for e in entries], norm_type)
+    return norm_of(entries, state, norm_type)
+
+
+def _parts_of(params: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[ShardedState, list[Entry]]:
+    """Of each model that is cut, the entries of these parameters that have gradients. A stage may have none."""
+    found: dict[ShardedState, list[Entry]] = {}
+    for state, entries in tables_of(params).items():
+        entries = [e for e in entries if e.param.grad is not None]
+        if _is_cut(state) and (entries or state.context.pipe.size > 1):
+            found[state] = entries
+    return found
+
+
+def _check_no_pieces(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Raises ConfigError for what an optimizer that zero returned has in the place of parameters."""
+    asked = {id(x) for x in (*params, *grads)}
+    for kept in (state.gradients for state in tables_here() if state.gradients is not None):
+        for piece in (p for group in kept.param_groups for p in group["params"]):
+            if id(piece) in asked or (piece.grad is not None and id(piece.grad) in asked):
+                raise _kept_by_zero("the pieces of parameters that zero's optimizer has")
+
+
+def _parts_among(grads: Sequence[Tensor]) -> dict[ShardedState, list[Entry]]:
+    """Of each model of this rank that is cut, the entries whose gradients these are."""
+    if not grads:
+        return _of_another_stage()
+    missing = {id(g) for g in grads}
+    found: dict[ShardedState, list[Entry]] = {}
+    for state in filter(_is_cut, tables_here()):
+        entries = [e for e in state.entries if e.param.grad is not None and id(e.param.grad) in missing]
+        if entries:
+            found[state] = entries
+            missing -= {id(e.param.grad) for e in entries}
+        if not missing:
+            break
+    return found
+
+
+def _is_cut(state: ShardedState) -> bool:
+    return state.gradients is not None or any(
+        state.axis(name).size > 1 for e in state.entries for name in e.reduction.norm_over
+    )
+
+
+def _of_another_stage() -> dict[ShardedState, list[Entry]]:
+    """For a stage that holds none of the parameters that the others clip: the model that they ask for its part of.
+
+    Raises ConfigError where several models have stages here, and nothing tells which of them is meant; and where it
+    may be that other ranks clip pieces of parameters.
+    """
+    if len(tables_here()) > 1 or any(state.gradients is not None for state in tables_here()):
+        gc.collect()  # models that nobody holds any more are not meant
+    states = [state for state in tables_here() if state.context.pipe.size > 1]
+    if not states and any(state.gradients is not None for state in tables_here()):
+        raise _kept_by_zero("no gradients")
+    if len(states) > 1:
+        raise ConfigError(
+            f"torch.nn.utils.clip_grad_norm_ was given no gradients, in a process with stages of {len(states)} models",
+            rule="All stages of a model take its norm together, and its gradients tell which model is meant",
+            remedy="Write shardformer.clip_grad_norm_(model, max_norm), which is given the model",
+        )
+    return {state: [] for state in states}
+
+
+def _kept_by_zero(what: str) -> ConfigError:
+    return ConfigError(
+        f"torch.nn.utils.clip_grad_norm_ was given {what}, in a process where zero keeps the gradients of a model",
+        rule="The norm is that of the model's gradients on all ranks, which have a part of them each",
+        remedy="Clip model.parameters(); or write shardformer.clip_grad_norm_(model, max_norm), or "
+        "zero(..., max_grad_norm=max_norm)",
+    )

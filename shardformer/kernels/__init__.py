@@ -1,0 +1,3 @@
+"""Attention on fused kernels."""
+
+from __future__ import annotations

@@ -1,0 +1,368 @@
+"""Norms by torch's fused kernels, with the numbers of the class that they stand for.
+
+RMS norms of transformers differ in where they round and in what they do with the weight. Which of the known kinds a
+module is gets proven, not guessed from its name: a twin of it with other weights is run on a few numbers in several
+dtypes, and the kind whose formula gives the same is taken. A module that no formula matches is refused.
+
+Also here, each to be said in one text by hand:
+
+- Bias, activation and gate of an MLP in one kernel, under forwards that stay as they are. Communicates nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+from warnings import catch_warnings, simplefilter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from shardformer.comm.deferred_tensor import PendingTensor, resolved
+from shardformer.errors import ConfigError
+from shardformer.torch_compat import with_values
+
+# H hidden; x is (..., H), statistics are taken over H in fp32
+
+HALF = (torch.bfloat16, torch.float16)
+_FILTERS = threading.RLock()
+"""The filters of warnings are one list for all threads, and ranks may be threads: each puts back what it found."""
+EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
+
+
+RMS_KINDS = ("llama", "t5", "gemma", "olmo", "torch")
+"""With y = x over its root mean square, computed in fp32:
+
+    llama   w * y.to(x.dtype)
+    t5      w * y, with y in the dtype of w where that has 16 bit; only the mean is in fp32 where x is in fp64
+    gemma   ((1 + w) * y).to(x.dtype)
+    olmo    (w * y).to(x.dtype)
+    torch   as F.rms_norm: all in the dtype of x, the mean in fp32 or, for fp64, fp64
+"""
+
+
+def rms_norm(
+    kind: str, x: Tensor, weight: Tensor | None, eps: float | None, mean: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """The RMS norm of a kind: by kernels, or with a ``mean`` over the last dim of one's own."""
+    shape = x.shape[-1:]
+    if weight is not None and kind == "gemma":
+        weight = 1.0 + weight.to(torch.float32)
+    if mean is None and kind == "torch":
+        return F.rms_norm(x, shape, weight, eps)
+    if mean is None and kind == "gemma":
+        return F.rms_norm(x.to(torch.float32), shape, weight, eps).to(x.dtype)
+    if mean is None and weight is not None and x.dtype == weight.dtype != torch.float64:
+        # in 16 bit the kernel rounds once, after the weight: at most one unit in the last place from rounding twice
+        return F.rms_norm(x, shape, weight, eps).to(x.dtype)  # autocast may have computed it in fp32
+    y = x if x.dtype == torch.float64 and kind in ("t5", "torch") else x.to(torch.float32)
+    if mean is None and y.dtype == torch.float32:
+        y = F.rms_norm(y, shape, None, eps)
+    else:
+        squares = (y.to(torch.float32) if kind == "t5" else y).square()
+        over = squares.mean(-1, keepdim=True) if mean is None else mean(squares)
+        y = y * torch.rsqrt(over + (torch.finfo(x.dtype).eps if eps is None else eps))
+    if kind == "llama":
+        y = y.to(x.dtype)
+    if kind == "t5" and weight is not None and weight.dtype in HALF:
+        y = y.to(weight.dtype)
+    y = y if weight is None else weight * y
+    return y if kind in ("llama", "t5") else y.to(x.dtype)
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """Layer norm by one kernel: (..., H) -> (..., H). Communicates nothing."""
+
+    @classmethod
+    def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedLayerNorm:
+        """The fused norm around the parameters of ``module``: nn.LayerNorm or a class that computes the same.
+
+        Raises ConfigError when ``module`` computes something else.
+        """
+        _refuse_options(cls, kwargs)
+        shape, eps = _normalized_shape(module), _eps(module)
+        if shape is None or eps is None or norm_kind(module) != "layer":
+            raise _not_recognised(cls, module)
+        norm = cls(shape, eps=eps, elementwise_affine=False)
+        norm.elementwise_affine = module._parameters.get("weight") is not None
+        _take_over(norm, module, ("weight", "bias"))
+        return norm
+
+
+class FusedRMSNorm(nn.Module):
+    """RMS norm by torch's fused kernel: (..., H) -> (..., H), as the class it stands for. Communicates nothing.
+
+    ``kind`` says which (llama, t5, gemma, olmo, torch): where it rounds, and whether the weight is an offset from 1.
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(self, kind: str, eps: float | None) -> None:
+        super().__init__()
+        self.kind, self.eps = kind, eps
+
+    @classmethod
+    def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedRMSNorm:
+        """The fused norm around the weight of ``module``: any RMS norm whose numbers one of the kinds gives.
+
+        Raises ConfigError when none does.
+        """
+        _refuse_options(cls, kwargs)
+        kind = norm_kind(module)
+        if kind is None or kind == "layer":
+            raise _not_recognised(cls, module)
+        norm = cls(kind, _eps(module))
+        _take_over(norm, module, ("weight",))
+        return norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(self.kind, x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        size = "" if self.weight is None else f"{self.weight.shape[0]}, "
+        return f"{size}eps={self.eps}, kind={self.kind}"
+
+
+def fused_norm(module: nn.Module) -> nn.Module:
+    """The fused norm that stands for ``module``, around its own parameters.
+
+    >>> fused_norm(nn.RMSNorm(8, eps=1e-6))
+    FusedRMSNorm(8, eps=1e-06, kind=torch)
+
+    Raises ConfigError when it is neither a layer norm nor an RMS norm of a known kind.
+    """
+    if isinstance(module, FusedLayerNorm | FusedRMSNorm):
+        return module
+    kind: type[FusedLayerNorm | FusedRMSNorm] = FusedLayerNorm if norm_kind(module) == "layer" else FusedRMSNorm
+    return kind.from_native_module(module)
+
+
+def _take_over(norm: nn.Module, module: nn.Module, names: tuple[str, ...]) -> None:
+    """The parameters themselves, and the plain attributes that other code may read (``variance_epsilon``, ...)."""
+    for name in names:
+        norm.register_parameter(name, module._parameters.get(name))
+    for name, value in vars(module).items():
+        if not name.startswith("_") and name not in ("training", "forward") and not hasattr(norm, name):
+            setattr(norm, name, value)
+    norm.train(module.training)
+
+
+def _eps(module: nn.Module) -> float | None:
+    """What stands beside the variance; where no attribute says it, what is read off a row of nearly equal numbers."""
+    named = [getattr(module, name) for name in EPS_NAMES if hasattr(module, name)]
+    return next((eps for eps in named if isinstance(eps, float)), None) if named else _eps_read_off(module)
+
+
+@with_values()
+def _eps_read_off(module: nn.Module) -> float | None:
+    """y = w (x - mean) / sqrt(variance + eps), solved for eps; None where that gives no small positive number."""
+    shape = _normalized_shape(module)
+    if shape is None or module._parameters.get("bias") is not None:
+        return None
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+        twin = _twin(module, torch.float64)
+        x = _waves(shape, 0.7)
+        x = 1e-4 * (x - x.mean())
+        try:
+            y = twin.forward(x[None])[0] / (
+                1.0 if twin._parameters.get("weight") is None else twin._parameters["weight"]
+            )
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            return None
+        eps = float(x.square().sum() / y.square().sum() - x.square().mean())
+    return float(f"{eps:.3g}") if 0 < eps < 1e-2 else None
+
+
+def _normalized_shape(module: nn.Module) -> tuple[int, ...] | None:
+    """The dims that are normalised; None for a module with other parameters, or other inputs, than those of a norm."""
+    if not set(module._parameters) <= {"weight", "bias"} or module._modules or module._buffers:
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return None  # a gate, a condition
+    weight = module._parameters.get("weight")
+    if weight is not None:
+        return tuple(weight.shape)
+    shape = getattr(module, "normalized_shape", None)
+    return tuple(shape) if isinstance(shape, tuple) else None
+
+
+# -- proof ----------------------------------------------------------------------------------------------------------
+
+# of x and of the weight; the mixed ones tell apart where a class rounds and which dtype it gives
+PROBES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float64, torch.float64),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+)
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float64: 3e-7}  # relative; bf16: one unit in the last place
+
+
+@with_values()
+def norm_kind(module: nn.Module) -> str | None:
+    """``"layer"``, or which of the RMS norms a module is; None for one whose numbers no formula gives."""
+    shape, eps = _normalized_shape(module), _eps(module)
+    if shape is None:
+        return None
+    has_weight, has_bias = (module._parameters.get(name) is not None for name in ("weight", "bias"))
+    kinds = ["layer"] if eps is not None else []
+    if len(shape) == 1 and not has_bias:
+        kinds += RMS_KINDS if has_weight and eps is not None else ["torch"]
+    errors = dict.fromkeys(kinds, 0.0)
+    sizes = torch.tensor([1.0, 1e-3, 30.0], dtype=torch.float64).reshape(3, *[1] * len(shape))
+    with _FILTERS, torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"), catch_warnings():
+        simplefilter("ignore")  # torch says that it has no fused kernel for mixed dtypes
+        for x_dtype, weight_dtype in PROBES:
+            x = (_waves((3, *shape), 0.7) * sizes).to(x_dtype)
+            twin, is_mixed = _twin(module, weight_dtype), x_dtype != weight_dtype
+            weight, bias = (twin._parameters.get(name) for name in ("weight", "bias"))
+            try:
+                y = twin.forward(x)
+            except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+                y = None  # not of this kind, or not made for this pair of dtypes
+            for kind in kinds:
+                if kind == "layer" and not is_mixed:
+                    ours = F.layer_norm(x, shape, weight, bias, eps or 0.0)
+                    errors[kind] = max(errors[kind], _error(ours, y, least=1.0))  # what is left of x - mean is rounded
+                elif kind != "layer" and (y is not None or not is_mixed):
+                    errors[kind] = max(errors[kind], _error(rms_norm(kind, x, weight, eps), y))
+    best = min(errors, key=lambda kind: errors[kind], default=None)
+    return best if best is not None and errors[best] <= 1 else None
+
+
+@with_values()
+def is_elementwise(module: nn.Module) -> bool:
+    """Whether each feature that a module gives is computed of that feature and of its own numbers alone."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+        twin = _twin(module, torch.float64)
+        size = next((p.shape[0] for p in twin.parameters()), 2)
+        x = _waves((3, size), 0.7)
+        try:
+            changed = (twin.forward(x) != twin.forward(torch.cat((x[:, :1] + 1, x[:, 1:]), -1))).any(0)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            return False
+    return changed.shape == (size,) and not changed[1:].any()
+
+
+def _waves(shape: tuple[int, ...], step: float) -> Tensor:
+    """Numbers in (-1, 1) that look irregular and take nothing from the random stream."""
+    num = torch.Size(shape).numel()
+    return torch.sin(torch.arange(1, num + 1, dtype=torch.float64) * step).reshape(shape)
+
+
+def _twin(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of a norm on the CPU, with parameters of its own that are neither 0 nor 1."""
+    twin = copy.copy(module)
+    twin._parameters = {
+        name: None if p is None else nn.Parameter((1.3 + _waves(tuple(p.shape), 0.9 + 0.2 * i)).to(dtype))
+        for i, (name, p) in enumerate(module._parameters.items())
+    }
+    return twin
+
+
+def _error(ours: Tensor, native: Tensor | None, least: float = 1e-4) -> float:
+    """The largest deviation by element, as a multiple of the bound of its dtype; of the least size at least."""
+    if not isinstance(native, Tensor) or native.dtype != ours.dtype or native.shape != ours.shape:
+        return float("inf")
+    a, b = ours.to(torch.float64), native.to(torch.float64)
+    return float(((a - b).abs() / b.abs().clamp(min=least)).max()) / BOUNDS[native.dtype]
+
+
+def _refuse_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
+    if options:
+        raise ConfigError(
+            f"{cls.__name__} was given {', '.join(f'{k}={v!r}' for k, v in options.items())}",
+            rule="A norm takes everything from the module it stands for",
+            remedy="Leave the options out",
+        )
+
+
+def _not_recognised(cls: type[nn.Module], module: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"{cls.__name__} was given a {type(module).__name__}, whose numbers it does not give",
+        rule="A fused norm stands for a layer norm, or for an RMS norm that rounds and scales as the one of LLaMA, T5, "
+        "Gemma, OLMo 2 or torch",
+        remedy="Leave enable_fused_normalization off for this model, or leave this module out of the policy's norms",
+    )
+
+
+TANH = functools.partial(F.gelu, approximate="tanh")
+
+
+def compute(act: Callable[[Tensor], Tensor] | None, x: Tensor, bias: Tensor | None, gate: Tensor | None) -> Tensor:
+    """act(x + bias) * gate, of x and gate (..., H) and bias (H,)."""
+    x = x if bias is None else x + bias
+    x = x if act is None else act(x)
+    return x if gate is None else x * gate
+
+
+@functools.cache
+def kernel(device: str) -> Callable[..., Tensor]:
+    """``compute`` as one kernel; on a CPU torch's own, one after the other, are as fast."""
+    return compute if device == "cpu" else torch.compile(compute, dynamic=True)
+
+
+class _LaterBias(Function):
+    """x as it is, with the gradients of x + bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.reshape(-1, grad.shape[-1]).sum(0)
+
+
+class Fused(PendingTensor):
+    """act(x + bias), computed when something needs the values, unless an activation or a gate follows at once."""
+
+    terms: tuple[Any, Tensor, Tensor | None]
+    out: Tensor | None
+
+    @classmethod
+    def of(cls, act: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        formula = functools.partial(compute, act, bias=bias, gate=None)
+        # the gradient, where a function of autograd was given this tensor itself
+        pull = lambda grad: torch.func.vjp(formula, x.detach())[1](grad)[0]  # noqa: E731
+        made = cls.make(x, tuple(x.shape), None, None, formula, pull)
+        made.terms, made.out = (act, x, bias), None
+        return made
+
+    def value(self) -> Tensor:
+        if self._is_watched:
+            return super().value()
+        if self.out is None:
+            function = compute if self.terms[0] is None else kernel(self.device.type)
+            with torch.enable_grad():
+                self.out = function(*self.terms, None)
+        return self.out if torch.is_grad_enabled() else self.out.detach()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        mine, options = [a for a in args if isinstance(a, Fused)], kwargs or {}
+        x = max(mine, key=lambda x: x.terms[0] is not None, default=None)
+        if x is not None and x.out is None and not x._is_watched:
+            act, y, bias = x.terms
+            if act is None and func in (F.gelu, F.silu, F.relu, torch.tanh) and not options.get("inplace"):
+                return cls.of(TANH if options.get("approximate") == "tanh" else func, y, bias)
+            if act is not None and func is Tensor.mul:
+                gate = resolved(args[1] if args[0] is x else args[0])
+                if isinstance(gate, Tensor) and gate.shape == y.shape:
+                    return kernel(y.device.type)(act, y, bias, gate)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def start(x: Tensor, bias: Tensor | None) -> Tensor:
+    """The output x of a linear and the bias that is still to be added, for the kernel of what follows."""
+    bias = None if bias is None else bias.to(x.dtype)
+    return Fused.of(None, x if bias is None else _LaterBias.apply(x, bias), None if bias is None else bias.detach())

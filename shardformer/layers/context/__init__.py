@@ -1,1 +1,0 @@
-"""Context parallelism: attention over a sequence of which each rank has a part, and the stream around it."""

@@ -1,1 +1,0 @@
-"""Layers cut over the tensor axis."""

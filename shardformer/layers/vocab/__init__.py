@@ -1,1 +1,0 @@
-"""Logits and losses over a vocabulary that is cut over ranks."""

@@ -1,0 +1,159 @@
+"""StreamLayout: how the activations between the blocks of a model lie over the grid.
+
+A stream is what flows from layer to layer: (batch, sequence, hidden). Each way of being parallel cuts it in its way:
+
+    1D tensor parallel    nothing is cut: all tensor ranks hold the same
+    sequence parallel     sequence over ``tensor``, from the first layer of a stack to its last
+    context parallel      sequence over ``sequence``, from the model's inputs on
+    2D tensor parallel    batch over ``row`` from the inputs on, hidden over ``column`` in the stack
+
+Plain data: it can be printed, compared between ranks and tested without processes. The layers, the gradients, the
+random numbers and what a stage sends are derived from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+
+from shardformer.layout.shard_spec import Coords, Split
+
+
+class Dim(StrEnum):
+    """A dim of the stream."""
+
+    BATCH = "batch"
+    SEQUENCE = "sequence"
+    HIDDEN = "hidden"
+
+    @property
+    def position(self) -> int:
+        """Its place in (batch, sequence, hidden)."""
+        return list(Dim).index(self)
+
+
+class Order(StrEnum):
+    """Which indices of the dim a rank has. Of 8 over 2 ranks, rank 0 has
+
+    contiguous  0 1 2 3
+    zigzag      0 1 6 7     one piece from the start and one from the end: causal attention costs all ranks the same
+    striped     0 2 4 6
+    """
+
+    CONTIGUOUS = "contiguous"
+    ZIGZAG = "zigzag"
+    STRIPED = "striped"
+
+
+class Begin(StrEnum):
+    """From where on the stream is cut."""
+
+    INPUTS = "inputs"  # of the model
+    STACK = "stack"  # from the first layer of a stack to the last one, or the norm behind it
+
+
+class Place(StrEnum):
+    """Where in a model a module stands."""
+
+    OUTSIDE = "outside"  # before and behind the stacks: embeddings, heads
+    STACK = "stack"  # in a stack, between its blocks
+    BLOCK = "block"  # between the entry and the exit of a block, where a rank has its heads or features only
+    GATHERED = "gathered"  # in a module of a stack that is given whole samples: each rank has its samples only
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One dim of the stream, cut over one axis."""
+
+    dim: Dim
+    axis: str
+    order: Order = Order.CONTIGUOUS
+    begin: Begin = Begin.STACK
+
+    def split(self, length: int, ranks: int) -> Split:
+        """Which indices of a dim of ``length`` each rank has.
+
+        >>> Cut(Dim.SEQUENCE, "sequence", Order.ZIGZAG).split(8, 2).parts
+        (((0, 2), (6, 8)), ((2, 4), (4, 6)))
+        """
+        if self.order is Order.CONTIGUOUS:
+            return Split.even(length, ranks, axes=(self.axis,))
+        if self.order is Order.STRIPED:
+            return Split(tuple(tuple((i, i + 1) for i in range(r, length, ranks)) for r in range(ranks)), (self.axis,))
+        halves = Split.even(length, 2 * ranks).parts
+        return Split(tuple((*halves[r], *halves[2 * ranks - 1 - r]) for r in range(ranks)), (self.axis,))
+
+
+@dataclass(frozen=True)
+class StreamLayout:
+    """How the stream is cut: nowhere, or along these cuts, each over an axis of its own.
+
+    Args:
+        block: the axes over which what is inside of blocks is cut: by heads or features, and by samples.
+    """
+
+    cuts: tuple[Cut, ...] = ()
+    block: tuple[str, ...] = ("tensor",)
+
+    def in_force(self, place: Place) -> tuple[Cut, ...]:
+        """The cuts of what a module at this place reads: a block's entry undoes those that begin at the stack."""
+        in_stack = {Place.STACK: list(Dim), Place.GATHERED: [Dim.BATCH]}.get(place, [])
+        return tuple(c for c in self.cuts if c.begin is Begin.INPUTS or c.dim in in_stack)
+
+    @property
+    def cuts_stacks(self) -> bool:
+        """Whether ranks have parts of what flows through a stack that they have whole before and behind it."""
+        return any(cut.begin is Begin.STACK for cut in self.cuts)
+
+    def cut_at_stack(self, axis: str) -> Cut | None:
+        """What the layers of a stack cut over this axis."""
+        return next((c for c in self.cuts if c.begin is Begin.STACK and c.axis == axis), None)
+
+    def partial_over(self, place: Place) -> tuple[str, ...]:
+        """The axes over whose ranks a whole parameter at this place has summands of its gradient."""
+        axes = [cut.axis for cut in self.in_force(place)] + [a for a in self.block if place is Place.BLOCK]
+        return tuple(dict.fromkeys(axes))
+
+    def num_parts(self, sizes: Mapping[str, int]) -> int:
+        """Into how many parts the model's inputs are cut. Each rank's loss is the mean of its own part."""
+        return prod(sizes[cut.axis] for cut in self.cuts if cut.begin is Begin.INPUTS)
+
+    def stream_of(self, place: Place, coords: Coords, sizes: Mapping[str, int]) -> int:
+        """Which of several independent streams of random numbers a rank draws from at this place.
+
+        0 where all ranks hold the same activations and have to draw alike; other numbers for ranks that hold parts.
+        """
+        axes = self.partial_over(place)
+        if not any(sizes.get(axis, 1) > 1 for axis in axes):
+            return 0
+        number = 0
+        for axis in axes:
+            number = number * sizes.get(axis, 1) + coords.get(axis, 0)
+        return number + 1
+
+    def __str__(self) -> str:
+        return (
+            ", ".join(f"{c.dim} over {c.axis} ({c.order}, from the {c.begin} on)" for c in self.cuts) or "nothing cut"
+        )
+
+
+SEQUENCE_PARALLEL = StreamLayout((Cut(Dim.SEQUENCE, "tensor"),))
+"""Between blocks each tensor rank holds consecutive positions of the sequence (Korthikanti et al. 2022)."""
+
+GRID_AXES = ("row", "column", "depth")
+"""How the tensor axis is also seen where it is a grid, the last of which counts fastest."""
+
+GRIDS = {
+    "2d": StreamLayout((Cut(Dim.BATCH, "row"), Cut(Dim.HIDDEN, "column")), GRID_AXES),
+    "2.5d": StreamLayout((Cut(Dim.BATCH, "row"), Cut(Dim.BATCH, "depth"), Cut(Dim.HIDDEN, "column")), GRID_AXES),
+    "3d": StreamLayout((Cut(Dim.BATCH, "row"), Cut(Dim.BATCH, "column"), Cut(Dim.HIDDEN, "depth")), GRID_AXES),
+}
+"""``tensor_parallel_mode`` -> how the stream lies between the blocks.
+
+Xu et al. 2021, Wang et al. 2021 and Bian et al. 2021 describe such grids: see
+``shardformer/tensor_parallel/grid/region.py``."""
+
+CONTEXT_PARALLEL = StreamLayout((Cut(Dim.SEQUENCE, "sequence", Order.ZIGZAG, Begin.INPUTS),))
+"""Each rank of the sequence axis holds some positions, two chunks of them (Liu et al. 2023, Jacobs et al. 2023)."""

@@ -1,0 +1,73 @@
+"""Tensors that share memory, in whole or in part."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.torch_compat import has_values
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of a tensor: its storage, its first byte, the byte after its last one, and its strides."""
+
+    storage: int
+    begin: int
+    end: int
+    view: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
+
+    @classmethod
+    def of(cls, x: Tensor) -> Memory:
+        storage = x.untyped_storage()
+        span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+        begin = int(x.storage_offset()) * x.element_size()
+        view = (x.dtype, tuple(x.shape), tuple(x.stride()))
+        address = storage.data_ptr() if has_values(x) else 0
+        return cls(address or storage._cdata, begin, begin + span * x.element_size(), view)
+
+
+Group = dict[str, Memory]
+
+
+def overlapping(named: Iterable[tuple[str, Tensor]]) -> list[Group]:
+    """Groups of tensors, each by its name, whose memory overlaps."""
+    found = sorted(
+        ((m, name) for name, x in named if (m := Memory.of(x)).begin < m.end),
+        key=lambda at: (at[0].storage, at[0].begin),
+    )
+    groups: list[Group] = []
+    storage, end = -1, 0
+    for memory, name in found:
+        if memory.storage != storage or memory.begin >= end:
+            groups.append({})
+            storage, end = memory.storage, memory.end
+        groups[-1][name] = memory
+        end = max(end, memory.end)
+    return [group for group in groups if len(group) > 1]
+
+
+def view_of(model: nn.Module, params: Collection[tuple[str, Tensor]]) -> tuple[str, str] | None:
+    """The first buffer or attribute that shares memory with a parameter, and that parameter: their names, or None."""
+    known = {id(x) for _, x in params}
+    views = [(name, x) for name, x in _held(model) if id(x) not in known]
+    names = {name for name, _ in views}
+    for group in overlapping([*params, *views]):
+        view = next((name for name in group if name in names), None)
+        param = next((name for name in group if name not in names), None)
+        if view is not None and param is not None:
+            return view, param
+    return None
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in model.named_modules():
+        held = [*module._buffers.items(), *vars(module).items()]
+        yield from (
+            (f"{path}.{name}".lstrip("."), x)
+            for name, x in held
+            if type(x) is Tensor and x.layout == torch.strided and not x.is_meta
+        )

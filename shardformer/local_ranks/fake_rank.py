@@ -1,0 +1,245 @@
+"""One rank of any grid without the others: nothing is carried, and every other rank is taken to say what this one says.
+
+Under torch's fake tensors, which have shapes and no values, one process traces the step of one rank of thousands: which
+collectives it starts and waits for, and how much memory it holds.
+
+>>> with fake_tensors() as copied:                                             # doctest: +SKIP
+...     context = fake_context({"pipe": 2}, tensor=8, pipe=4, data=32)
+...     model = shard_model(LlamaForCausalLM(config), context=context)
+...     batch = copied(batch)
+...     with Recorder(context) as recorder, LiveBytes([*model.parameters(), *batch.values()]) as memory:
+...         Pipeline(model, micro_batches=8).step(batch)
+>>> recorder.table(), memory.peak                                              # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.mesh.rank_grid import Grid
+from shardformer.mesh.transport import Lines, Meeting, Transport, Word, Work
+from shardformer.torch_compat import has_values
+
+
+def fake_context(
+    coords: Mapping[str, int] | None = None,
+    *,
+    tensor: int = 1,
+    data: int = 1,
+    pipe: int = 1,
+    sequence: int = 1,
+    backend: str = "gloo",
+    device: torch.device | None = None,
+) -> ParallelContext:
+    """The context of the rank at ``coords`` (0 where none is given), whose collectives carry nothing.
+
+    Args:
+        backend: with "nccl" parts are gathered and scattered as NCCL does, whatever the device.
+        device: of the rank; the CPU by default. See ``shardformer.local_ranks.fake_device``.
+    """
+    sizes = {"data": data, "pipe": pipe, "sequence": sequence, "tensor": tensor}
+    world = FakeWorld(Grid.of(sizes).rank_at(coords or {}), backend)
+    return ParallelContext.of(sizes, coords, world=world, device=device)
+
+
+class FakeWorld:
+    """The world of one rank that is alone with what it says."""
+
+    store = thread = None
+
+    def __init__(self, rank: int, backend: str) -> None:
+        self.rank, self.backend = rank, backend
+
+    def connect(self, lines: Lines) -> Transport:
+        line = next((line for line in lines if self.rank in line), (self.rank,))
+        return FakeTransport(self, len(line))
+
+
+class FakeTransport:
+    """Carries nothing: tensors stay as they are, objects are answered with this rank's own."""
+
+    group = None
+
+    def __init__(self, world: FakeWorld, size: int) -> None:
+        self.world, self._size = world, size
+
+    def exchanges_directly(self, x: Tensor) -> bool:
+        return self.world.backend == "gloo"
+
+    def sends_in_turn(self, device: torch.device) -> bool:
+        return self.world.backend == "nccl"
+
+    def all_reduce(self, x: Tensor, op: str) -> Work:
+        return _DONE
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        return _DONE
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
+        return _DONE
+
+    def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
+        return ()
+
+    def send(self, x: Tensor, to: int, tag: int) -> Work:
+        return _DONE
+
+    def receive(self, x: Tensor, source: int, tag: int) -> Work:
+        return _DONE
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        pass
+
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        return value
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value] * self._size
+
+    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        return [[1] * len(numbers)] * self._size  # as of tensors without values: every rank's trace has the same
+
+    def meet(self, call: str, *, waits: bool) -> Meeting:
+        return Meeting([Word(call, not waits)] * self._size)
+
+
+class _Done:
+    """A work that is done."""
+
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+
+_DONE = _Done()
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows the memory of what is computed in here, on this thread: real tensors and fake ones alike.
+
+    ``live`` is the bytes of all storages that are held just now, ``peak`` their highest number.
+
+    Args:
+        held: tensors that are there before: a model's parameters, the batch.
+    """
+
+    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives its base no types
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+        self._see(held)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._see(tree_leaves(out))
+        return out
+
+    def _see(self, values: Iterable[Any]) -> None:
+        for storage in (x.untyped_storage() for x in values if isinstance(x, Tensor)):
+            if storage._cdata not in self._known:
+                self._known.add(storage._cdata)
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+
+    def _gone(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.live -= num_bytes
+
+
+@contextmanager
+def fake_tensors(*, padded: bool = False) -> Iterator[Callable[[Any], Any]]:
+    """In here tensors have shapes and no values. Gives a function that copies a batch, or a model, without its values.
+
+    A model whose building reads values (vit and swinv2 do) is built before, and copied.
+
+    Args:
+        padded: whether attention is given a mask of 4 dims, as transformers makes one of a batch with padding; without,
+            each row is taken for one whole text, of which attention needs no mask.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, nullcontext() if padded else _unpadded():
+
+        def copied(value: Any) -> Any:
+            with FakeCopyMode(mode):
+                return copy.deepcopy(value)
+
+        yield copied
+
+
+class _Here(threading.local):
+    """How many blocks of ``_unpadded`` this thread is in."""
+
+    traces = 0
+
+
+_HERE = _Here()
+_PATCHING = threading.Lock()
+_TRACES = 0
+"""Those of all threads: the first changes transformers, and the last changes it back."""
+_UNDO = ExitStack()
+
+
+@contextmanager
+def _unpadded() -> Iterator[None]:
+    global _TRACES
+    if find_spec("transformers") is None:
+        yield
+        return
+    with _PATCHING:
+        if not _TRACES:
+            _leave_masks_out(_UNDO)
+        _TRACES += 1
+    _HERE.traces += 1
+    try:
+        yield
+    finally:
+        _HERE.traces -= 1
+        with _PATCHING:
+            _TRACES -= 1
+            if not _TRACES:
+                _UNDO.close()
+
+
+def _leave_masks_out(undo: ExitStack) -> None:
+    """transformers makes no mask of a batch without values. In other threads it makes the masks that it always makes.
+
+    Args:
+        undo: gets what changes it back.
+    """
+    from transformers import masking_utils
+
+    make, find = masking_utils.sdpa_mask, masking_utils.find_packed_sequence_indices
+
+    def mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        """None where it is made of what is padded alone."""
+        padded = attention_mask is None or has_values(attention_mask)
+        if _HERE.traces and not padded and make(*args, attention_mask=None, **kwargs) is None:
+            return None
+        return make(*args, attention_mask=attention_mask, **kwargs)
+
+    names = [name for name, made in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.items() if made is make]
+
+    def put(packed: Any, made: Any) -> None:
+        masking_utils.find_packed_sequence_indices, masking_utils.sdpa_mask = packed, made
+        for name in names:
+            masking_utils.AttentionMaskInterface.register(name, made)
+
+    put(lambda position_ids: None if _HERE.traces else find(position_ids), mask)
+    undo.callback(put, find, make)

@@ -1,0 +1,425 @@
+"""Worker processes that form a gloo group, started once and sent functions, because ``import torch`` takes seconds."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from multiprocessing import connection, forkserver, get_all_start_methods, get_context
+from multiprocessing.process import BaseProcess
+from tempfile import TemporaryDirectory
+from typing import Any, ParamSpec, Self, TypeVar
+
+from shardformer.errors import ConfigError, LaunchError, WorkerError
+from shardformer.local_ranks import worker_process
+from shardformer.local_ranks.worker_process import Failure, RemoteCall, Reply, Request
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+START_S = 300.0  # to start a process, import what was asked for and join the group, on a busy machine
+CLOSE_S = 5.0  # for workers at rest to end
+DEATH_GRACE_S = 0.2  # processes that die together are named together
+MOST_PRELOADED = 8  # models of transformers that the fork server imports
+STACK_S = 2.0  # a process that has not written its stack by then is stopped itself
+
+
+class WorkerPool:
+    """``num_workers`` processes with ``torch.distributed`` ready over gloo, to call functions in.
+
+    Each call finds what torchrun sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``), the
+    environment otherwise as it was when the workers started, all seeds at 0, dtype float32 and gradients on. Groups
+    that a function made are gone at the next call; modules stay imported.
+
+    The workers are forked from a process that has imported torch and ``imports``; an import that they share is made
+    once. They start at the first call, and anew after a call that a worker did not survive, did not end in time, or
+    that did not end alike on all ranks. They end with the parent, however it ends.
+
+    Functions are sent by name, so they stand at the top of a module or script, and a script makes its calls under
+    ``if __name__ == "__main__":``.
+
+    Args:
+        timeout_s: how long one call may take before the workers are killed.
+        threads: torch's threads in each process.
+        imports: modules that the workers import when they start.
+        grace_s: how long the other ranks may go on after one has raised.
+
+    >>> with WorkerPool(2) as pool:  # doctest: +SKIP
+    ...     pool.run(torch.add, torch.ones(2), 1)
+    [tensor([2., 2.]), tensor([2., 2.])]
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        timeout_s: float = 60.0,
+        threads: int = 1,
+        imports: Sequence[str] = ("torch",),
+        grace_s: float = 5.0,
+    ) -> None:
+        for name, count in (("num_workers", num_workers), ("threads", threads)):
+            if count < 1:
+                rule = "A pool has at least one worker, and a worker at least one thread"
+                raise ConfigError(f"{name}={count}", rule=rule, remedy=f"Use {name}=1 or more")
+        self.num_workers, self.timeout_s, self.grace_s = num_workers, timeout_s, grace_s
+        self._threads, self._imports = threads, tuple(imports)
+        self._workers: list[_Worker] = []
+        self._meeting: _Meeting | None = None
+        self._closed = False
+
+    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Call ``fn(*args, **kwargs)`` in every worker; the results in rank order.
+
+        Raises:
+            ShardFormerError: as raised by ``fn``, where all ranks raised the same kind.
+            WorkerError: a worker died, took longer than ``timeout_s``, or raised anything else.
+            ConfigError: ``fn`` or its arguments cannot be sent.
+        """
+        return self._run(fn, [RemoteCall.of(fn, args, kwargs)] * self.num_workers)
+
+    def run_per_rank(self, fn: Callable[..., R], args: Sequence[tuple[Any, ...]]) -> list[R]:
+        """Call ``fn(*args[rank])`` in each worker; otherwise as :meth:`run`."""
+        if len(args) != self.num_workers:
+            raise ConfigError(
+                f"{len(args)} tuples of arguments for {self.num_workers} workers",
+                rule="run_per_rank takes one tuple for each rank",
+                remedy=f"Give {self.num_workers} tuples, or use run() where all ranks get the same",
+            )
+        return self._run(fn, [RemoteCall.of(fn, own, {}) for own in args])
+
+    @contextmanager
+    def with_timeout(self, timeout_s: float) -> Iterator[Self]:
+        """This pool with another ``timeout_s`` inside the ``with``."""
+        before, self.timeout_s = self.timeout_s, timeout_s
+        try:
+            yield self
+        finally:
+            self.timeout_s = before
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the workers in rank order; empty while there are none."""
+        return [worker.pid for worker in self._workers]
+
+    def close(self) -> None:
+        """End the workers; the pool cannot be used again."""
+        self._closed = True
+        for worker in self._workers:
+            worker.calls.close()  # a worker at rest ends when this pipe does
+        deadline = time.monotonic() + CLOSE_S
+        for worker in self._workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, fn: Callable[..., R], calls: Sequence[RemoteCall]) -> list[R]:
+        if self._closed:
+            rule = "A pool's workers end for good with close(), or with the end of its `with`"
+            raise LaunchError("run() on a closed pool", rule=rule, remedy="Make a new WorkerPool")
+        name = f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', fn)}"
+        try:
+            if not all(worker.is_at_rest() for worker in self._workers):
+                self._kill()
+            if not self._workers:
+                for rank in range(self.num_workers):
+                    self._workers.append(_Worker(rank, self._threads, self._imports))
+                self._regroup()
+            replies = self._exchange(name, calls, self.timeout_s)
+            if any(reply.regroup for reply in replies):
+                self._regroup()
+        except BaseException:  # Ctrl-C too: where the workers stand is not known
+            self._kill()
+            raise
+        _raise_shared(name, replies)
+        return [pickle.loads(reply.result) for reply in replies]
+
+    def _regroup(self) -> None:
+        """Form the default group anew."""
+        before, self._meeting = self._meeting, _Meeting()
+        name = "the start of the group"
+        call = RemoteCall.of(worker_process.join_group, (self._meeting.store, self._imports), {})
+        try:
+            _raise_shared(name, self._exchange(name, [call] * self.num_workers, START_S))
+        finally:
+            if before:
+                before.release()
+
+    def _exchange(self, name: str, calls: Sequence[RemoteCall], timeout_s: float) -> list[Reply]:
+        """One call down each pipe, one reply back: either all results, or all the same kind of ShardFormerError."""
+        assert self._meeting is not None
+        env = {
+            "WORLD_SIZE": str(self.num_workers),
+            "LOCAL_WORLD_SIZE": str(self.num_workers),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._meeting.port),
+        }
+        for worker, call in zip(self._workers, calls):
+            own = {"RANK": str(worker.rank), "LOCAL_RANK": str(worker.rank)}
+            worker.send(Request(call, tuple(sys.path), {**env, **own}))
+        replies, dead = self._collect(timeout_s)
+        failures = {rank: reply.failure for rank, reply in replies.items() if reply.failure}
+        kinds = {type(failure.error) for failure in failures.values()}
+        alike = len(failures) == self.num_workers and len(kinds) == 1 and kinds != {type(None)}
+        if len(replies) == self.num_workers and (not failures or alike):
+            return [replies[rank] for rank in range(self.num_workers)]
+        fates = [worker.obituary() for worker in self._workers if worker.rank in dead]
+        fates += [_raised(rank, failure) for rank, failure in failures.items()]
+        what = "was still running or waiting, and was killed" if fates else f"had not answered after {timeout_s:g} s"
+        silent = [worker for worker in self._workers if worker.rank not in replies and worker.rank not in dead]
+        for worker in silent:
+            os.kill(worker.pid, signal.SIGUSR1)
+        fates += [_Fate(_Kind.SILENT, worker.rank, what, worker.stack(STACK_S)) for worker in silent]
+        raise _worker_error(name, fates)
+
+    def _collect(self, timeout_s: float) -> tuple[dict[int, Reply], set[int]]:
+        """The replies that came in time, and the ranks that died."""
+        replies: dict[int, Reply] = {}
+        dead: set[int] = set()
+        deadline = time.monotonic() + timeout_s
+        while waiting := [w for w in self._workers if w.rank not in replies and w.rank not in dead]:
+            news = [w.calls for w in waiting] + [w.process.sentinel for w in waiting]
+            ready = connection.wait(news, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for worker in waiting:
+                if worker.calls in ready or worker.process.sentinel in ready:
+                    reply = worker.receive()
+                    if reply is None:
+                        dead.add(worker.rank)
+                        deadline = min(deadline, time.monotonic() + DEATH_GRACE_S)
+                        continue
+                    replies[worker.rank] = reply
+                    if reply.failure:
+                        deadline = min(deadline, time.monotonic() + self.grace_s)
+        return replies, dead
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.release()
+        if self._meeting:
+            self._meeting.release()
+        self._workers, self._meeting = [], None
+
+
+class Pools:
+    """One :class:`WorkerPool` for each number of workers, made when it is first asked for; options as there.
+
+    >>> with Pools(timeout_s=30.0) as pools:  # doctest: +SKIP
+    ...     pools(2).run(torch.add, 1, 1)
+    [tensor(2), tensor(2)]
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float = 60.0,
+        threads: int = 1,
+        imports: Sequence[str] = ("torch",),
+        grace_s: float = 5.0,
+    ) -> None:
+        self._make = partial(WorkerPool, timeout_s=timeout_s, threads=threads, imports=imports, grace_s=grace_s)
+        self._pools: dict[int, WorkerPool] = {}
+
+    def __call__(self, num_workers: int) -> WorkerPool:
+        if num_workers not in self._pools:
+            self._pools[num_workers] = self._make(num_workers)
+        return self._pools[num_workers]
+
+    def close(self) -> None:
+        """End the workers of all pools."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Worker:
+    """The parent's end of one process: a pipe for calls, and one on which the process writes where it stands."""
+
+    def __init__(self, rank: int, threads: int, imports: Sequence[str]) -> None:
+        context = _context(imports)
+        self.rank = rank
+        self.calls, calls = context.Pipe()
+        self._stack, stack = context.Pipe(duplex=False)
+        args = (rank, threads, dict(os.environ), calls, stack)
+        self.process: BaseProcess = context.Process(
+            target=worker_process.serve, args=args, name=f"worker-{rank}", daemon=True
+        )
+        self.process.start()
+        calls.close()  # held by the process alone, each pipe ends with it
+        stack.close()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def is_at_rest(self) -> bool:
+        """Whether it waits for a call: the pipe of one that has died is at its end, before its exit code is known."""
+        return self.process.is_alive() and not self.calls.poll()
+
+    def send(self, request: Request) -> None:
+        try:
+            self.calls.send_bytes(pickle.dumps(request))
+        except OSError:
+            pass  # it is dead, which the wait for its reply finds out
+
+    def receive(self) -> Reply | None:
+        """What the pipe holds; None if it ended instead."""
+        try:
+            reply: Reply = pickle.loads(self.calls.recv_bytes())
+        except (EOFError, OSError):
+            return None
+        return reply
+
+    def stack(self, wait_s: float) -> str:
+        """The frames of the main thread below the call, innermost first, if the process writes them by then."""
+        text = b""
+        while connection.wait([self._stack], wait_s) and (part := os.read(self._stack.fileno(), 1 << 16)):
+            text, wait_s = text + part, 0.1
+        for thread in text.decode(errors="replace").split("\n\n"):
+            frames = [line for line in thread.splitlines() if line.startswith("  File ")]
+            ours = [i for i, frame in enumerate(frames) if f'"{worker_process.__file__}"' in frame]
+            if ours and frames[ours[-1]].endswith(" in serve"):
+                return "".join(f"{frame}\n" for frame in frames[: ours[0]])
+        return ""
+
+    def obituary(self) -> _Fate:
+        self.process.join(1.0)
+        code = self.process.exitcode
+        if code is None:
+            what = "closed its pipe"
+        elif code < 0:
+            what = f"was killed by {signal.Signals(-code).name}"
+        else:
+            what = f"ended with exit code {code}"
+        return _Fate(_Kind.DIED, self.rank, what, self.stack(0.0))
+
+    def release(self) -> None:
+        self.process.join()
+        self.process.close()
+        self.calls.close()
+        self._stack.close()
+
+
+def _context(imports: Sequence[str]) -> Any:
+    """Of a fork server that has imported torch and what the first pool names: a worker starts in milliseconds.
+
+    It also imports the models of transformers that the parent has imported, unless they are many: workers are likely
+    to need them.
+    """
+    if "forkserver" not in get_all_start_methods():
+        return get_context("spawn")
+    models = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
+    context = get_context("forkserver")
+    preloaded = models if len(models) <= MOST_PRELOADED else []
+    context.set_forkserver_preload(["torch", worker_process.__name__, *imports, *preloaded])
+    return context
+
+
+def start_fork_server(imports: Sequence[str]) -> None:
+    """Start the server of this process in the background, before the first pool needs it."""
+    if "forkserver" in get_all_start_methods():
+        _context(imports)
+        forkserver.ensure_running()
+
+
+class _Meeting:
+    """Where the workers find each other: a file for the pool's own group, a port for what a function initialises."""
+
+    def __init__(self) -> None:
+        self._folder = TemporaryDirectory(prefix="shardformer-", ignore_cleanup_errors=True)  # a worker may still write
+        self.store = os.path.join(self._folder.name, "store")
+        self._socket = socket.socket()
+        # Bound but not listening: the port is given to no one else, and rank 0 may still listen on it.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(("127.0.0.1", 0))
+        self.port: int = self._socket.getsockname()[1]
+
+    def release(self) -> None:
+        self._folder.cleanup()
+        self._socket.close()
+
+
+class _Kind(IntEnum):
+    """How a call failed on a rank. A lower one explains a higher one: peers of a dead rank raise, or wait in vain."""
+
+    DIED = 0
+    RAISED = 1
+    SILENT = 2
+
+
+@dataclass(frozen=True)
+class _Fate:
+    kind: _Kind
+    rank: int
+    what: str
+    details: str
+
+
+def _raise_shared(name: str, replies: Sequence[Reply]) -> None:
+    """Raise what all ranks raised alike, if they did, from what each of them said."""
+    failures = [reply.failure for reply in replies if reply.failure]
+    if failures and failures[0].error:
+        raise failures[0].error from _worker_error(name, [_raised(*numbered) for numbered in enumerate(failures)])
+
+
+def _raised(rank: int, failure: Failure) -> _Fate:
+    return _Fate(_Kind.RAISED, rank, f"raised {failure.what}", failure.traceback)
+
+
+_RULES = {
+    _Kind.DIED: (
+        "A worker outlives its calls",
+        "Look for a crash, an exit or memory that ran out; a script makes its pool under `if __name__ == '__main__':`.",
+    ),
+    _Kind.RAISED: (
+        "A call ends alike on all ranks: it returns, or raises the same kind of ShardFormerError",
+        "Mend what was raised.",
+    ),
+    _Kind.SILENT: (
+        "A call ends within timeout_s",
+        "Look for a collective that not all ranks reach, or raise timeout_s.",
+    ),
+}
+
+
+def _worker_error(name: str, fates: Sequence[_Fate]) -> WorkerError:
+    """The ranks that explain the failure, then what every rank that did not succeed said or where it stood."""
+    alike: dict[tuple[_Kind, str, str], list[int]] = {}
+    headline: dict[str, list[int]] = {}
+    first = min(fate.kind for fate in fates)
+    for fate in sorted(fates, key=lambda fate: (fate.kind, fate.rank)):
+        alike.setdefault((fate.kind, fate.what, fate.details), []).append(fate.rank)
+        if fate.kind == first:
+            headline.setdefault(fate.what, []).append(fate.rank)
+    what = "; ".join(f"{_ranks(ranks)} {what}" for what, ranks in headline.items())
+    rule, remedy = _RULES[first]
+    for (_, said, details), ranks in alike.items():
+        remedy += f"\n\n{_ranks(ranks)} {said}" + (f":\n{details.rstrip()}" if details else "")
+    return WorkerError(f"{what} in {name}", rule=rule, remedy=f"{remedy}\n")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -1,0 +1,220 @@
+"""What runs in a worker of :mod:`shardformer.local_ranks.worker_pool`, and what travels between it and the parent.
+
+Everything travels pickled by value, so that nothing is shared and nothing leaks.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import io
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, parent_process
+from types import ModuleType
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import get_pg_count
+
+from shardformer.errors import ConfigError, ShardFormerError
+from shardformer.mesh.init_distributed import leave_process_group
+
+
+@dataclass(frozen=True)
+class RemoteCall:
+    """A function with its arguments, pickled, and the files of the modules that the pickle names."""
+
+    payload: bytes
+    sources: Mapping[str, str]
+
+    @staticmethod
+    def of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RemoteCall:
+        """``fn(*args, **kwargs)``, ready to be sent.
+
+        Raises:
+            ConfigError: some part of it cannot be pickled.
+        """
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer)
+        try:
+            pickler.dump((fn, args, kwargs))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"{fn!r} cannot be sent to the workers with its arguments: {error}",
+                rule="Functions and classes are sent by name, values are pickled",
+                remedy="Move what is named to the top of its module, and give plain data and tensors",
+            ) from error
+        return RemoteCall(buffer.getvalue(), pickler.sources)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call, and the parent's import path and the rank's environment to make it in."""
+
+    call: RemoteCall
+    path: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a function raised. The error itself goes along if it is one that survives the journey."""
+
+    what: str
+    traceback: str
+    error: ShardFormerError | None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A pickled result, or a failure; ``regroup`` where the default group is not the only one any more."""
+
+    result: bytes
+    failure: Failure | None
+    regroup: bool
+
+
+class _Pickler(pickle.Pickler):
+    """Notes the files that functions and classes come from, and sends a view without the rest of its storage."""
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        self.sources: dict[str, str] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if callable(obj):
+            name = getattr(obj, "__module__", None)
+            file = getattr(sys.modules.get(name), "__file__", None) if isinstance(name, str) else None
+            if file and name != "__main__":
+                self.sources[str(name)] = file
+        if type(obj) is torch.Tensor and obj.layout is torch.strided:
+            if obj.untyped_storage().nbytes() > obj.numel() * obj.element_size():
+                return obj.detach().clone().requires_grad_(obj.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def serve(
+    rank: int, threads: int, env: Mapping[str, str], calls: connection.Connection, stack: connection.Connection
+) -> None:
+    """Answer the calls that come down the pipe until the parent closes it or ends; ``env`` is the parent's."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which decides
+    faulthandler.enable(stack.fileno())
+    faulthandler.register(signal.SIGUSR1, stack.fileno())
+    threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+    os.environ.clear()
+    os.environ.update(env)  # a fork server has that of the time when it started
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve, nor pass a firewall
+    home = dict(os.environ)
+    while True:
+        try:
+            request: Request = pickle.loads(calls.recv_bytes())
+        except EOFError:
+            leave_process_group()
+            return
+        _reset({**home, **request.env}, request.path, threads)
+        calls.send_bytes(pickle.dumps(_answer(request.call)))
+        del request
+
+
+def join_group(store: str, imports: Sequence[str]) -> None:
+    """Leave all groups, import what was asked for, and join a new default group that meets in the file ``store``."""
+    gc.collect()  # what holds on to a group of the last call
+    leave_process_group()
+    for name in imports:
+        importlib.import_module(name)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # A TCPStore asks the name server who each peer is: seconds, where there is no network or a poor one.
+    meeting = dist.FileStore(store, world_size)  # type: ignore[attr-defined]  # there, but not re-exported
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size)
+    gc.freeze()  # the next collections need not search what is imported by now
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _reset(env: Mapping[str, str], path: Sequence[str], threads: int) -> None:
+    if dict(os.environ) != env:
+        os.environ.clear()
+        os.environ.update(env)
+    sys.path[:] = path
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    random.seed(0)
+
+
+def _answer(call: RemoteCall) -> Reply:
+    world = dist.group.WORLD
+    try:
+        for name, file in call.sources.items():
+            if name not in sys.modules:
+                _import(name, file)
+        fn, args, kwargs = pickle.loads(call.payload)
+        result = fn(*args, **kwargs)
+        buffer = io.BytesIO()
+        _Pickler(buffer).dump(result)
+        return Reply(buffer.getvalue(), None, dist.group.WORLD is not world or get_pg_count() != 1)
+    except BaseException as error:  # SystemExit, or pytest's skip, is an answer too
+        below = error.__traceback__.tb_next if error.__traceback__ else None
+        text = "".join(traceback.format_exception(type(error), error, below))
+        own = error if isinstance(error, ShardFormerError) and _survives(error) else None
+        said = str(error).strip().split("\n", 1)[0]
+        return Reply(b"", Failure(f"{type(error).__name__}: {said}" if said else type(error).__name__, text, own), True)
+
+
+def _import(name: str, file: str) -> None:
+    """Import a module by name where that leads to the parent's file, and from the file where it does not.
+
+    It does not for a test that pytest has imported by its path, or for a second module of the same name.
+    """
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None or os.path.realpath(spec.origin) != os.path.realpath(file):
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            return  # nothing that Python can read: unpickling says what it misses
+        _stand_in_for_packages(name, file)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+
+
+def _stand_in_for_packages(name: str, file: str) -> None:
+    """Namespace packages above a module that was found by its file; without them nothing in it can be named."""
+    packages = name.split(".")[:-1]
+    folder = os.path.dirname(file)
+    for depth in range(len(packages), 0, -1):
+        package = ModuleType(".".join(packages[:depth]))
+        package.__path__ = [folder]
+        sys.modules.setdefault(package.__name__, package)
+        folder = os.path.dirname(folder)
+
+
+def _survives(error: ShardFormerError) -> bool:
+    try:
+        return type(pickle.loads(pickle.dumps(error))) is type(error)
+    except Exception:
+        return False

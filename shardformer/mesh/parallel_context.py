@@ -1,0 +1,573 @@
+"""The transport over process groups of torch.distributed: the one place that knows the names of backends.
+
+Also here, each to be said in one text by hand:
+
+- One direction of the grid of processes, as this process sees it.
+- The grid as one process sees it: an axis for each way of being parallel, and what carries tensors along it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
+
+from shardformer.errors import ConfigError, LaunchError
+from shardformer.mesh.rank_failures import Peers, ReachedWork, ReceivedWork
+from shardformer.mesh.rank_grid import AXES, Grid, GridSizes, RingOfGroups, Sizes, agreed_grid
+from shardformer.mesh.rank_presence import Presence, presence, to, uncounted
+from shardformer.mesh.transport import NOBODY, Lines, Meeting, Traffic, Transport, Word, Work, World
+from shardformer.torch_compat import is_counted, name_of_group, num_begun
+
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.25
+ASK_AFTER_S = 5.0
+"""When ranks that have not come to a call are asked whether they wait for others."""
+ASK_EVERY_S = 2.0
+REST_S = 5.0
+"""How long the rest is waited for when two ranks came to different calls: all are to hear of it."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a launcher of which ``ranks`` form the grid."""
+
+    ranks: tuple[int, ...]
+    thread: ClassVar[None] = None
+
+    @property
+    def store(self) -> Any:
+        """The launcher's store; None where there is one process."""
+        return launcher_store()
+
+    def connect(self, lines: Lines) -> Transport:
+        """One process group a line; none where each process stands alone."""
+        if max(len(line) for line in lines) == 1:
+            return NOBODY
+        mine = next((list(line) for line in lines if dist.get_rank() in line), [])
+        if len(self.ranks) == dist.get_world_size():
+            group, _ = dist.new_subgroups_by_enumeration([list(line) for line in lines])
+        else:  # the processes outside of the grid do not come here
+            group = dist.new_group(mine, use_local_synchronization=True) if mine else None
+        return ProcessGroupTransport(group) if len(mine) > 1 else NOBODY
+
+
+def launcher_store() -> Any:
+    """The store of torch's default group; None where there is no other process."""
+    launched = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return _get_default_store() if launched else None
+
+
+class ProcessGroupTransport:
+    """Carries over one process group.
+
+    Attributes:
+        peers: who is on the other side, for the error that names one who is gone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._ranks = dist.get_process_group_ranks(group)
+        self._rank = self._ranks.index(dist.get_rank())
+        self.peers = Peers(self._ranks, self._rank)
+        # get_backend gives "cpu:gloo,cuda:nccl" for a group of two backends; the configuration names each device's
+        pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        self._backends = {device: backend for device, backend in pairs}
+        self._is_counted = is_counted(group)
+        self._sends_uncounted = False
+        self._sent, self._arrived = [0] * len(self._ranks), [0] * len(self._ranks)
+        # answers, from now on, those that wait for this process
+        presence(_get_default_store(), dist.get_rank()).carriers.append(weakref.ref(self))
+
+    def begun(self) -> dict[str, int]:
+        """How often this process sent something to others over the group, and something arrived: see ``Report``."""
+        name = name_of_group(self.group)
+        sent = {to(name, rank): count for rank, count in zip(self._ranks, self._sent, strict=True) if count}
+        if self._sends_uncounted:
+            sent = {uncounted(name): 1}
+        return {**sent, f"{name}<": sum(self._arrived)}
+
+    @property
+    def world(self) -> Processes:
+        """The processes of this group."""
+        return Processes(tuple(self._ranks))
+
+    def _is_staged(self, x: Tensor) -> bool:
+        """Whether a tensor is copied through the host's memory: one on a GPU, over gloo.
+
+        gloo accepts CUDA tensors in some collectives only, not in sends and receives. Copying all of them lets two
+        ranks train on one GPU, which NCCL refuses.
+        """
+        return x.device.type != "cpu" and self._backends.get(x.device.type) == "gloo"
+
+    def exchanges_directly(self, x: Tensor) -> bool:
+        """gloo's reduce-scatter sends as many bytes as an all-reduce, and its small messages wait for two rounds."""
+        return x.device.type == "cpu" or self._backends.get(x.device.type) == "gloo"
+
+    def sends_in_turn(self, device: torch.device) -> bool:
+        """NCCL runs what two ranks send each other on one stream; gloo tells messages apart by their tags."""
+        return self._backends.get(device.type) == "nccl"
+
+    def all_reduce(self, x: Tensor, op: str) -> Work:
+        if self._is_staged(x):
+            host = _copied(x)
+            return StagedWork([self.all_reduce(host, op)], [(x, host)])
+        reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+        return self._started(dist.all_reduce(x, op=reduce_op, group=self.group, async_op=True), "an all-reduce")
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        if self._is_staged(x):
+            host = _on_host(out)
+            return StagedWork([self.all_gather(host, _copied(x))], [(out, host)])
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return self._started(gather(out, x, group=self.group, async_op=True), "an all-gather")
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
+        if self._is_staged(x):
+            host = _on_host(out)
+            return StagedWork([self.reduce_scatter(host, _copied(x))], [(out, host)])
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return self._started(scatter(out, x, group=self.group, async_op=True), "a reduce-scatter")
+
+    def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
+        """Between two ranks one all-to-all, which gloo gives less to do than a send and a receive (measured: half the
+        time under computation)."""
+        if any(self._is_staged(x) for x in (*outgoing.values(), *arriving.values())):
+            sent = {id(x): _copied(x) for x in outgoing.values()}  # what goes to several ranks is copied once
+            into = {rank: _on_host(x) for rank, x in arriving.items()}
+            works = self.exchange({rank: sent[id(x)] for rank, x in outgoing.items()}, into)
+            return [StagedWork(works, [(arriving[rank], host) for rank, host in into.items()])]
+        if len(self._ranks) == 2:
+            return self._swap(outgoing.get(1 - self._rank), arriving.get(1 - self._rank))
+        works = [self.receive(x, r, 0) for r, x in arriving.items() if x.numel()]
+        return works + [self.send(x, r, 0) for r, x in outgoing.items() if x.numel()]
+
+    def _swap(self, out: Tensor | None, into: Tensor | None) -> Sequence[Work]:
+        give, take = (0 if t is None else t.numel() for t in (out, into))
+        like = out if out is not None else into
+        if like is None or give + take == 0:
+            return []
+        given = like.new_empty(0) if out is None else out.view(-1)
+        taken = like.new_empty(0) if into is None else into.view(-1)
+        take_by_rank, give_by_rank = ([take, 0], [give, 0]) if self._rank == 1 else ([0, take], [0, give])
+        work = dist.all_to_all_single(taken, given, take_by_rank, give_by_rank, group=self.group, async_op=True)
+        return [self._started(work, "an exchange", 1 - self._rank)]
+
+    def send(self, x: Tensor, to: int, tag: int) -> Work:
+        if self._is_staged(x):
+            return StagedWork([self.send(_copied(x), to, tag)])
+        if torch.compiler.is_compiling():  # which would compile anew for each number
+            self._sends_uncounted = True
+        else:
+            self._sent[to] += 1
+        return ReachedWork(dist.isend(x, self._ranks[to], group=self.group, tag=tag), self.peers, "a send", to)
+
+    def receive(self, x: Tensor, source: int, tag: int) -> Work:
+        if self._is_staged(x):
+            host = _on_host(x)
+            return StagedWork([self.receive(host, source, tag)], [(x, host)])
+        work = dist.irecv(x, self._ranks[source], group=self.group, tag=tag)
+        return ReceivedWork(work, self.peers, source, (self.group, 0, "") if self._is_counted else None, self._arrived)
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        if self._is_staged(x):
+            host = _copied(x)
+            self.broadcast(host, source)
+            x.data.copy_(host)
+            return
+        with self.peers.reached("a broadcast"):
+            dist.broadcast(x, src=self._ranks[source], group=self.group)
+
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        box = [value]
+        with self.peers.reached("a broadcast"):
+            dist.broadcast_object_list(box, src=self._ranks[source], group=self.group)
+        return box[0]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        out: list[Any] = [None] * len(self._ranks)
+        with self.peers.reached("a gather of objects"):
+            dist.all_gather_object(out, value, group=self.group)
+        return out
+
+    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        device = "cpu" if "cpu" in self._backends else next(iter(self._backends))
+        mine = torch.tensor([numbers], dtype=torch.int64, device=device)
+        parts = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(len(self._ranks))]
+        if self.exchanges_directly(mine):
+            others = [rank for rank in range(len(parts)) if rank != self._rank]
+            works = self.exchange(dict.fromkeys(others, mine), {rank: parts[rank] for rank in others})
+        else:
+            works = [self._started(dist.all_gather(parts, mine, group=self.group, async_op=True), "an all-gather")]
+        for work in works:
+            work.wait()
+        gathered: list[list[int]] = torch.cat(parts).tolist()
+        return gathered
+
+    def meet(self, call: str, *, waits: bool) -> Meeting:
+        """Each rank keeps in the launcher's store the number of its last call, and its name."""
+        store, me = _get_default_store(), dist.get_rank()
+        asked = presence(store, me)
+        name = f"shardformer/calls/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
+        number = store.add(f"{name}/{me}/count", 1)
+        store.set(f"{name}/{me}", json.dumps([number, call, not waits]))
+        return self._met(store, name, number, asked) if waits else Meeting()
+
+    def _met(self, store: Any, name: str, number: int, asked: Presence) -> Meeting:
+        """Waits for those that have not come while they may. What this call came to is left for those that are late."""
+        begin, pause_s = time.monotonic(), FIRST_PAUSE_S
+        first, ask_at = 0, begin + ASK_AFTER_S
+        differs_since: float | None = None
+        while True:
+            words = self._words(store, name, number)
+            if None not in words:
+                return Meeting(words)
+            if store.check([f"{name}/failed/{number}"]):
+                return Meeting(words, {self._ranks[r]: "gave up" for r, word in enumerate(words) if word is None})
+            now = time.monotonic()
+            absent = [rank for rank, word in zip(self._ranks, words, strict=True) if word is None]
+            if differs_since is None and len({word.call for word in words if word is not None}) > 1:
+                differs_since = now
+            if now > ask_at:
+                question, ask_at = asked.ask(), now + ASK_EVERY_S
+                first = first or question
+            missing = asked.waiting(absent, first) if ask_at > begin + ASK_AFTER_S else {}
+            late = now - begin > store.timeout.total_seconds()
+            if late or len(missing) == len(absent) or (differs_since is not None and now - differs_since > REST_S):
+                store.set(f"{name}/failed/{number}", "")
+                return Meeting(words, missing)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+
+    def _words(self, store: Any, name: str, number: int) -> list[Word | None]:
+        """What ranks came to as their call of this number. One that is further has made this one, unless it failed."""
+        keys = [f"{name}/{rank}" for rank in self._ranks]
+        if store.has_extended_api() and store.check(keys):
+            found = store.multi_get(keys)
+        else:
+            found = [store.get(key) if store.check([key]) else b"[0, null, null]" for key in keys]
+        mine = Word(*json.loads(found[self._rank])[1:])
+        words: list[Word | None] = []
+        for value in found:
+            count, call, is_step = json.loads(value)
+            is_past = count > number and not store.check([f"{name}/failed/{number}"])
+            words.append(mine if is_past else Word(call, is_step) if count == number else None)
+        return words
+
+    def _started(self, work: Any, what: str, peer: int | None = None) -> Work:
+        joined = None
+        if self._is_counted and not torch.compiler.is_compiling():
+            joined = self.group, num_begun(self.group), what.partition(" ")[2].replace("-", "_")
+        return ReachedWork(work, self.peers, what, peer, joined)
+
+
+class StagedWork:
+    """Transfers between hosts on behalf of device tensors; ``wait`` copies the received values to the device.
+
+    Args:
+        works: the transfers of the host copies.
+        arriving: pairs of a device tensor and the host buffer that receives its values.
+    """
+
+    def __init__(self, works: Sequence[Work], arriving: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        self._works, self._arriving = works, list(arriving)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        while self._arriving:  # once, also where it is waited for again
+            x, host = self._arriving.pop()
+            x.data.copy_(host)  # as torch's collectives, which autograd does not see
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def _copied(x: Tensor) -> Tensor:
+    """A copy on the host. Waits for the computation of ``x``."""
+    return x.detach().to("cpu", copy=True)
+
+
+def _on_host(x: Tensor) -> Tensor:
+    """A host buffer to receive ``x`` into."""
+    return torch.empty_like(x, device="cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One axis of the grid as this process sees it: its size, this process's rank on it, and what carries along it.
+
+    Args:
+        ranks: global ranks along it.
+        crosses_hosts: whether they sit on more than one host; None where that is not known.
+    """
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    transport: Transport = NOBODY
+    ranks: tuple[int, ...] = (0,)
+    traffic: Traffic = field(default_factory=Traffic)
+    crosses_hosts: bool | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """torch's process group; None where the axis has size 1, or its ranks are threads."""
+        return self.transport.group
+
+    @classmethod
+    def of(cls, group: Axis | dist.ProcessGroup | None, name: str = "tensor") -> Axis:
+        """An axis from a process group; None means all processes, or a single one when none were launched.
+
+        Raises LaunchError when this process is not in the group, ConfigError for what is not a group.
+        """
+        if isinstance(group, Axis):
+            return group
+        if group is None:
+            if not dist.is_available() or not dist.is_initialized():
+                return cls(name)
+            group = dist.group.WORLD
+        non_member: Any = dist.GroupMember.NON_GROUP_MEMBER
+        lacks = group is non_member
+        if not lacks and not isinstance(group, dist.ProcessGroup):
+            raise ConfigError(
+                f"The group of the {name} axis is {group!r:.80}",
+                rule="It is a process group of torch.distributed, or None for all processes",
+                remedy="Make it with torch.distributed.new_group(ranks), on all processes, or leave it out",
+            )
+        if lacks or dist.get_rank(group) < 0:
+            raise LaunchError(
+                f"The process group given for the {name} axis lacks this process (global rank {dist.get_rank()})",
+                rule=f"Every process that shards a model is a member of its own {name} group",
+                remedy="Give each process the group that it belongs to, or let launch_from_torch(tensor=...) build it",
+            )
+        assert isinstance(group, dist.ProcessGroup)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        transport = ProcessGroupTransport(group) if len(ranks) > 1 else NOBODY
+        return cls(name, len(ranks), dist.get_rank(group), transport, ranks)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
+        return self  # a process group cannot be copied, and a copied model still lives in the same group
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.rank}/{self.size}"
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelContext:
+    """The named grid of processes and this process's place in it.
+
+    Args:
+        rank: this process's global rank.
+        axes: the axes of the grid, and behind them those of its views.
+        world: makes the transport of a new axis; None for a context of sizes and coordinates alone.
+        mesh: the same grid for FSDP2 and torch's checkpointing; None where it does not hold all processes.
+        traffic: what this process hands to collectives.
+    """
+
+    grid: Grid
+    rank: int
+    axes: Mapping[str, Axis]
+    device: torch.device
+    world: World | None = None
+    mesh: DeviceMesh | None = None
+    traffic: Traffic = field(default_factory=Traffic)
+    _by_lines: dict[Lines, Axis] = field(default_factory=dict)
+
+    def axis(self, name: str) -> Axis:
+        """The axis called ``name``: data, pipe, sequence, tensor, or one of a view. ConfigError for another name."""
+        self.grid.check(name)
+        return self.axes[name]
+
+    @property
+    def tensor(self) -> Axis:
+        return self.axes["tensor"]
+
+    @property
+    def pipe(self) -> Axis:
+        return self.axes["pipe"]
+
+    @property
+    def data(self) -> Axis:
+        return self.axes["data"]
+
+    @property
+    def sequence(self) -> Axis:
+        return self.axes["sequence"]
+
+    @property
+    def alike(self) -> Axis:
+        """The ranks that are given the same batch, on one stage: those of sequence and of tensor.
+
+        All processes ask for it first at the same time: it may have to be connected.
+        """
+        return self.merged("sequence", "tensor")
+
+    @property
+    def own_axes(self) -> list[Axis]:
+        """The axes of the grid itself, without those of its views: together they count each rank once."""
+        return [self.axes[name] for name in self.grid.sizes]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling thread runs this rank: any thread does where the rank is a process."""
+        thread = None if self.world is None else self.world.thread
+        return thread is None or thread is threading.current_thread()
+
+    def finest(self, names: Iterable[str]) -> set[str]:
+        """The named axes, with those of a view in the place of an axis that one refolds."""
+        views = {view.of[0]: tuple(view.sizes) for view in self.grid.views if len(view.of) == 1}
+        return {finer for name in names for finer in views.get(name, (name,))}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Name of an axis -> how many ranks it has."""
+        return {name: axis.size for name, axis in self.axes.items()}
+
+    @property
+    def coords(self) -> dict[str, int]:
+        """Name of an axis -> this process's rank on it."""
+        return {name: axis.rank for name, axis in self.axes.items()}
+
+    @classmethod
+    def of(
+        cls,
+        sizes: Mapping[str, int],
+        coords: Mapping[str, int] | None = None,
+        *,
+        world: World | None = None,
+        device: torch.device | None = None,
+    ) -> ParallelContext:
+        """A context from sizes and coordinates (0 where none is given), which needs no process.
+
+        Without a ``world`` it says who is where, and its collectives raise LaunchError. The device is the CPU unless
+        one is given.
+
+        >>> str(ParallelContext.of({"data": 2, "tensor": 4}, {"tensor": 3}).tensor)
+        'tensor 3/4'
+        """
+        grid = Grid.of(sizes)
+        return cls(grid, grid.rank_at(coords or {}), {}, device or torch.device("cpu"), world)._with_axes(AXES)
+
+    @classmethod
+    def from_group(cls, group: Axis | dist.ProcessGroup | None, device: torch.device | None = None) -> ParallelContext:
+        """A context whose tensor axis is ``group`` (None: all processes) and whose other axes have size 1."""
+        tensor = Axis.of(group)
+        grid, rank = Grid.of({"tensor": tensor.size}, tensor.ranks), tensor.ranks[tensor.rank]
+        axes = {name: Axis(name, ranks=(rank,), traffic=tensor.traffic) for name in AXES[:-1]}
+        world = tensor.transport.world or Processes(tensor.ranks)
+        by_lines = {grid.lines("tensor"): tensor}
+        axes["tensor"] = tensor
+        return cls(grid, rank, axes, device or local_device(), world, None, tensor.traffic, by_lines)
+
+    @classmethod
+    def from_world(cls, sizes: Sizes | Callable[[], Sizes], device: torch.device | None = None) -> ParallelContext:
+        """Builds the grid over all processes of the initialised default group.
+
+        ``sizes`` gives some of the axes, or is what gives them. With none of them given, all processes form the tensor
+        axis; with some, the one left open (data first, then tensor) takes what remains.
+
+        Raises ConfigError, on every process, when the sizes do not fit the processes or differ between them.
+        Communicates one gather of the sizes and of the hosts' names.
+        """
+        grid, device = agreed_grid(sizes), device or local_device()
+        if device.type == "cuda" and not torch.cuda.is_initialized():  # a mesh would take the device of LOCAL_RANK
+            torch.cuda.set_device(device)
+            torch.cuda.init()
+        ranks = torch.tensor(grid.ranks).reshape(list(grid.sizes.values()))
+        mesh = DeviceMesh("cuda" if device.type == "cuda" else "cpu", ranks, mesh_dim_names=AXES)
+        context = cls(grid, dist.get_rank(), {}, device, Processes(grid.ranks), mesh)
+        for name in AXES:
+            if grid.sizes[name] > 1:
+                group = mesh.get_group(name)
+                # some versions of torch give a mesh NCCL where the user chose gloo and there is a GPU
+                is_chosen = dist.get_backend_config(group) == dist.get_backend_config()
+                transport = ProcessGroupTransport(group) if is_chosen else None
+                context._new_axis(name, grid.lines(name), transport)
+        return context._with_axes(AXES)
+
+    def merged(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> Axis:
+        """One axis over the product of the named ones (size 1 ones are dropped), in the order of the grid.
+
+        Args:
+            only: axis -> the ranks on it that take part. Of a process that takes no part the axis has size 1.
+
+        All processes call it, in one order: a line that is new gets its transport. Raises ConfigError for axes that
+        overlap, as one of the grid with a part of a view of it.
+        """
+        wide = [name for name in names if self.axis(name).size > 1]
+        if only is None and len(wide) <= 1:
+            return self.axes[wide[0] if wide else names[0]]
+        lines = self.grid.lines(*wide, only=only)
+        return self._by_lines.get(lines) or self._new_axis("_".join(wide), lines)
+
+    def view(self, of: str | Sequence[str], **sizes: int) -> ParallelContext:
+        """The same grid, whose axis ``of``, or product of axes, is also seen as the named axes.
+
+        ``context.view("tensor", row=2, column=2).axis("row")`` holds this process and one two tensor ranks away. All
+        processes call it, in one order: new axes get their transports. Raises ConfigError when the sizes do not
+        multiply to what they refold.
+        """
+        grid = self.grid.view([of] if isinstance(of, str) else of, sizes)
+        return replace(self, grid=grid)._with_axes(sizes)
+
+    def _with_axes(self, names: Sequence[str] | Mapping[str, int]) -> ParallelContext:
+        axes = dict(self.axes)
+        for name in names:
+            lines = self.grid.lines(name)
+            axis = self._by_lines.get(lines) or self._new_axis(name, lines)
+            axes[name] = axis if axis.name == name else replace(axis, name=name)
+        return replace(self, axes=axes)
+
+    def _new_axis(self, name: str, lines: Lines, transport: Transport | None = None) -> Axis:
+        line = next((line for line in lines if self.rank in line), (self.rank,))
+        if transport is None:
+            transport = NOBODY if self.world is None else self.world.connect(lines)
+        place = line.index(self.rank)
+        if isinstance(transport, ProcessGroupTransport):
+            hosts = [self.grid.hosts[self.grid.ranks.index(rank)] for rank in line] if self.grid.hosts else ()
+            transport.peers = Peers(line, place, name, hosts, self.traffic)
+        crosses = self.grid.crosses_hosts(line)
+        axis = Axis(name, len(line), place, transport, line, self.traffic, crosses)
+        return self._by_lines.setdefault(lines, axis)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelContext:
+        return self
+
+    def __str__(self) -> str:
+        base = (self.axes[name] for name in AXES)
+        return ", ".join(f"{a.name}={a.size}" for a in base if a.size > 1) or "one process"
+
+
+def with_sequence(context: ParallelContext, sequence: RingOfGroups | None) -> ParallelContext:
+    """The context whose sequence axis is also seen as a ring of groups, where two numbers were given."""
+    if sequence is None or isinstance(sequence, int):
+        return context
+    ring, group = sequence
+    return context.view("sequence", ring=ring, ulysses=group)
+
+
+def with_tensor(context: ParallelContext, tensor: GridSizes | None) -> ParallelContext:
+    """The context whose tensor axis is also seen as a grid, where two or three numbers were given."""
+    if not isinstance(tensor, tuple | list) or len(tensor) == 1:
+        return context
+    row, column, *depth = tensor
+    return context.view("tensor", row=row, column=column, depth=depth[0] if depth else 1)
+
+
+def local_device() -> torch.device:
+    """This process's accelerator by LOCAL_RANK, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    return torch.device("cpu")

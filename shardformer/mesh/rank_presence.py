@@ -1,0 +1,364 @@
+"""Finds a deadlock from the reports of all ranks: ranks that wait for each other in collectives.
+
+Rank a is blocked by rank b if b has not started the collective in which a waits, if b has started another kind of
+collective in its place (an all-reduce instead of a barrier), or if a waits for a message that b has not sent. A rank
+that computes is not blocked, nor is one that waits where this cannot be known (in a send, in the launcher's store), nor
+one in a transfer that all of its ranks have started, however long that takes. A rank that waits for such a rank may go
+on, too. The ranks that remain are blocked by each other, and wait forever.
+
+Also here, each to be said in one text by hand:
+
+- Whether a process computes or waits for others: answered by a thread, for those that wait for it in turn.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import linecache
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from shardformer.mesh.rank_failures import ReachedWork, ReceivedWork
+from shardformer.torch_compat import collectives_begun, name_of_group
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank reports of itself.
+
+    Args:
+        seconds: how long its main thread has waited in one call; -1 where it does not wait.
+        place: the line of the script in which it waits.
+        group: the name of the process group whose collective that is; ``to`` of it where the rank waits for something
+            that was sent to it; empty where this is not known.
+        ranks: those that have to begin it, too.
+        number: of that collective among all that the rank has begun on the group; or of what was sent.
+        what: the kind of that collective.
+        begun: name of a group -> how many collectives the rank has begun on it; ``to`` of it -> how often it sent
+            something to a rank, where it did.
+    """
+
+    seconds: float = -1.0
+    place: str = ""
+    group: str = ""
+    ranks: Sequence[int] = ()
+    number: int = 0
+    what: str = ""
+    begun: Mapping[str, int] = field(default_factory=dict)
+
+    def as_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_text(cls, text: str) -> Report:
+        fields: dict[str, Any] = json.loads(text)
+        return cls(**fields)
+
+
+def deadlocked(reports: Mapping[int, Report], after_s: float) -> dict[int, int]:
+    """Rank -> one that blocks it, of the ranks that wait for each other and have waited for ``after_s``.
+
+    Empty where all of them wait at one line of the script, as in any call that takes long.
+    """
+    waiting = {rank: each for rank, each in reports.items() if each.seconds >= after_s and each.group}
+    found = {
+        rank: [other for other in each.ranks if other in waiting and _blocks(waiting[other], each)]
+        for rank, each in waiting.items()
+    }
+    while lost := [rank for rank, others in found.items() if not any(other in found for other in others)]:
+        for rank in lost:
+            del found[rank]
+    if len({reports[rank].place for rank in found}) < 2:
+        return {}
+    return {rank: next(other for other in others if other in found) for rank, others in found.items()}
+
+
+def to(group: str, rank: int) -> str:
+    """The key in ``Report.begun`` of what is sent to a rank over a group."""
+    return f"{group}>{rank}"
+
+
+def uncounted(group: str) -> str:
+    """The key in ``Report.begun`` that says that a rank sent messages over the group without counting them."""
+    return f"{group}>?"
+
+
+def _blocks(other: Report, rank: Report) -> bool:
+    if (other.group, other.number) == (rank.group, rank.number):
+        return other.what != rank.what
+    name, is_sent, _ = rank.group.partition(">")
+    if name not in other.begun or (is_sent and uncounted(name) in other.begun):
+        return False
+    return other.begun.get(rank.group, 0 if is_sent else rank.number) < rank.number
+
+
+def in_words(found: Mapping[int, int], reports: Mapping[int, Report]) -> str:
+    """The message for the user."""
+    shown = [f"rank {r} waits in {reports[r].place} for rank {other}" for r, other in sorted(found.items())[:8]]
+    return (
+        f"Ranks wait for each other, and none can go on: {'; '.join(shown)}. A call that communicates is collective: "
+        "all ranks make it, in the same order. Make these calls on every rank, not under `if rank == 0:`, and leave a "
+        "loop early on all ranks or on none. This process ends with status 1; see docs/reliability.md"
+    )
+
+
+ENDED = "ended"
+QUESTION = "shardformer/presence/question"
+"""Where the number of questions is, in the launcher's store."""
+DEADLOCK, ENDING = "shardformer/presence/deadlock", "shardformer/presence/ending"
+"""The ranks of a deadlock, once one of them has found it; how many of them are about to end."""
+LOOK_EVERY_S = 0.5
+END_S = 2.0
+SURE_AFTER_S = 15.0
+"""A process that has waited so long at one place does not come: longer than one collective takes."""
+FORGOTTEN_AFTER_S = 10.0
+WATCH_AFTER_S = 30.0
+"""Seconds in one collective after which the other processes are asked."""
+WATCH_EVERY_S = 3.0
+END_TOGETHER_S = 10.0
+BLOCKED_AFTER_S = 12.0
+"""All ranks of a deadlock have been in one call for at least this long. Answers come in shorter intervals."""
+_FORMS = re.compile("_(into_tensor|tensor|single|coalesced|uneven)$")
+"""Suffixes of functions of torch that start the same collective."""
+WAITS_IN = (
+    os.path.join("torch", "distributed", "distributed_c10d.py"),
+    os.path.join("torch", "distributed", "c10d_logger.py"),
+    os.path.join("torch", "distributed", "_functional_collectives.py"),
+    os.path.join("shardformer", "mesh", ""),
+)
+"""A thread whose innermost frame is in a file of these waits for other processes."""
+
+
+class Presence:
+    """Says through the store where this process waits, if it does; and asks where others wait.
+
+    One for each process, which ``presence`` makes.
+
+    Attributes:
+        carriers: the transports of this process, which count what they send.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self.carriers: list[Callable[[], Any]] = []
+        self._ends = threading.Event()
+        self._has_left = False
+        self._answered, self._answered_at = 0, 0.0
+        self._call: FrameType | None = None  # it is held, so that no other call has its address
+        self._call_since = 0.0
+        self._watched: tuple[int, dict[str, int]] | None = None
+        self._watched_since = self._ask_at = 0.0
+        self._asked = 0
+        self._thread = threading.Thread(target=self._run, name="shardformer-presence", daemon=True)
+        self._thread.start()
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """This process answers no more: it has come to the end of its script."""
+        self._ends.set()
+        self._thread.join(END_S)
+
+    def leave(self) -> None:
+        """This process answers in another store from now on; the one here may be gone."""
+        atexit.unregister(self.end)
+        self._has_left = True
+        self._ends.set()
+
+    @property
+    def is_here(self) -> bool:
+        return not self._ends.is_set()
+
+    def is_in(self, store: Any) -> bool:
+        return self._store is store
+
+    def ask(self) -> int:
+        """The number of a new question, which the threads of all processes answer."""
+        with suppress(RuntimeError):
+            return int(self._store.add(QUESTION, 1))
+        return 0
+
+    def waiting(self, ranks: Collection[int], since: int) -> dict[int, str]:
+        """Those of ``ranks`` that wait for others, or have ended, and where, as far as it is known.
+
+        Args:
+            since: the question that the answers are not to be older than.
+        """
+        with suppress(RuntimeError):
+            found = {}
+            for rank in ranks:
+                if not self._store.check([_key(rank)]):
+                    continue
+                question, _, answer = self._store.get(_key(rank)).decode().partition(" ")
+                if question == ENDED:
+                    found[rank] = "has come to the end of its script"
+                elif int(question) >= since and Report.of_text(answer).seconds >= SURE_AFTER_S:
+                    found[rank] = f"waits for other ranks in {Report.of_text(answer).place}"
+            return found
+        return dict.fromkeys(ranks, "cannot be asked, since the process that has the store is gone")
+
+    def _run(self) -> None:
+        while not self._ends.wait(LOOK_EVERY_S):
+            try:
+                now = time.monotonic()
+                self._answer(now)
+                self._watch(now)
+            except RuntimeError:  # the process that has the store is gone
+                return
+            except (KeyError, ValueError):  # a process group is gone since
+                continue
+        if not self._has_left:
+            with suppress(RuntimeError):
+                self._store.set(_key(self._rank), ENDED)
+
+    def _answer(self, now: float) -> None:
+        """``QUESTION REPORT``: how long the main thread has waited in one call, and in which."""
+        asked = self._store.add(QUESTION, 0)
+        if asked == self._answered:
+            if now > self._answered_at + FORGOTTEN_AFTER_S:
+                self._call = None
+            return
+        self._answered, self._answered_at = asked, now
+        call, joined = _call_of_main()
+        if call is not self._call:
+            self._call, self._call_since = call, now
+        report = Report() if call is None else _report(call, joined, now - self._call_since, self._begun())
+        self._store.set(_key(self._rank), f"{asked} {report.as_text()}")
+
+    def _watch(self, now: float) -> None:
+        """Ends the process if its main thread is in a deadlock."""
+        frame, _ = _call_of_main()
+        seen = None if frame is None else (id(frame), self._begun())  # no frame is held, nor what is in it
+        del frame
+        if seen is None or seen != self._watched:
+            self._watched, self._watched_since, self._asked = seen, now, 0
+            return
+        waited = now - self._watched_since
+        if waited >= BLOCKED_AFTER_S and self._store.check([DEADLOCK]):  # another rank found it
+            self._end_process(json.loads(self._store.get(DEADLOCK)))
+        if waited < WATCH_AFTER_S:
+            return
+        reports = self._reports(self._asked) if self._asked else {}
+        found = deadlocked(reports, BLOCKED_AFTER_S)
+        if self._rank in found:
+            self._end_process(list(found), in_words(found, reports))
+        if now > self._ask_at:
+            self._asked, self._ask_at = self.ask(), now + WATCH_EVERY_S
+
+    def _begun(self) -> dict[str, int]:
+        found = collectives_begun()
+        for carrier in list(self.carriers):
+            if (transport := carrier()) is not None:
+                found |= transport.begun()
+        return found
+
+    def _reports(self, since: int) -> dict[int, Report]:
+        """What ranks reported that have answered the question, or a later one."""
+        found = {}
+        for rank in range(dist.get_world_size()):
+            if self._store.check([_key(rank)]):
+                question, _, answer = self._store.get(_key(rank)).decode().partition(" ")
+                if question != ENDED and int(question) >= since:
+                    found[rank] = Report.of_text(answer)
+        return found
+
+    def _end_process(self, ranks: Collection[int], message: str = "") -> None:
+        """Ends this process if it is among ``ranks``. The first of them prints the message.
+
+        All of them end together: if one ends earlier, gloo may let the others wait.
+        """
+        if self._rank not in ranks:
+            return
+        with suppress(RuntimeError):  # the process that has the store has ended
+            if self._store.add(ENDING, 1) == 1:
+                print(f"shardformer: {message}.", file=sys.stderr)
+                self._store.set(DEADLOCK, json.dumps(list(ranks)))
+            until = time.monotonic() + END_TOGETHER_S
+            while self._store.add(ENDING, 0) < len(ranks) and time.monotonic() < until:
+                time.sleep(LOOK_EVERY_S)
+            time.sleep(2 * LOOK_EVERY_S * (self._rank == 0))  # which has the store
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(1)
+
+
+def _call_of_main() -> tuple[FrameType | None, Any]:
+    """The call in which the main thread waits for other processes, None if it does not; and the collective in it:
+    (group, its number, its kind), where that is known."""
+    at = sys._current_frames().get(threading.main_thread().ident or 0)
+    call: FrameType | None = None
+    joined = None
+    while at is not None and any(part in at.f_code.co_filename for part in WAITS_IN):
+        joined = joined or _joined(at)
+        at, call = at.f_back, at
+    return call, joined
+
+
+def _joined(frame: FrameType) -> tuple[Any, int | None, str] | tuple[Any, int, int] | None:
+    """What a frame waits in: a collective, the last that was begun on its group where the number is None; or what
+    another rank sends: (group, the rank, how often something arrived from it)."""
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
+    if frame.f_code is ReachedWork.wait.__code__:
+        work: ReachedWork = frame.f_locals["self"]
+        return work.awaited if isinstance(work, ReceivedWork) else work.joined
+    if "async_op" in names and "group" in names:
+        return frame.f_locals.get("group"), None, _FORMS.sub("", frame.f_code.co_name)
+    return None
+
+
+def _report(
+    call: FrameType,
+    joined: tuple[Any, int | None, str] | tuple[Any, int, int] | None,
+    seconds: float,
+    begun: dict[str, int],
+) -> Report:
+    place = _caller(call)
+    name = "" if joined is None else name_of_group(joined[0])
+    if joined is None or name not in begun:
+        return Report(seconds, place, begun=begun)
+    group, number, what = joined
+    if isinstance(what, int):
+        assert number is not None
+        return Report(seconds, place, to(name, dist.get_rank()), [number], what + 1, "receive", begun)
+    ranks = dist.get_process_group_ranks(group)
+    return Report(seconds, place, name, ranks, begun[name] if number is None else number, what, begun)
+
+
+def _caller(frame: FrameType) -> str:
+    """The innermost line of a script, or a library, that is neither torch's nor this package's."""
+    at: FrameType | None = frame
+    own = (os.path.join("torch", ""), os.path.join("shardformer", ""))
+    while at is not None and any(f"{os.sep}{part}" in at.f_code.co_filename for part in own) and at.f_back is not None:
+        at = at.f_back
+    path, number = (at or frame).f_code.co_filename, (at or frame).f_lineno
+    line = linecache.getline(path, number).strip()
+    return f"{os.path.basename(path)}:{number}" + f" ({line})" * bool(line)
+
+
+def _key(rank: int) -> str:
+    return f"shardformer/presence/{rank}"
+
+
+_OF_PROCESS: dict[int, Presence] = {}
+"""Process id -> its own: a fork has none of its parent's threads."""
+
+
+def presence(store: Any, rank: int) -> Presence:
+    """That of this process."""
+    known = _OF_PROCESS.get(os.getpid())
+    if known is None or not known.is_here or not known.is_in(store):
+        if known is not None:
+            known.leave()
+        known = _OF_PROCESS[os.getpid()] = Presence(store, rank)
+    return known

@@ -1,0 +1,517 @@
+"""A tensor that all ranks of an axis hold alike, of which each keeps a part until the backward reads it.
+
+    bytes       0 ........ m ........ 2m ....... 3m ... size        T = 4 ranks, m = ceil(size / T)
+    rank        |    0     |    1     |    2     |  3 + padding
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 6.1:
+partitioned activation checkpointing.
+
+Also here, each to be said in one text by hand:
+
+- The store: keeps what autograd saves where it takes less memory, and has it back when the backward asks.
+- ``store_activations``: lets a model's saved activations lie on the host, or in parts on the tensor ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shardformer.comm.collectives import digest, start_all_gather_into
+from shardformer.errors import ConfigError, InputError, nearest
+from shardformer.layout.sharding_metadata import ROOT, ShardedState, known_state
+from shardformer.mesh.parallel_context import Axis
+from shardformer.offload.host_device_copies import DOWN, UP, Link
+from shardformer.offload.saved_tensors import (
+    BROUGHT,
+    LEAVING,
+    PARTS,
+    Account,
+    Figures,
+    Graph,
+    Handle,
+    Piece,
+    SavedTensorHooks,
+    check_version,
+    extent,
+    is_dense,
+    others_save,
+)
+from shardformer.tensor_parallel.sequence_parallel import first_tensor
+from shardformer.torch_compat import numbers_in
+
+PURPOSE = "activations"
+
+
+def part_size(size: int, axis: Axis) -> int:
+    """The bytes that each rank keeps of ``size``."""
+    return -(-size // axis.size)
+
+
+def own_part(whole: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """This rank's part of some bytes, in memory of its own, and a number of all of them. Communicates nothing."""
+    each = part_size(len(whole), axis)
+    piece = whole[axis.rank * each : (axis.rank + 1) * each]
+    part = piece.clone() if len(piece) == each else torch.cat([piece, whole.new_zeros(each - len(piece))])
+    return part, digest(whole)
+
+
+def joined(part: Tensor, number: Tensor, axis: Axis, what: str) -> Tensor:
+    """All bytes, with the padding of the last rank behind them.
+
+    Communicates one all-gather of T * ceil(size / T) bytes and, at the same time, one of 8 T: the number that each rank
+    computed of all bytes when it kept its part. Raises InputError on every rank where these differ.
+    """
+    whole, numbers = part.new_empty(axis.size * len(part)), number.new_empty(axis.size)
+    pending = start_all_gather_into(numbers, number.view(1), axis, PURPOSE)
+    start_all_gather_into(whole, part, axis, PURPOSE).wait()
+    check_alike(numbers_in(pending.wait()), axis, what)
+    return whole
+
+
+def check_alike(numbers: Sequence[int], axis: Axis, what: str) -> None:
+    if len(set(numbers)) > 1:
+        usual = max(set(numbers), key=lambda number: (list(numbers).count(number), number == numbers[0]))
+        others = [rank for rank, number in enumerate(numbers) if number != usual]
+        raise InputError(
+            f"{what} was not the same on all ranks of {axis.name}: rank {', '.join(map(str, others))} of {axis.size} "
+            "held other numbers in the forward",
+            rule="Of what enters a layer each tensor rank keeps a part, so that all of them must hold the same",
+            remedy='Give all tensor ranks the same batch and random numbers; else store with on="host"',
+        )
+
+
+AHEAD = 2
+"""Copies to the host that are under way have as many bytes as so many of the largest piece, and so has what is brought
+before the backward asks for it."""
+UNDECIDED = 8
+"""So many tensors may be saved before one of them is known to enter a layer: the arguments of a checkpoint. They are
+counted whatever their size, which may differ between the ranks."""
+OF_PARAMETERS = {f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "Unsqueeze", "Expand")}
+
+Key = tuple[int, int]
+"""Of values: the address of what describes their storage, and the version."""
+
+
+class ActivationStore:
+    """What one model saves for its backward.
+
+    Made by ``store_activations``, which says what it does.
+
+    Args:
+        to_host: whether what is large is moved to the host.
+        axis: over whose ranks the inputs of layers are cut; None where they are not.
+        min_bytes: what is smaller stays.
+        link: to the host; by default one to the device of the first tensor that is moved.
+    """
+
+    def __init__(self, to_host: bool, axis: Axis | None, min_bytes: int, link: Link | None = None) -> None:
+        self._to_host, self._min_bytes, self._link = to_host, min_bytes, link
+        self._axis = axis if axis is not None and axis.size > 1 else None
+        self.account = Account()
+        self._hooks = SavedTensorHooks(self._pack, self._unpack)
+        self._undo: list[Callable[[], Any]] = []
+        self._graph, self._forward = Graph(), 0
+        self._fixed: Collection[int] = ()  # storages of parameters and buffers
+        self._pieces: WeakValueDictionary[tuple[int, int, int, int, int, bool], Piece] = WeakValueDictionary()
+        self._inputs: dict[Key, tuple[StorageWeakRef, tuple[int, int], str]] = {}  # of layers, in this forward
+        self._undecided: deque[tuple[int, Piece]] = deque()  # with its place in what the forward saves
+        self._leaving: deque[Piece] = deque()
+        self._ahead: WeakKeyDictionary[Piece, int] = WeakKeyDictionary()  # what is brought before it is asked for
+        self._graphs: WeakSet[Graph] = WeakSet()  # through which the backward goes that is under way
+        self._brought: WeakSet[Piece] = WeakSet()
+        self._read: list[tuple[StorageWeakRef, int]] = []  # memory that was brought, and is the backward's now
+        self._largest = 0
+        self._task = -1
+
+    def __reduce__(self) -> Any:
+        """Of a copied model."""
+        return type(self), (self._to_host, self._axis, self._min_bytes)
+
+    def figures(self) -> Figures:
+        """How many bytes are where now, and were at most."""
+        self._settle()
+        rates = {way: self._link.bandwidth(way) if self._link is not None else None for way in (DOWN, UP)}
+        account = self.account
+        return Figures(dict(account.now), account.host, account.most, account.most_host, rates)
+
+    def reset(self) -> None:
+        """From now on ``figures`` says what was at most since here."""
+        self._settle()
+        self.account.reset()
+
+    def remove(self) -> None:
+        """Stores nothing from now on. What is stored comes back in its backward."""
+        while self._undo:
+            self._undo.pop()()
+        if self._hooks.is_entered:
+            self._hooks.leave()
+
+    def on_remove(self, undo: Callable[[], Any]) -> None:
+        self._undo.append(undo)
+
+    def __str__(self) -> str:
+        return str(self.figures())
+
+    # --- the forward
+
+    def enter(self, model: nn.Module, args: Any) -> None:
+        """Before a forward."""
+        if self._hooks.is_entered:  # one that was broken off by more than an error: by the keyboard
+            self.leave()
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() >= 0 or others_save():
+            return
+        if not torch.is_grad_enabled():
+            return
+        self._graph, self._forward = Graph(), self._forward + 1
+        self._set_device(next((x.device for x in model.parameters()), None))
+        with torch._C.DisableTorchFunctionSubclass():  # no parameter is read
+            tensors = [x for x in (*model.parameters(), *model.buffers()) if _is_plain(x)]
+            self._fixed = {x.untyped_storage()._cdata for x in tensors}
+        self._hooks.enter()
+
+    def _set_device(self, device: torch.device | None) -> None:
+        if self._link is None or device not in (None, self._link.device):
+            self._link = Link(device or torch.device("cpu"))
+
+    def leave(self, *_: Any) -> None:
+        """Behind a forward."""
+        if not self._hooks.is_entered:
+            return
+        self._hooks.leave()
+        self._decide(0)
+        self._inputs.clear()
+        self._graph.fetched = len(self._graph.order)
+        self._settle()
+
+    def enter_layer(self, name: str, x: Any) -> None:
+        """Before the forward of a layer that is given x, of which all ranks of the axis hold the same values."""
+        if not self._hooks.is_entered or not _is_plain(x) or not is_dense(x):
+            return
+        storage = x.untyped_storage()
+        key, (start, end) = (storage._cdata, x._version), extent(x)
+        if key in self._inputs:
+            return
+        self._inputs[key] = StorageWeakRef(storage), (start, end), name
+        for item in list(self._undecided):
+            _, piece = item
+            is_of_x = (piece.source.cdata, piece.version) == key
+            if is_of_x and start <= piece.start and piece.start + piece.size <= end:
+                self._undecided.remove(item)
+                self._cut(piece, name)
+
+    def _decide(self, among: int) -> None:
+        """What did not enter a layer, but for the last few that were saved, is moved as it is."""
+        while self._undecided and self._undecided[0][0] + among <= len(self._graph.order):
+            self._move(self._undecided.popleft()[1])
+
+    def _pack(self, x: Tensor) -> Handle | None:
+        """Where x lies in what is stored; None for a parameter, and for what is no plain memory of numbers."""
+        if not _is_plain(x) or self._link is None or x.device != self._link.device:
+            return None
+        storage = x.untyped_storage()
+        if storage._cdata in self._fixed or _is_cast_of_parameter(x):
+            return None
+        self._settle()
+        _, given, name = self._inputs.get((storage._cdata, x._version), (None, (0, 0), ""))
+        start, end = extent(x)
+        is_input = given[0] <= start and end <= given[1]
+        if not is_input and 2 * (end - start) >= storage.nbytes():  # views of one memory are kept as that, once
+            start, end = 0, storage.nbytes()
+        self._decide(UNDECIDED)
+        # the ranks of an axis must cut alike, whichever pieces of another forward still live on one of them
+        forward = 0 if self._axis is None else self._forward
+        key = (storage._cdata, x._version, start, end, forward, is_input)
+        piece = self._pieces.get(key)
+        if piece is None:
+            piece = self._pieces[key] = self._new_piece(x, start, end)
+            if piece.size >= self._min_bytes:
+                self._place(piece, name if is_input else "")
+        return Handle(piece, self._graph, x)
+
+    def _new_piece(self, x: Tensor, start: int, end: int) -> Piece:
+        storage = x.untyped_storage()
+        with torch.no_grad():
+            data = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, start, (end - start,), (1,))
+            witness = x.detach()
+            witness.data = torch.empty(0, dtype=x.dtype, device=x.device)
+        return Piece(self.account, data, StorageWeakRef(storage), witness, start)
+
+    def _place(self, piece: Piece, name: str) -> None:
+        if self._axis is None:
+            self._move(piece)
+        elif name:
+            self._cut(piece, name)
+        else:
+            self._undecided.append((len(self._graph.order), piece))
+
+    def _cut(self, piece: Piece, name: str) -> None:
+        """Keeps this rank's part of a piece."""
+        assert self._axis is not None and piece.data is not None
+        with torch.no_grad():
+            piece.data, piece.number = own_part(piece.data, self._axis)
+        piece.name, piece.base = name, piece.start
+        piece.count_data(PARTS)
+        self._move(piece)
+
+    def _move(self, piece: Piece) -> None:
+        """Starts the copy of what is stored to the host. Waits where too many are under way."""
+        if not self._to_host:
+            return
+        assert piece.data is not None and self._link is not None
+        size = len(piece.data)
+        self._largest = max(self._largest, size)
+        while self._leaving and sum(len(p.host) for p in self._leaving if p.host is not None) + size > self._allowed:
+            self._let_go(self._leaving.popleft())
+        piece.host = self._link.new_host(size, torch.uint8)
+        self.account.add_host(size)
+        piece.copy, piece.is_leaving = self._link.down(piece.host, piece.data), True
+        piece.count_data(LEAVING)
+        self._leaving.append(piece)
+
+    @property
+    def _allowed(self) -> int:
+        return AHEAD * self._largest
+
+    def _let_go(self, piece: Piece) -> None:
+        """Waits for the copy to the host. Then the memory on the device goes, unless the backward is about to ask."""
+        assert piece.copy is not None and piece.data is not None
+        piece.copy.finish()
+        piece.copy, piece.is_leaving = None, False
+        if piece.is_wanted:
+            piece.count(LEAVING, -len(piece.data))
+            self._hold(piece, len(piece.data))
+        else:
+            piece.data = None
+            piece.count_data(LEAVING)
+
+    def _settle(self) -> None:
+        """Notes what is not on the device any more."""
+        while self._leaving and self._leaving[0].copy is not None and self._leaving[0].copy.is_done():
+            self._let_go(self._leaving.popleft())
+        if any(source.expired() for source, _ in self._read):
+            left = [(source, size) for source, size in self._read if not source.expired()]
+            self.account.add(BROUGHT, sum(size for _, size in left) - sum(size for _, size in self._read))
+            self._read = left
+
+    # --- the backward
+
+    def _unpack(self, handle: Handle) -> Tensor:
+        piece = handle.piece
+        check_version(piece.witness, piece.version, handle.shape)
+        self._settle()
+        self._expect_end(handle.graph)
+        self._ahead.pop(piece, None)
+        piece.waits.discard(id(handle))
+        self._fetch(piece)
+        if piece.copy is not None and not piece.is_leaving:
+            piece.copy.wait()
+            piece.copy = None
+        whole = self._joined(piece) if piece.is_cut else piece.data
+        assert whole is not None
+        out = handle.tensor(whole, piece.base)
+        if not piece.waits:
+            self._hand_over(piece)
+        self._bring_ahead(handle.graph, handle.place)
+        return out
+
+    def _fetch(self, piece: Piece) -> None:
+        """Starts to bring what is on the host, of which the backward reads all bytes soon."""
+        if piece.is_leaving:
+            piece.is_wanted = True
+        if not piece.is_away or piece.joined is not None:
+            return
+        assert piece.host is not None and self._link is not None
+        piece.data = torch.empty(len(piece.host), dtype=torch.uint8, device=self._link.device)
+        piece.base, piece.copy = piece.start, self._link.up(piece.data, piece.host)
+        self._hold(piece, len(piece.data))
+
+    def _hold(self, piece: Piece, size: int) -> None:
+        piece.count(BROUGHT, size)
+        self._brought.add(piece)
+
+    def _joined(self, piece: Piece) -> Tensor:
+        """All bytes of a piece that is cut. Communicates what ``joined`` says."""
+        if piece.joined is None:
+            assert self._axis is not None and piece.data is not None and piece.number is not None
+            with torch.no_grad():
+                piece.joined = joined(piece.data, piece.number, self._axis, f"What entered {piece.name}")
+            self._hold(piece, len(piece.joined))
+        return piece.joined
+
+    def _hand_over(self, piece: Piece) -> None:
+        """What was brought is the backward's alone from now on: its memory goes when that is through with it."""
+        held = [piece.joined]
+        piece.joined, piece.is_wanted = None, False
+        if piece.host is not None and piece.data is not None and not piece.is_leaving:
+            held.append(piece.data)
+            piece.data = None
+        for x in held:
+            if x is not None:
+                piece.forget_count(BROUGHT, len(x))
+                self._read.append((StorageWeakRef(x.untyped_storage()), len(x)))
+        del held
+        self._brought.discard(piece)
+
+    def _bring_ahead(self, graph: Graph, place: int) -> None:
+        """Begins to bring what was saved before, which the backward asks for next."""
+        at = min(graph.fetched, place)
+        while at > 0:
+            piece = graph.order[at - 1]()
+            if piece is not None and piece.host is not None and piece.waits and piece not in self._ahead:
+                if sum(self._ahead.values()) + len(piece.host) > self._allowed:
+                    break
+                if piece.is_away or piece.is_leaving:
+                    self._ahead[piece] = len(piece.host)
+                    self._fetch(piece)
+            at -= 1
+        graph.fetched = at
+
+    def _expect_end(self, graph: Graph) -> None:
+        """Lets autograd say when the backward that is under way ends."""
+        task = torch._C._current_graph_task_id()
+        if task < 0:
+            return
+        self._graphs.add(graph)
+        if task != self._task:
+            self._task = task
+            queue: Any = Variable._execution_engine
+            queue.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        """What is still to come is for another backward of the same graph."""
+        self._task = -1
+        self._ahead.clear()
+        for piece in list(self._brought):
+            self._hand_over(piece)
+        for graph in self._graphs:
+            graph.fetched = len(graph.order)
+        self._graphs.clear()
+        self._settle()
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether x is a tensor whose numbers lie in memory, as its strides say, and which says when they change."""
+    return (
+        type(x) in (Tensor, nn.Parameter)
+        and x.layout is torch.strided
+        and x.numel() > 0
+        and not (x.is_meta or x.is_quantized or x.is_inference() or x.is_conj() or x.is_neg())
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
+
+
+def _is_cast_of_parameter(x: Tensor) -> bool:
+    """Whether x was computed from a parameter alone, by a cast or as a view: what autocast makes of weights."""
+    node: Any = x.grad_fn
+    while type(node).__name__ in OF_PARAMETERS:
+        node = node.next_functions[0][0]
+    return type(node).__name__ == "AccumulateGrad" and isinstance(node.variable, nn.Parameter)
+
+
+WHERE = ("device", "host", "tensor", "tensor+host")
+STORE = "_shardformer_activations"
+"""The attribute of a model that holds its store."""
+
+
+def store_activations(model: nn.Module, on: str = "host", *, min_bytes: int = 2**16) -> ActivationStore:
+    """Keeps what a model's forward saves for its backward where it takes less memory of the device.
+
+    Call it once, before training. Losses and gradients stay what they are, to the bit.
+
+    Args:
+        model: any module; for the tensor ranks one that ``shard_model`` returned.
+        on: where what is saved is kept until the backward needs it.
+            ``"host"``: it is copied to the host, beside the computation, and back before it is needed.
+            ``"tensor"``: of the hidden states that enter a layer, which all tensor ranks hold alike, each rank keeps
+            1/T, and the backward gathers them. With activation checkpointing these are nearly all that is saved;
+            without it they are a small part, and the rest stays as it is.
+            ``"tensor+host"``: both: each rank's part goes to the host.
+            ``"device"``: nothing moves, and the figures say how much it is.
+        min_bytes: what is smaller stays where it is.
+
+    Parameters, views and casts of them, buffers, and tensors that are no plain strided memory stay. Inside of a
+    checkpoint nothing is saved but its inputs. Where hooks of somebody else stand around the model
+    (``save_on_cpu``, a checkpoint around all of it), those keep what it saves.
+
+    Communicates for ``"tensor"``: in the backward, for each layer's input of S bytes, one all-gather of
+    T * ceil(S / T) bytes, and at the same time one of 8 T bytes: a checksum of the whole that each rank kept.
+    Where they differ every rank raises InputError.
+
+    Raises ConfigError for a second call, and for ``"tensor"`` on a model of which no layer is given what all tensor
+    ranks hold alike: one that was not sharded, or whose sequence is cut between its layers.
+
+    Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020),
+    section 6.1: partitioned activation checkpointing, Pa and Pa+cpu.
+    """
+    if on not in WHERE:
+        raise ConfigError(f"on={on!r}", rule=f"Activations are kept on {', '.join(WHERE)}", remedy=nearest(on, WHERE))
+    if STORE in model.__dict__:
+        raise ConfigError(
+            f"store_activations of a {type(model).__name__} whose activations are stored",
+            rule="What a model saves is kept in one way",
+            remedy="Call .remove() of what the first call returned, then call it again",
+        )
+    axis = known_state(model).axes["tensor"] if "tensor" in on else None
+    layers = _whole_layers(model, on) if axis is not None else {}
+    store = ActivationStore("host" in on, axis, min_bytes)
+    _attach(model, store, layers)
+    for _, _, state in _sharded(model):
+        stage_forward = getattr(state.stages, "stage_forward", None)
+        if stage_forward is not None:
+            store.on_remove(_listed(stage_forward.when_left, store.leave))
+    return store
+
+
+def _sharded(model: nn.Module) -> list[tuple[str, nn.Module, ShardedState]]:
+    """(path, module, state) of each model in here that was sharded: this one, or those that it wraps."""
+    found = [(path, module, module.__dict__.get(ROOT)) for path, module in model.named_modules()]
+    return [(path, module, state) for path, module, state in found if isinstance(state, ShardedState)]
+
+
+def _attach(model: nn.Module, store: ActivationStore, layers: dict[str, nn.Module]) -> None:
+    model.__dict__[STORE] = store
+    store.on_remove(partial(model.__dict__.pop, STORE, None))
+    store.on_remove(model.register_forward_pre_hook(store.enter, prepend=True).remove)
+    store.on_remove(model.register_forward_hook(store.leave, always_call=True).remove)
+    for path, layer in layers.items():
+        store.on_remove(layer.register_forward_pre_hook(partial(_enter_layer, store, path), with_kwargs=True).remove)
+
+
+def _enter_layer(store: ActivationStore, path: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
+    store.enter_layer(path, first_tensor(args, kwargs))
+
+
+def _listed(listeners: list[Any], listener: Any) -> Any:
+    listeners.append(listener)
+    return partial(listeners.remove, listener)
+
+
+def _whole_layers(model: nn.Module, on: str) -> dict[str, nn.Module]:
+    """Path -> each layer whose hidden states all tensor ranks hold alike, by the layout of the stream around it."""
+    layers, cut = dict[str, nn.Module](), ""
+    for _, module, state in _sharded(model):
+        policy: Any = state.request.policy
+        for stack in policy.chain().stacks:
+            layout = stack.layout_in(state.stream)
+            if layout.cuts_stacks:
+                cut = str(layout)
+            else:
+                layers |= {path: module.get_submodule(path) for path in stack.units}
+    if not layers:
+        has = f"cuts the stream between its layers: {cut}" if cut else "has no layers that are known"
+        raise ConfigError(
+            f"on={on!r} for a {type(model).__name__} that {has}",
+            rule="Of what enters a layer each tensor rank keeps a part where all of them hold the same; where the "
+            "sequence is cut each holds its own part already",
+            remedy='Take on="host", or shard the model with tensor parallelism alone',
+        )
+    return layers

@@ -1,1 +1,0 @@
-"""Optimizers, loss scaling and the gradient norm of sharded models."""

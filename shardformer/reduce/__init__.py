@@ -1,1 +1,0 @@
-"""How gradients are agreed on between ranks."""

@@ -1,0 +1,3 @@
+"""Layers and blocks on a tensor axis that is a grid: 2D, 2.5D and 3D tensor parallelism."""
+
+from __future__ import annotations

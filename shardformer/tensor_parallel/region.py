@@ -1,0 +1,384 @@
+"""A gather and a matmul, or a matmul and a scatter, in parts around a ring: communication runs under computation.
+
+With R ranks a part is passed on R-1 times; while one is on the way, the matmul of the one that is here runs
+(Wang et al. 2023, "Overlap communication with dependent computation via decomposition"). For R = 2, in time:
+
+    rank 0   | send x0, multiply x0 | multiply x1 |        rank 0   | multiply for 1, send | multiply for 0, add |
+    rank 1   | send x1, multiply x1 | multiply x0 |        rank 1   | multiply for 0, send | multiply for 1, add |
+                  gather, then matmul                            matmul, then scatter
+
+Also here, each to be said in one text by hand:
+
+- What is communicated where a block begins and ends, by how the stream between the blocks lies.
+- The matrix products of a block: the column-parallel linears behind its entry, the row-parallel one at its exit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from shardformer.comm.autograd_collectives import enter_block, first_order_only
+from shardformer.comm.collectives import (
+    Pending,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from shardformer.comm.deferred_tensor import PendingTensor
+from shardformer.comm.recorder import bytes_of, record, unheard
+from shardformer.errors import PolicyError
+from shardformer.layout.activation_layout import Dim
+from shardformer.layout.shard_spec import even_bounds
+from shardformer.mesh.parallel_context import Axis
+from shardformer.mesh.transport import Work
+from shardformer.tensor_parallel.parallel_module import is_wider, product_dtype
+
+
+def ring_gather(x_BsH: Tensor, axis: Axis, full: int, use: Callable[[Tensor, int, int], None]) -> Tensor:
+    """Joins every rank's part of dim 1, and calls ``use(part, start, end)`` for each as soon as it is here.
+
+    Returns the joined tensor (B, full, H). Communicates one all-gather of it, in R-1 steps under the calls of ``use``.
+    """
+    bounds = even_bounds(full, axis.size)
+    joined = x_BsH.new_empty((x_BsH.shape[0], full, *x_BsH.shape[2:]))
+    noted = record("all_gather", axis, bytes_of(joined), "block")
+    after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    current = x_BsH.contiguous()
+    for step in range(axis.size):
+        holder = (axis.rank - step) % axis.size
+        start, end = bounds[holder], bounds[holder + 1]
+        works: Sequence[Work] = ()
+        arriving = current
+        if step < axis.size - 1:
+            coming = (holder - 1) % axis.size
+            shape = (x_BsH.shape[0], bounds[coming + 1] - bounds[coming], *x_BsH.shape[2:])
+            arriving = x_BsH.new_empty(shape)
+            works = axis.transport.exchange({after: current}, {before: arriving})
+        joined[:, start:end] = current
+        if end > start:
+            use(current, start, end)
+        for work in works:
+            work.wait()
+        current = arriving
+    noted()
+    return joined
+
+
+def ring_scatter(make: Callable[[int, int], Tensor], axis: Axis, full: int) -> Tensor:
+    """Sums ``make(start, end)`` of all ranks for each part of dim 1; every rank keeps its own.
+
+    ``make`` computes this rank's summand for one part, and runs while the sum of the one before is on its way.
+    Communicates one reduce-scatter of the full tensor, in R-1 steps.
+    """
+    bounds = even_bounds(full, axis.size)
+    after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    works: Sequence[Work] = ()
+    noted = unheard
+    arriving: Tensor | None = None
+    kept: list[Tensor] = []
+    for step in range(axis.size):
+        owner = (axis.rank - 1 - step) % axis.size
+        summand = make(bounds[owner], bounds[owner + 1])
+        if step == 0:
+            per_index = bytes_of(summand) // max(summand.shape[1], 1)
+            noted = record("reduce_scatter", axis, per_index * full, "block")
+        for work in works:
+            work.wait()
+        if arriving is not None:
+            summand = summand + arriving
+        if step == axis.size - 1:
+            noted()
+            return summand
+        following = (owner - 1) % axis.size
+        shape = (summand.shape[0], bounds[following + 1] - bounds[following], *summand.shape[2:])
+        arriving = summand.new_empty(shape)
+        kept = [summand.contiguous()]
+        works = axis.transport.exchange({after: kept[0]}, {before: arriving})
+    raise AssertionError("a ring has at least one step")
+
+
+# B batch, S sequence, H hidden; s: this rank's slice of the sequence
+
+SEQUENCE = Dim.SEQUENCE.position
+Multiply = Callable[[Tensor], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class WholeEdges:
+    """Both edges of a block in one forward, and in the backward of that, where all ranks hold the stream alike.
+
+    Those of a stream that is cut have the same methods.
+    """
+
+    axis: Axis
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What the forward of the block is given: the full tensor, of which the block uses a part."""
+        entered = enter_block(x, self.axis)
+        return x.view_as(x) if entered is x else entered
+
+    def gathered(self, x: Tensor, multiply: Multiply, known: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+        """The full tensor of the ranks' x, ``known`` where it is given, and ``multiply`` of it."""
+        return x, multiply(x)
+
+    def start_summed(self, x: Tensor) -> Pending:
+        """Starts the sum of the ranks' x, of which this rank gets what it holds of the stream."""
+        return start_all_reduce(x, self.axis)
+
+    def summed(self, x: Tensor, multiply: Multiply) -> Tensor:
+        """That of ``multiply(x)``, which has one result."""
+        return self.start_summed(multiply(x)[0]).wait()
+
+    def leading(self, x: Tensor) -> tuple[int, ...]:
+        """The dims before the last of what this rank holds of a stream of which x is the whole."""
+        return tuple(x.shape[:-1])
+
+
+@dataclass(frozen=True)
+class SequenceEdges:
+    """Each rank of the axis holds consecutive positions of a sequence of ``full``.
+
+    Args:
+        overlap: whether gathers and scatters go around a ring in steps, under the matmuls beside them.
+    """
+
+    axis: Axis
+    full: int
+    overlap: bool = False
+
+    def enter(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:SEQUENCE], self.full, *x.shape[SEQUENCE + 1 :])
+        return PendingTensor.make(
+            x,
+            shape,
+            self.axis,
+            None,
+            lambda x: all_gather(x, self.axis, SEQUENCE, self.full),
+            lambda grad: reduce_scatter(grad, self.axis, SEQUENCE),
+        )
+
+    def gathered(self, x: Tensor, multiply: Multiply, known: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+        if known is not None or not self.overlap:
+            joined = all_gather(x, self.axis, SEQUENCE, self.full) if known is None else known
+            return joined, multiply(joined)
+        products: dict[int, list[Tensor]] = {}
+
+        def use(piece: Tensor, start: int, end: int) -> None:
+            products[start] = multiply(piece)
+
+        joined = ring_gather(x, self.axis, self.full, use)
+        columns = zip(*(products[start] for start in sorted(products)), strict=True)
+        return joined, [torch.cat(pieces, SEQUENCE) for pieces in columns]
+
+    def start_summed(self, x: Tensor) -> Pending:
+        return start_reduce_scatter(x, self.axis, SEQUENCE)
+
+    def summed(self, x: Tensor, multiply: Multiply) -> Tensor:
+        if not self.overlap:
+            return self.start_summed(multiply(x)[0]).wait()
+        return ring_scatter(lambda a, b: multiply(x[:, a:b])[0], self.axis, self.full)
+
+    def leading(self, x: Tensor) -> tuple[int, ...]:
+        return (*x.shape[:SEQUENCE], own_length(self.full, self.axis))
+
+
+Edges = WholeEdges | SequenceEdges
+EDGES: Mapping[Dim | None, type[Edges]] = {None: WholeEdges, Dim.SEQUENCE: SequenceEdges}
+"""Which dim of the stream a stack cuts over the axis of its blocks -> the edges of these."""
+
+
+def enter(x: Tensor, axis: Axis) -> Tensor:
+    """x enters blocks beside the hidden states: a tensor that all ranks hold, or the output of another stack.
+
+    Backward: one all-reduce of the gradient of x, or one reduce-scatter of that of a stack's output.
+
+    Raises PolicyError for one that has entered already, or is a view of such a one.
+    """
+    if isinstance(x, PendingTensor):
+        if x.is_pending and x.edges is not None and x.axis is axis:
+            entered: Tensor = x.edges.enter(x.local)
+            return entered
+        x = x.value()
+    node: Any = x.grad_fn
+    while node is not None:
+        if type(node).__name__ == "_EnterBlockBackward":
+            raise PolicyError(
+                f"A tensor of shape {tuple(x.shape)} enters a block that has entered one already",
+                rule="The gradients of what enters are summed over the ranks once",
+                remedy="Name it once: by the `context` of its stack, or by the `inputs` of its attentions",
+            )
+        before = node.next_functions
+        node = before[0][0] if len(before) == 1 else None  # a view has one
+    return enter_block(x, axis)
+
+
+def summed_later(x: Tensor, axis: Axis) -> PendingTensor:
+    """The sum of the ranks' x, as a tensor that is pending: who cuts it at once needs a reduce-scatter only."""
+    return PendingTensor.make(x, tuple(x.shape), axis, None, lambda x: all_reduce(x.clone(), axis), lambda grad: grad)
+
+
+def own_length(full: int, axis: Axis) -> int:
+    """How many positions of a sequence this rank holds."""
+    base, more = divmod(full, axis.size)
+    return base + (axis.rank < more)
+
+
+# B batch, S sequence, H hidden, F features of one linear; lower case: this rank's part (f = F / tensor)
+
+
+class Column(Protocol):
+    """What a block must know of a column-parallel linear."""
+
+    axis: Axis
+    transposed: bool
+
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def bias(self) -> Tensor | None: ...
+    @property
+    def fused_bias(self) -> Tensor | None:
+        """The bias that the matmul adds itself."""
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """The local product, for an input that has entered the block already."""
+
+
+def project(
+    x: Tensor, edges: Edges, columns: Sequence[Column], known: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """The tensor that the columns read, without history, and their outputs (B, S, f), for this rank's x of the stream.
+
+    Under autocast, and where it is wider than 16-bit weights, x is cast before it is sent. Communicates what the entry
+    does; in the backward the gradient of x is on its way while the gradients of the weights are computed.
+
+    Args:
+        known: the full tensor of x, where it was gathered before.
+    """
+    weights: list[Tensor | None] = [p for c in columns for p in (c.weight, c.fused_bias)]
+    if (dtype := product_dtype(x, columns[0].weight)) is not None:
+        x, known = x.to(dtype), known if known is None else known.to(dtype)
+        weights = [None if w is None else w.to(dtype) for w in weights]
+    seen, *outputs = _Columns.apply(x, known, edges, [c.transposed for c in columns], *weights)
+    return seen, outputs
+
+
+def project_alone(column: Column, x: Tensor) -> Tensor:
+    """The output of a column-parallel linear that is a block's whole entry by itself.
+
+    Backward: one all-reduce of x; of what leaves a stack that cuts it, one reduce-scatter.
+    """
+    if isinstance(x, PendingTensor):
+        if x.is_pending and x.edges is not None and x.axis is column.axis:
+            seen, (y,) = project(x.local, x.edges, [column], x.known)
+            if x.known is None and seen.dtype == x.dtype:
+                x.offer(seen)
+            return y
+        x = x.value()
+    return project(x, WholeEdges(column.axis), [column])[1][0]
+
+
+def matmul_in(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """x @ W^T + b for a weight stored (out, in), or x @ W + b for one stored (in, out)."""
+    x = x.to(weight.dtype) if is_wider(x, weight) else x
+    if not transposed:
+        return F.linear(x, weight, bias)
+    flat = x.reshape(-1, x.shape[-1])
+    y = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
+    return y.view(*x.shape[:-1], weight.shape[1])
+
+
+def weight_grad(x: Tensor, grad: Tensor, transposed: bool) -> Tensor:
+    x2, g2 = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    return x2.t() @ g2 if transposed else g2.t() @ x2
+
+
+class _Columns(Function):
+    """All column-parallel linears behind one entry. Returns the input they saw and their outputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, known: Tensor | None, edges: Edges, transposed: list[bool], *weights: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        # every linear has a weight
+        pairs = cast("list[tuple[Tensor, Tensor | None]]", list(zip(weights[::2], weights[1::2], strict=True)))
+
+        def multiply(piece: Tensor) -> list[Tensor]:
+            return [matmul_in(piece, w, b, t) for (w, b), t in zip(pairs, transposed, strict=True)]
+
+        seen, outputs = edges.gathered(x, multiply, known)
+        ctx.edges, ctx.transposed = edges, transposed
+        ctx.has_bias = [b is not None for _, b in pairs]
+        ctx.save_for_backward(seen, *[w for w, _ in pairs])
+        ctx.set_materialize_grads(False)
+        visible = seen.detach()
+        ctx.mark_non_differentiable(visible)
+        return (visible, *outputs)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        seen, *weights = ctx.saved_tensors
+        pending = None
+        if ctx.needs_input_grad[0]:
+            pending = ctx.edges.start_summed(_input_grad(seen, weights, ctx.transposed, grads))
+        out: list[Tensor | None] = []
+        for i, grad in enumerate(grads):
+            needs_weight, needs_bias = ctx.needs_input_grad[4 + 2 * i], ctx.needs_input_grad[5 + 2 * i]
+            out.append(weight_grad(seen, grad, ctx.transposed[i]) if needs_weight and grad is not None else None)
+            has = needs_bias and ctx.has_bias[i] and grad is not None
+            out.append(grad.reshape(-1, grad.shape[-1]).sum(0) if has and grad is not None else None)
+        return (None if pending is None else pending.wait(), None, None, None, *out)
+
+
+def _input_grad(
+    seen: Tensor, weights: Sequence[Tensor], transposed: Sequence[bool], grads: Sequence[Tensor | None]
+) -> Tensor:
+    """The sum over the columns of the gradient of what they saw."""
+    total = None
+    for weight, t, grad in zip(weights, transposed, grads, strict=True):
+        if grad is None:
+            continue
+        flat = grad.reshape(-1, grad.shape[-1])
+        matrix = weight.t() if t else weight
+        total = flat @ matrix if total is None else total.addmm_(flat, matrix)
+    return torch.zeros_like(seen) if total is None else total.view(seen.shape)
+
+
+class RowExit(Function):
+    """The row-parallel linear: this rank's partial product, summed over the ranks. The bias comes after.
+
+    Communicates what the exit does, in the backward also where that is run in two halves, for the input first and for
+    the weight later: once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, edges: Edges) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.transposed, ctx.edges, ctx.gathered = transposed, edges, None
+        return edges.summed(x, lambda piece: [matmul_in(piece, weight, None, transposed)])
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+
+        def multiply(piece: Tensor) -> list[Tensor]:
+            return [matmul_in(piece, weight, None, not ctx.transposed)] if needs_x else []
+
+        known, ctx.gathered = ctx.gathered, None
+        full, x_grad = ctx.edges.gathered(grad, multiply, known)
+        if needs_x and not needs_weight:
+            ctx.gathered = full
+        w_grad = weight_grad(x, full, ctx.transposed) if needs_weight else None
+        return x_grad[0] if needs_x else None, w_grad, None, None

@@ -1,0 +1,11 @@
+"""``shardformer train`` starts ``python -m shardformer.train_command run.toml parallel.tensor=2`` in each process."""
+
+from __future__ import annotations
+
+import sys
+
+from shardformer.train_command.config_schema import read_config
+from shardformer.train_command.run import train
+
+if __name__ == "__main__":
+    train(read_config(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,438 @@
+"""The file that says a training run: its tables, what each key means, and what cannot be.
+
+Also here, each to be said in one text by hand:
+
+- Reads the file of a run, and says in four parts what cannot be in it.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
+
+from shardformer.config import Parallel
+from shardformer.errors import ConfigError, nearest
+from shardformer.mesh.rank_grid import total_of
+
+Task = Literal["causal", "masked", "sequence_to_sequence", "classification", "image_classification"]
+Format = Literal["text", "jsonl", "datasets", "images"]
+
+
+PATHS = ("folder", "name", "train", "validation", "tokenizer")
+"""Keys that may name a file or a folder: no shell replaces the ~ in them."""
+
+
+class Table(BaseModel):
+    """A table of the file; a key that it does not have is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _of_key(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses an empty text or list, and replaces ~ in a path."""
+        if value in ("", []) or (isinstance(value, list) and "" in value):
+            raise ValueError("It is empty: write a value, or leave the key out")
+        if info.field_name not in PATHS:
+            return value
+        if isinstance(value, list):
+            return [os.path.expanduser(each) if isinstance(each, str) else each for each in value]
+        return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+class ModelTable(Table):
+    """What is trained."""
+
+    name: str = Field(
+        description="A folder that `save_pretrained` wrote, a name on the Hugging Face hub, a `config.json`, or with "
+        "`random` a model type of transformers, such as `llama`."
+    )
+    task: Task = Field(
+        default="causal",
+        description="What it learns: `causal`, to guess the next token; `masked`, to guess those that are masked; "
+        "`sequence_to_sequence`, to write a text from another one; `classification` of texts; `image_classification`.",
+    )
+    head: str | None = Field(
+        default=None, description="The class of transformers; by default the one that transformers has for the task."
+    )
+    random: bool = Field(default=False, description="Whether the weights are random, and not those that were saved.")
+    config: dict[str, Any] = Field(default={}, description="Fields of the model's config that are to be others.")
+    trust_remote_code: bool = Field(
+        default=False,
+        description="Whether Python that lies beside the model, or on the hub beside it, may run: for models and their "
+        "own tokenizers that transformers does not have.",
+    )
+
+
+class DataTable(Table):
+    """What it is trained on."""
+
+    train: str | list[str] = Field(
+        description="A file or several, a folder with a folder of images for each class, or the name of a data set: "
+        "see `format`."
+    )
+    validation: str | list[str] | None = Field(default=None, description="Data of the same form to try the model on.")
+    format: Format | None = Field(
+        default=None,
+        description="`text`: plain text; `jsonl`: JSON objects, one on each line or in one list; `datasets`: the name "
+        "or the folder of a data set of the library `datasets`; `images`. By default what the names end in, and a "
+        "folder holds images.",
+    )
+    batch_size: int = Field(default=8, ge=1, description="Samples of a step, over all processes.")
+    sequence: int = Field(default=128, ge=2, description="Tokens of a sample, at most.")
+    tokenizer: str | None = Field(
+        default=None,
+        description="A folder, a name on the hub, or `bytes`: each byte is a token. By default the model's own, and "
+        "`bytes` where the weights are random.",
+    )
+    text: str = Field(default="text", description="The field of a text, in `jsonl` and `datasets`.")
+    pair: str | None = Field(default=None, description="The field of a second text, for `classification` of pairs.")
+    target: str = Field(default="target", description="The field of the text to write, for `sequence_to_sequence`.")
+    label: str = Field(default="label", description="The field of the class, for `classification`.")
+    image: str = Field(default="image", description="The field of the image in `datasets`, or of its path in `jsonl`.")
+    split: str = Field(default="train", description="Which part of `datasets` is trained on.")
+    validation_split: str | None = Field(
+        default=None,
+        description="Which part the model is tried on, of `validation`, or where that is not said, of `train`.",
+    )
+    shuffle: bool = Field(default=True, description="Whether each epoch has an order of its own.")
+    drop_last: bool = Field(
+        default=False, description="Whether what remains at the end of an epoch, and is less than a batch, is left out."
+    )
+    workers: int = Field(default=0, ge=0, description="Processes that read samples, beside each that trains.")
+
+
+def _of_file(name: str, default: Any) -> tuple[Any, Any]:
+    """A field of ``Parallel`` as a file can write it: its type without classes of this package, and its description."""
+    hint, description = get_args(_HINTS[name])
+    kinds = [kind for kind in get_args(hint) if not is_dataclass(kind)] if isinstance(hint, UnionType) else [hint]
+    return reduce(or_, kinds), Field(default, description=description)
+
+
+_HINTS = get_type_hints(Parallel, include_extras=True)
+ParallelTable = create_model(
+    "ParallelTable",
+    __base__=Table,
+    __doc__="The layout, and how a step is made: the fields of `shardformer.Parallel`.",
+    **{f.name: _of_file(f.name, f.default) for f in fields(Parallel)},
+)  # type: ignore[call-overload]
+
+
+class OptimizerTable(Table):
+    """What updates the weights. Further keys are arguments of the optimizer, such as `betas` and `weight_decay`."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
+
+    name: str = Field(default="AdamW", description="A class of `torch.optim`, or `LAMB`, `LARS`, `HybridAdam`.")
+    lr: float = Field(default=1e-4, gt=0, description="The learning rate.")
+    decay_biases_and_norms: bool = Field(
+        default=False,
+        description="Whether `weight_decay` also applies to biases and to the weights of norms, which the Trainer of "
+        "transformers leaves out.",
+    )
+
+
+class ScheduleTable(Table):
+    """How the learning rate changes over the run."""
+
+    name: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="How it falls behind the warm-up: not, in a line, or in half a wave."
+    )
+    warmup: float = Field(
+        default=0, ge=0, description="Over how many steps it rises from 0; below 1 it is a share of all steps."
+    )
+    final: float = Field(default=0, ge=0, le=1, description="What it falls to, as a share of `optimizer.lr`.")
+    steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Over how many steps it rises and falls; after them it stays. By default those of the run. A run "
+        "that is resumed with another length needs it, if the rates of its steps would change.",
+    )
+
+
+class TrainingTable(Table):
+    """How long the run is, and when the model is tried."""
+
+    steps: int | None = Field(default=None, ge=1, description="How many steps are made.")
+    epochs: int | None = Field(
+        default=None, ge=1, description="How often all data are gone through. One, if `steps` is not said."
+    )
+    validate_every: int | None = Field(
+        default=None, ge=1, description="Steps from one validation to the next; by default it is behind each epoch."
+    )
+    export: bool = Field(
+        default=False, description="Whether `folder/model` is written at the end, for `from_pretrained`."
+    )
+
+
+class RunConfig(Table):
+    """A whole run."""
+
+    folder: str = Field(
+        default="run",
+        description="Where records, checkpoints and the trained model lie. In paths, ~ is the home folder.",
+    )
+    seed: int = Field(
+        default=0, ge=0, lt=2**63, description="Of weights, of the order of the data, and of all that is drawn."
+    )
+    model: ModelTable
+    data: DataTable
+    parallel: ParallelTable = ParallelTable()  # type: ignore[valid-type]
+    optimizer: OptimizerTable = OptimizerTable()
+    schedule: ScheduleTable = ScheduleTable()
+    training: TrainingTable = TrainingTable()
+    hooks: dict[str, bool | dict[str, Any]] = Field(
+        default={},
+        description="Hooks by name: `true`, `false`, or a table of their arguments. `throughput`, `progress`, "
+        "`json_lines` and `checkpoint` are there if they are not switched off. One of your own is named by its file "
+        'and its class: `"my_hooks.py:MyHook" = true`.',
+    )
+
+    def model_post_init(self, context: Any) -> None:
+        self.layout  # noqa: B018 - raises what its fields cannot be together
+        training, data = self.training, self.data
+        if training.steps is not None and training.epochs is not None:
+            raise ConfigError(
+                f"training.steps = {training.steps} and training.epochs = {training.epochs}",
+                rule="A run ends after a number of steps, or of epochs",
+                remedy="Leave one of the two out; on the command line, --set training.epochs= removes a key",
+            )
+        if training.validate_every is not None and data.validation is None and data.validation_split is None:
+            raise ConfigError(
+                f"training.validate_every = {training.validate_every} without data.validation",
+                rule="It is how often the model is tried on the validation data",
+                remedy="Say data.validation, or leave it out",
+            )
+        self._check_used()
+
+    def _check_used(self) -> None:
+        """Raises ConfigError for a key that is set and can have no effect beside the others."""
+        task, layout = self.model.task, self.layout
+        images, tensor = task == "image_classification", total_of(layout.tensor, "tensor")
+        changes = self.schedule.name != "constant" or 0 < self.schedule.warmup < 1
+        of_data_sets = (self.data.format == "datasets", "data.format = 'datasets'")
+        used = {
+            "data.pair": (task == "classification", "model.task = 'classification'"),
+            "data.target": (task == "sequence_to_sequence", "model.task = 'sequence_to_sequence'"),
+            "data.label": (task.endswith("classification"), "a classification"),
+            "data.image": (images, "model.task = 'image_classification'"),
+            "data.text": (not images, "a task of texts"),
+            "data.tokenizer": (not images, "a task of texts"),
+            "data.split": of_data_sets,
+            "data.validation_split": of_data_sets,
+            "schedule.steps": (changes, "a warm-up or a schedule whose rates depend on it"),
+            "schedule.final": (self.schedule.name != "constant", "schedule.name = 'linear' or 'cosine'"),
+            "parallel.tensor_mode": (tensor > 1, "parallel.tensor = 2 or more"),
+            "parallel.sequence_parallel": (tensor > 1, "parallel.tensor = 2 or more"),
+            "parallel.context_parallel": (layout.sequence > 1, "parallel.sequence = 2 or more"),
+            "parallel.schedule": (layout.pipe > 1, "parallel.pipe = 2 or more"),
+        }
+        for key, (is_used, needed) in used.items():
+            table, _, name = key.partition(".")
+            tables: BaseModel = getattr(self, table)
+            value = getattr(tables, name)
+            if not is_used and value != type(tables).model_fields[name].default:
+                raise ConfigError(
+                    f"{key} = {value!r} without {needed}",
+                    rule=f"It has an effect with {needed} alone",
+                    remedy="Leave it out",
+                )
+
+    @property
+    def layout(self) -> Parallel:
+        table: BaseModel = self.parallel
+        return Parallel(**table.model_dump())
+
+    @property
+    def path(self) -> Path:
+        """Of the run's folder."""
+        return Path(self.folder)
+
+
+def consent_or(remedy: str, error: Exception) -> str:
+    """What to do about an error of transformers, which asks for ``trust_remote_code`` where code was not to run."""
+    asks = "trust_remote_code" in str(error)
+    return "Read that code; where it may run, write model.trust_remote_code = true" if asks else remedy
+
+
+OF_TRAINER = {
+    "adam_beta1": ["optimizer.betas"],
+    "adam_beta2": ["optimizer.betas"],
+    "adam_epsilon": ["optimizer.eps"],
+    "bf16": ["parallel.precision = 'bf16'"],
+    "dataloader_drop_last": ["data.drop_last"],
+    "dataloader_num_workers": ["data.workers"],
+    "eval_steps": ["training.validate_every"],
+    "fp16": ["parallel.precision = 'fp16'"],
+    "gradient_accumulation_steps": ["parallel.micro_batches", "parallel.micro_batch_size"],
+    "gradient_checkpointing": ["parallel.checkpoint_layers, with parallel.pipe = 2 or more"],
+    "learning_rate": ["optimizer.lr"],
+    "lr_scheduler_type": ["schedule.name"],
+    "max_length": ["data.sequence"],
+    "max_seq_length": ["data.sequence"],
+    "max_steps": ["training.steps"],
+    "num_train_epochs": ["training.epochs"],
+    "optim": ["optimizer.name"],
+    "output_dir": ["folder, above all tables"],
+    "per_device_train_batch_size": ["data.batch_size, which counts the samples of all processes"],
+    "save_steps": ["hooks.checkpoint.every_steps"],
+    "save_total_limit": ["hooks.checkpoint.keep"],
+    "warmup_ratio": ["schedule.warmup, below 1"],
+    "warmup_steps": ["schedule.warmup"],
+}
+"""What ``TrainingArguments`` of transformers calls a key -> what it is here."""
+
+
+def read_config(file: str | Path, changes: Sequence[str] = ()) -> RunConfig:
+    """The run that a TOML file says.
+
+    Args:
+        changes: keys that are to have another value, as ``parallel.tensor=2``; the value is written as in TOML, and
+            what is not TOML is a word. ``training.epochs=`` removes a key.
+
+    Raises ConfigError for a file that cannot be read, and for what cannot be in it.
+    """
+    path = Path(file)
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():  # a pipe: each process reads it, and would wait
+            raise OSError("it is no regular file")
+        said = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        near = nearest(path.name, (other.name for other in path.absolute().parent.glob("*.toml")))
+        raise ConfigError(
+            f"The config {str(file)!r} cannot be read: {error.strerror or error}",
+            rule="A run is said by a file in TOML",
+            remedy=near if near.startswith("Did") else "Correct the path",
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(
+            f"The config {str(file)!r} is no TOML: {error}",
+            rule='A table begins with its name in brackets, and holds lines such as steps = 100 or name = "gpt2"',
+            remedy="Correct the line",
+        ) from error
+    for change in changes:
+        _change(said, change)
+    return config_of(said, str(file))
+
+
+def config_of(said: dict[str, Any], where: str) -> RunConfig:
+    """The run that these tables say; ``where`` they stand is for errors."""
+    try:
+        return RunConfig.model_validate(said)
+    except ValidationError as error:
+        raise _in_four_parts(error, where) from error
+
+
+def _change(said: dict[str, Any], change: str) -> None:
+    key, equals, text = change.partition("=")
+    *tables, name = (part.strip() for part in key.split("."))
+    if not equals or not name or not all(tables):
+        raise ConfigError(
+            f"--set {change}", rule="A change is a key and its value", remedy="Write it as --set parallel.tensor=2"
+        )
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    table = said
+    for part in tables:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(
+                f"--set {change}", rule=f"{part} is no table in the file", remedy=f"Write [{part}] in the file"
+            )
+    if text.strip():
+        table[name] = value
+    else:
+        table.pop(name, None)
+
+
+def _in_four_parts(error: ValidationError, where: str) -> ConfigError:
+    """The first of what pydantic found, with the key as it stands in the file, and the names that there are."""
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"]]
+    table, name = _table_at(place), place[-1]
+    key = ".".join(_without_unions(place))
+    if first["type"] == "extra_forbidden":
+        return ConfigError(
+            f"{where} has {key} = {first['input']!r:.80}",
+            rule=f"There is no such key in {'the file' if len(place) == 1 else f'[{place[-2]}]'}",
+            remedy=_meant(name, table),
+        )
+    if first["type"] == "missing":
+        return ConfigError(
+            f"{where} does not say {key}",
+            rule=_said_of(table, name) or "Every run says it",
+            remedy=f"Write {name} in [{'.'.join(place[:-1])}]" if len(place) > 1 else f"Write a table [{name}]",
+        )
+    found = first["input"]
+    here = [
+        e["msg"].removeprefix("Value error, ")
+        for e in error.errors()
+        if _without_unions(map(str, e["loc"])) == _without_unions(place)
+    ]
+    known = str(first.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
+    said = _said_of(table, name)
+    return ConfigError(
+        f"{where} has {key} = {found!r:.80}",
+        rule="; or ".join(dict.fromkeys(here)) + (f". {said}" if said else ""),
+        remedy=nearest(str(found), known) if first["type"] == "literal_error" else _value_for(first),
+    )
+
+
+def _value_for(error: Mapping[str, Any]) -> str:
+    """What to write in the place of a value that pydantic refuses."""
+    limits = error.get("ctx", {})
+    for name, words in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
+        if name in limits:
+            return f"Write a number of {words} {limits[name]}"
+    of_type = {
+        "int_type": "Write a whole number, without quotes and without a point",
+        "float_type": "Write a number, without quotes",
+        "bool_type": "Write true or false, without quotes",
+        "string_type": "Write it in quotes",
+    }
+    return of_type.get(error["type"], "Correct the value")
+
+
+def _meant(name: str, table: type[BaseModel] | None) -> str:
+    """Where a key is that stands in the wrong table, or that the Trainer of transformers calls so."""
+    tables = {key: _table_at([key, ""]) for key in RunConfig.model_fields}
+    every = [f"{key}.{field}" for key, each in tables.items() if each is not None for field in each.model_fields]
+    places = OF_TRAINER.get(name, [key for key in (*RunConfig.model_fields, *every) if key.rpartition(".")[2] == name])
+    if places:
+        return f"Write it as {' or '.join(places)}"
+    if table is RunConfig:
+        near = nearest(name, [*RunConfig.model_fields, *every])
+        return f"{near} A key is under the name of its table, as [data] or data.batch_size"
+    return nearest(name, table.model_fields if table is not None else ())
+
+
+def _without_unions(place: Iterable[str]) -> list[str]:
+    """A place without the names of types, which pydantic puts behind the key of a union."""
+    return [part for part in place if part.replace("_", "").isalnum() and part not in ("str", "int", "bool", "float")]
+
+
+def _table_at(place: Sequence[str]) -> type[BaseModel] | None:
+    table: Any = RunConfig
+    for part in place[:-1]:
+        field = getattr(table, "model_fields", {}).get(part)
+        if field is None:
+            return None
+        kinds: list[Any] = [field.annotation, *get_args(field.annotation)]
+        table = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    return table  # type: ignore[no-any-return]
+
+
+def _said_of(table: type[BaseModel] | None, name: str) -> str:
+    field = table.model_fields.get(name) if table is not None else None
+    return (field.description or "").replace("`", "'").rstrip(".") if field is not None else ""

@@ -1,0 +1,300 @@
+"""Trains what a config says, in each of the processes that were launched.
+
+Also here, each to be said in one text by hand:
+
+- What a run would do, without doing it: how the model is cut, and what each rank holds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardformer.comm.collective_call import first_does
+from shardformer.config import Parallel
+from shardformer.errors import ConfigError, ShardFormerError, first_line
+from shardformer.local_ranks.fake_rank import LiveBytes, fake_context, fake_tensors
+from shardformer.mesh.parallel_context import ParallelContext, with_tensor
+from shardformer.shard_model_api import shard_model
+from shardformer.sharding.describe import describe
+from shardformer.train_command.build import head_of, hooks_of, model_of, optimizer_of, scheduler_of
+from shardformer.train_command.config_schema import RunConfig
+from shardformer.train_command.datasets import RunData, data_of
+from shardformer.train_command.model_config import class_names_of, image_size_of, own_config
+from shardformer.train_command.run_checks import Resume, check_task
+from shardformer.training.data_sources import collated
+from shardformer.training.engine import Engine
+from shardformer.training.hooks.checkpoint import Checkpoint
+from shardformer.training.initialize import grid_of, initialize, num_processes, pipeline_of
+from shardformer.training.trainer import Trainer
+from shardformer.weights.save_pretrained import check_export, check_target
+from shardformer.zero.memory_estimate import Memory, memory
+from shardformer.zero.mixed_precision import Precision
+
+EXPORT = "model"
+"""In the run's folder: where the trained model is written."""
+
+
+def train(config: RunConfig) -> dict[str, float]:
+    """Trains, and goes on where the run's folder holds a checkpoint. Returns the last values.
+
+    Raises, on all ranks, what ended the run; SystemExit where a signal did.
+    """
+    layout = layout_of(config)
+    context = grid_of(None, layout)
+    trainer, data = trainer_of(config, layout, context)
+    if config.training.export:
+        first_does(lambda: _check_export(config, config.path / EXPORT), trainer.engine.world, "Training")
+    epochs = None if config.training.steps is not None else config.training.epochs or 1
+    with _first_step(config, trainer):
+        values = trainer.fit(
+            steps=config.training.steps,
+            epochs=epochs,
+            validation=data.validation,
+            validate_every=config.training.validate_every,
+        )
+    _tell_unless_trained(config, trainer)
+    if trainer.was_interrupted:
+        _tell_interrupted(trainer)
+        # who waits for it hears that it is not through
+        raise SystemExit(128 + (trainer.signal or signal.SIGTERM))
+    if config.training.export:
+        trainer.engine.export(config.path / EXPORT, data.beside)
+    return values
+
+
+@contextmanager
+def _first_step(config: RunConfig, trainer: Trainer) -> Iterator[None]:
+    """Raises ConfigError where the model or the optimizer fails before a step is made: they do not fit the run.
+
+    What no check can know before is known then: transformers accepts fields of a config that do not fit each other.
+    """
+    try:
+        yield
+    except (ShardFormerError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if trainer.loss is not None:
+            raise
+        fields = f" with model.config = {config.model.config!r:.200}" if config.model.config else ""
+        raise ConfigError(
+            f"The first step failed{fields}: {type(error).__name__}: {first_line(error)}",
+            rule="The model runs on batches of the data, and the optimizer updates it",
+            remedy="Correct model.config, model.task, model.head or optimizer, whichever this is about",
+        ) from error
+
+
+def _check_export(config: RunConfig, folder: Path) -> None:
+    """Raises ConfigError where the trained model would take the place of what no export wrote."""
+    base = Path(config.model.name)
+    base = base if base.is_dir() else base.parent
+    if Path(config.model.name).exists() and folder.exists() and os.path.samefile(base, folder):
+        raise ConfigError(
+            f"training.export would write the trained model to {folder}, from where model.name = "
+            f"{config.model.name!r} is read",
+            rule="The model that a run starts from is not overwritten",
+            remedy="Give the run another folder, such as folder = 'run'",
+        )
+    check_target(folder)
+
+
+def _tell_unless_trained(config: RunConfig, trainer: Trainer) -> None:
+    if trainer.is_first and trainer.loss is None and not trainer.was_interrupted:
+        key = "training.steps" if config.training.steps is not None else "training.epochs"
+        done = f"{trainer.step} of {trainer.num_steps} steps are done"
+        print(f"nothing to train: {done}; raise {key} to go on", flush=True)
+
+
+def _tell_interrupted(trainer: Trainer) -> None:
+    saved = next((hook for hook in trainer.hooks if isinstance(hook, Checkpoint) and hook.saved_step > 0), None)
+    if not trainer.is_first:
+        return
+    if saved is None:
+        print(f"stopped after step {trainer.step}; nothing is saved: see hooks.checkpoint in the config", flush=True)
+    else:
+        more = f" as of step {saved.saved_step}" if saved.saved_step != trainer.step else ""
+        here = saved.folder.is_relative_to(Path.cwd())
+        folder = saved.folder.relative_to(Path.cwd()) if here else saved.folder
+        print(f"stopped after step {trainer.step}; saved in {folder}{more}: the same command resumes", flush=True)
+
+
+def layout_of(config: RunConfig) -> Parallel:
+    """As it is asked for; where a launcher has started the processes once more, the one that fits those it started."""
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return config.layout.fit(num_processes()) if is_restart else config.layout
+
+
+def trainer_of(config: RunConfig, layout: Parallel, context: ParallelContext) -> tuple[Trainer, RunData]:
+    """Everything that the config says, put together."""
+    hooks = hooks_of(config)
+    make_optimizer = optimizer_of(config.optimizer)
+    data, model = data_and_model_of(config)
+    hooks.append(Resume(config, num_steps_of(config, data)))
+    return Trainer(_engine(config, layout, context, model, data, make_optimizer), hooks), data
+
+
+def data_and_model_of(config: RunConfig) -> tuple[RunData, nn.Module]:
+    """Both, with the model's weights not there yet.
+
+    Raises what cannot be before the first step, and what an export behind the last one would fail with.
+    """
+    saved = own_config(config)
+    data = data_of(config, image_size_of(saved), class_names_of(saved))
+    model = model_of(config, data, saved)
+    check_task(config, model)
+    if config.training.export:
+        check_export(model, data.beside)
+    return data, model
+
+
+def _engine(
+    config: RunConfig, layout: Parallel, context: ParallelContext, model: Any, data: RunData, make_optimizer: Any
+) -> Engine:
+    torch.manual_seed(config.seed)
+    return initialize(
+        model,
+        make_optimizer(model),
+        train_data=data.train,
+        scheduler=scheduler_of(config.schedule, num_steps_of(config, data)),
+        parallel=layout,
+        batch_size=config.data.batch_size,
+        context=context,
+        data_options={
+            "seed": config.seed,
+            "shuffle": config.data.shuffle,
+            "drop_last": config.data.drop_last,
+            "collate_fn": data.collate,
+            "num_workers": config.data.workers,
+        },
+    )
+
+
+def num_steps_of(config: RunConfig, data: RunData) -> int:
+    """Steps of the whole run."""
+    if config.training.steps is not None:
+        return config.training.steps
+    samples, size = len(data.train), config.data.batch_size
+    return (config.training.epochs or 1) * (samples // size if config.data.drop_last else -(-samples // size))
+
+
+# B batch, S sequence
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank, and where it stands.
+
+    Args:
+        coords: its place on the axes.
+        kept: by kind, through the whole run.
+        step: the most that a step holds beside parameters: activations, gradients, scratch. None where it could not
+            be traced.
+    """
+
+    coords: dict[str, int]
+    kept: Memory
+    step: int | None
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What ``--dry-run`` prints."""
+
+    model: str
+    num_parameters: int
+    data: str
+    num_samples: int
+    num_steps: int
+    layout: dict[str, int]
+    description: str
+    ranks: list[RankMemory]
+    why_untraced: str = ""
+
+
+def plan_of(config: RunConfig) -> RunPlan:
+    """Reads config and data, and shards the model for each rank without its values.
+
+    Raises what training would raise before its first step. Communicates nothing, and allocates no weights.
+    """
+    hooks_of(config)
+    make_optimizer = optimizer_of(config.optimizer)
+    data, _ = data_and_model_of(config)
+    saved = own_config(config)
+    layout = config.layout
+    sizes = {name: size or 1 for name, size in layout.sizes.items()}
+    narrow = Precision.of(layout.precision).dtype
+    ranks: list[RankMemory] = []
+    said = why = ""
+    num_parameters = 0
+    known: dict[int, dict[Any, Any]] = {}  # what stages hand on, by tensor rank
+    for pipe, tensor in product(range(sizes["pipe"]), range(sizes["tensor"])):
+        coords = {"pipe": pipe, "tensor": tensor}
+        context = fake_context(
+            coords, tensor=sizes["tensor"], data=sizes["data"], pipe=sizes["pipe"], sequence=sizes["sequence"]
+        )
+        context = with_tensor(context, layout.tensor)
+        with _without_values():
+            plain = model_of(config, data, saved, lazy=False)
+            num_parameters = num_parameters or sum(p.numel() for p in plain.parameters())
+            of_params = make_optimizer(plain)
+            model = shard_model(plain, config=layout.shard_config(context)).train()
+            said = said or str(describe(model))
+            kept = _kept(model, of_params, layout, sizes["data"])
+        with _without_values() as copied:  # in the dtype in which a step computes
+            plain = model_of(config, data, saved, lazy=False, dtype=narrow or torch.float32)
+            model = shard_model(plain, config=layout.shard_config(context)).train()
+            batch = copied(_batch(config, data, sizes["data"]))
+            step, reason = _traced(model, layout, batch, known.setdefault(tensor, {}))
+        why = why or reason
+        ranks.append(RankMemory(coords, kept, step))
+    title = f"{head_of(config).__name__} of {config.model.name}"
+    return RunPlan(
+        title, num_parameters, data.title, len(data.train), num_steps_of(config, data), sizes, said, ranks, why
+    )
+
+
+@contextmanager
+def _without_values() -> Iterator[Any]:
+    with torch.random.fork_rng(devices=[]), fake_tensors() as copied:
+        yield copied
+
+
+def _kept(model: Any, make_optimizer: Any, layout: Parallel, data: int) -> Memory:
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    stage = layout.zero_stage
+    return memory(model, optimizer, stage=stage or 0, precision=layout.precision, offload=layout.offload, data=data)
+
+
+def _batch(config: RunConfig, data: RunData, ranks: int) -> Any:
+    """A data rank's part of the first batch."""
+    count = max(-(-min(config.data.batch_size, len(data.train)) // ranks), 1)
+    samples = [data.train[i % len(data.train)] for i in range(count)]
+    return (data.collate or collated)(samples)
+
+
+def _traced(model: Any, layout: Parallel, batch: Any, known: dict[Any, Any]) -> tuple[int | None, str]:
+    """(the most bytes that a step holds beside the parameters, why that is not known).
+
+    ``known`` are the shapes that earlier stages hand on, to which those of this one are added.
+    """
+    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    try:
+        with LiveBytes([*model.parameters()]) as live:
+            pipeline = pipeline_of(model, layout, None, None)
+            if layout.pipe > 1:
+                pipeline.exchange.given = dict(known)
+            pipeline.step(batch)
+    except (ShardFormerError, RuntimeError, TypeError, ValueError) as error:
+        return None, f"{type(error).__name__}: {error}"
+    if layout.pipe > 1:
+        known |= pipeline.exchange.known
+    return live.peak - held, ""

@@ -1,0 +1,80 @@
+"""``JsonLines``: the values of a run, a line of JSON for each step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shardformer.errors import ConfigError
+from shardformer.filesystem.atomic_write import path_of
+from shardformer.training.hook import Hook, Run
+from shardformer.training.metrics_log import Record, RecordWriter
+
+VALIDATION = "validation/"
+
+
+class JsonLines(Hook):
+    """Writes ``trainer.values`` into ``folder/records.jsonl``, which ``shardformer plot`` draws.
+
+    A run that goes on from a checkpoint drops the lines of steps behind it and goes on with the file; one that begins
+    anew keeps the file of the one before beside it. The first rank writes; nothing is communicated. Hooks that add
+    values come before it.
+
+    Args:
+        folder: of the run; it is made where there is none.
+        every: steps from one line to the next. What a validation gives is always written.
+
+    Raises:
+        ConfigError: an argument cannot be.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, folder: str | Path, every: int = 1) -> None:
+        check_every("JsonLines", every)
+        self.folder, self.every = path_of(folder), every
+        self._writer: RecordWriter | None = None
+        self._seconds_before = 0.0
+        self._seconds = 0.0
+
+    def before_train(self, trainer: Run) -> None:
+        if trainer.is_first:
+            self._writer = RecordWriter(self.folder, trainer.step or None)
+
+    def after_step(self, trainer: Run) -> None:
+        if trainer.step % self.every == 0:
+            self._write(trainer, {n: v for n, v in trainer.values.items() if not n.startswith(VALIDATION)})
+
+    def after_validation(self, trainer: Run) -> None:
+        self._write(trainer, {n: v for n, v in trainer.values.items() if n.startswith(VALIDATION)})
+
+    def after_train(self, trainer: Run) -> None:
+        self._close()
+
+    def on_exception(self, trainer: Run) -> None:
+        self._close()
+
+    def state(self) -> Any:
+        return {"seconds": self._seconds}
+
+    def load_state(self, state: Any) -> None:
+        self._seconds_before = self._seconds = state["seconds"]
+
+    def _write(self, trainer: Run, values: dict[str, float]) -> None:
+        self._seconds = self._seconds_before + trainer.seconds
+        if self._writer is not None:
+            self._writer.write(Record(trainer.step, trainer.epoch, self._seconds, values))
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def check_every(name: str, every: Any, argument: str = "every") -> None:
+    """Raises ConfigError for what is no number of steps."""
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ConfigError(
+            f"{name}({argument}={every!r})",
+            rule="It is a number of steps, from 1 on",
+            remedy=f"Write {argument}=10, or leave it out",
+        )

@@ -1,0 +1,75 @@
+"""``TensorBoard``: the values of a run as TensorBoard shows them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shardformer.errors import ConfigError
+from shardformer.filesystem.atomic_write import path_of
+from shardformer.training.hook import Hook, Run
+from shardformer.training.hooks.json_lines import VALIDATION, check_every
+
+
+class TensorBoard(Hook):
+    """Writes ``trainer.values`` for ``tensorboard --logdir folder``.
+
+    A run that goes on from a checkpoint hides what was written of steps behind it. The first rank writes; nothing is
+    communicated. Hooks that add values come before it.
+
+    Args:
+        folder: where its event files lie.
+        every: steps from one value to the next. What a validation gives is always written.
+
+    Raises ConfigError where tensorboard is not installed, or an argument cannot be.
+    """
+
+    def __init__(self, folder: str | Path, every: int = 1) -> None:
+        check_every("TensorBoard", every)
+        self.folder, self.every = path_of(folder), every
+        self._writer: Any = None
+        _summary_writer()
+
+    def before_train(self, trainer: Run) -> None:
+        if trainer.is_first:
+            purge = trainer.step + 1 if trainer.step else None
+            self._writer = _summary_writer()(str(self.folder), purge_step=purge)
+
+    def after_step(self, trainer: Run) -> None:
+        if trainer.step % self.every == 0:
+            self._write(trainer, is_validation=False)
+
+    def after_validation(self, trainer: Run) -> None:
+        self._write(trainer, is_validation=True)
+
+    def after_train(self, trainer: Run) -> None:
+        self._close()
+
+    def on_exception(self, trainer: Run) -> None:
+        self._close()
+
+    def _write(self, trainer: Run, *, is_validation: bool) -> None:
+        if self._writer is None:
+            return
+        for name, value in trainer.values.items():
+            if name.startswith(VALIDATION) == is_validation:
+                self._writer.add_scalar(name, value, trainer.step)
+        if is_validation:
+            self._writer.flush()
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard.writer import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            "The hook TensorBoard is asked for, and tensorboard is not installed",
+            rule="TensorBoard's files are written by its own library",
+            remedy="pip install 'shardformer[tensorboard]', or use the hook JsonLines",
+        ) from error
+    return SummaryWriter

@@ -1,0 +1,325 @@
+"""Runs as a picture, with a chart for each recorded value, and as a table of what they reached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import ceil, isfinite, log10
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardformer.errors import ConfigError
+from shardformer.pipeline.schedule_chart import check_file, writing
+from shardformer.training.metrics_log import Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Runs: TypeAlias = Mapping[str, Sequence[Record]]
+Series: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""Steps, and the values that were recorded behind them."""
+
+VALIDATION = "validation/"
+_TITLES = {
+    "loss": "loss",
+    "tokens_per_s": "tokens per second",
+    "memory_bytes": "memory per process",
+    "learning_rate": "learning rate",
+    "flops_per_s": "FLOP per second",
+    "grad_norm": "norm of the gradients",
+}
+FROM_ZERO = {"tokens_per_s", "memory_bytes", "flops_per_s"}
+_NEVER_SMOOTHED = {"memory_bytes", "learning_rate"}
+_LOG_IF_WIDE = {"loss", "grad_norm"}
+_WIDE = 100.0  # largest value to smallest from which an axis is logarithmic
+_MANY_POINTS = 100  # above, a curve is a moving mean over the values themselves
+# Okabe and Ito, without their yellow, which is too light for a line.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
+_INK, _GRID = "#444444", "#E4E4E4"
+
+
+def panel_names(runs: Runs) -> list[str]:
+    """What is drawn, a panel each: what a picture knows by name first, the others in their order.
+
+    A value of the validation data is drawn with the one of the training data: validation/loss with loss.
+    """
+    found = {name.removeprefix(VALIDATION): None for records in runs.values() for r in records for name in r.values}
+    return [name for name in _TITLES if name in found] + [name for name in found if name not in _TITLES]
+
+
+def series(records: Sequence[Record], name: str) -> Series:
+    """The steps and values of one name, in the order of steps; NaN and infinity included."""
+    pairs = sorted(((r.step, r.values[name]) for r in records if name in r.values), key=lambda pair: pair[0])
+    table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
+
+
+def finite(one: Series) -> Series:
+    """A series without what is NaN or infinite."""
+    keep = np.isfinite(one[1])
+    return one[0][keep], one[1][keep]
+
+
+def _window(num_points: int) -> int:
+    return min(num_points // 40, 250) * 2 + 1
+
+
+def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The mean of the values around each; at the ends of those that are there."""
+    window = np.ones(_window(len(values)))
+    # no running sum: what follows a loss of 1e18 would be lost in it
+    return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
+
+
+def is_smoothed(name: str, one: Series) -> bool:
+    """Whether the curve of a value of the training data is a moving mean."""
+    return name not in _NEVER_SMOOTHED and int(np.isfinite(one[1]).sum()) > _MANY_POINTS
+
+
+def drawn(name: str, one: Series) -> Series:
+    """The curve of a series: itself, or its moving mean where it has many values; NaN where one is not finite."""
+    steps, values = one
+    good = np.isfinite(values)
+    shown = np.where(good, values, np.nan)
+    if is_smoothed(name, one):
+        shown[good] = smoothed(values[good])
+    return steps, shown
+
+
+def alone(values: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Where a finite value has none beside it, so that no line comes to it."""
+    good = np.isfinite(values)
+    padded = np.concatenate([[False], good, [False]])
+    found: NDArray[np.bool_] = good & ~padded[:-2] & ~padded[2:]
+    return found
+
+
+def is_log(name: str, values: NDArray[np.float64]) -> bool:
+    """Whether the axis of finite values is logarithmic: that of a loss or a norm, over more than two decades."""
+    if name not in _LOG_IF_WIDE or len(values) == 0 or values.min() <= 0:
+        return False
+    return bool(log10(values.max()) - log10(values.min()) > log10(_WIDE))
+
+
+def _all_of(runs: Runs, name: str) -> NDArray[np.float64]:
+    """The finite values of a panel, of all runs."""
+    names = (name, VALIDATION + name)
+    return np.concatenate([finite(series(records, n))[1] for records in runs.values() for n in names])
+
+
+def said_bytes(value: float) -> str:
+    """2.1e9 as 2.1 GB."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if value >= scale:
+            return f"{value / scale:,.1f} {unit}"
+    return f"{value:,.0f} B"
+
+
+def title_of(name: str) -> str:
+    """What a value is called above its chart."""
+    return _TITLES.get(name, name.replace("_", " "))
+
+
+# ----------------------------------------------------------------------------------------------------------- the chart
+
+
+def draw(runs: Runs, path: Path, names: Sequence[str] | None = None) -> None:
+    """Draws a chart, a panel for each value that was recorded, into a file whose name ends in .svg or .png.
+
+    Each run has a colour. Values of the validation data are dashed. A curve of more than 100 points is their moving
+    mean, above them. A cross on the lower edge is a value that is not finite. ``names`` are those of the values; None:
+    all of them.
+
+    Raises ConfigError where that cannot be: no value was recorded, no matplotlib, or the file cannot be written.
+    """
+    check_file(path)
+    names = list(names) if names is not None else panel_names(runs)
+    if not names:
+        raise ConfigError(
+            f"There is nothing to draw in {', '.join(runs) or 'no run'}",
+            rule="A picture shows the values of records",
+            remedy="Record a value, such as loss",
+        )
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = 1 if len(names) == 1 else 2 if len(names) <= 4 else 3
+    rows = ceil(len(names) / columns)
+    size = (7.5, 11.0, 14.5)[columns - 1], (4.2, 3.1, 2.9)[columns - 1] * rows + 0.5
+    style = {"svg.hashsalt": "shardformer", "agg.path.chunksize": 10_000, "font.size": 9, "text.parse_math": False}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=size)
+        figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
+        FigureCanvasAgg(figure)
+        grid = figure.add_gridspec(rows, columns)
+        wide = 1 + rows * columns - len(names)  # the first panel takes what the others leave
+        for number, name in enumerate(names):
+            place = divmod(number + wide - 1, columns)
+            cell = grid[0, :wide] if number == 0 else grid[place]
+            is_lowest = number + columns >= len(names)
+            _draw_panel(figure.add_subplot(cell), runs, name, is_lowest)
+        _draw_legend(figure, runs, names)
+        with writing(path) as hidden:
+            figure.savefig(hidden, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
+
+
+def _draw_panel(axes: Axes, runs: Runs, name: str, has_label: bool) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for colour, records in zip(_colours(len(runs)), runs.values()):
+        trained, validated = series(records, name), series(records, VALIDATION + name)
+        _draw_curve(axes, trained, colour, name)
+        _draw_validation(axes, validated, colour)
+        _draw_crosses(axes, trained, colour)
+        _draw_crosses(axes, validated, colour)
+    values = _all_of(runs, name)
+    if is_log(name, values):
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter(lambda *_: "")
+    elif name in FROM_ZERO and len(values) and values.min() >= 0:
+        axes.set_ylim(bottom=0, top=1.1 * values.max() or 1.0)
+    only_validation = all(name not in record.values for records in runs.values() for record in records)
+    axes.set_title(f"{title_of(name)} (validation)" if only_validation else title_of(name), loc="left", fontsize=10)
+    axes.grid(color=_GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[:].set_visible(False)
+    axes.spines["bottom"].set(visible=True, color="#BBBBBB")
+    axes.tick_params(length=0, colors=_INK)
+    axes.yaxis.set_major_formatter(_formatter(name, values))
+    axes.xaxis.set_major_formatter(_plain)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    if len(values) == 0:
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, "no finite value", transform=axes.transAxes, ha="center", color=_INK)
+    if has_label:
+        axes.set_xlabel("step", color=_INK)
+
+
+def _draw_curve(axes: Axes, one: Series, colour: Any, name: str) -> None:
+    steps, curve = drawn(name, one)
+    if is_smoothed(name, one):
+        recorded = np.where(np.isfinite(one[1]), one[1], np.nan)
+        axes.plot(steps, recorded, color=colour, alpha=0.25, linewidth=0.8)
+    axes.plot(steps, curve, color=colour, linewidth=1.6)
+    axes.plot(steps[alone(curve)], curve[alone(curve)], "o", color=colour, markersize=3.5)
+
+
+def _draw_validation(axes: Axes, one: Series, colour: Any) -> None:
+    steps, values = finite(one)
+    marker = "o" if len(steps) <= 40 else ""
+    axes.plot(steps, values, "--", color=colour, marker=marker, markersize=3.5, linewidth=1.3)
+
+
+def _draw_crosses(axes: Axes, one: Series, colour: Any) -> None:
+    """On the lower edge, where a value is not finite."""
+    bad = one[0][~np.isfinite(one[1])]
+    edge = axes.get_xaxis_transform()
+    if len(bad):  # a line without points has no place, and the layout none then
+        axes.plot(bad, np.zeros_like(bad), "x", color=colour, transform=edge, clip_on=False, markersize=5, zorder=5)
+
+
+def _formatter(name: str, values: NDArray[np.float64]) -> Callable[[float, float], str]:
+    if name == "memory_bytes":
+        top = values.max(initial=0.0)
+        unit, scale = next(((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)) if top >= s), ("B", 1.0))
+        return lambda value, _: f"{value / scale:g} {unit}"
+    return _plain
+
+
+def _plain(value: float, _: float = 0) -> str:
+    """51200 as 51.2k; no offset on the edge of the axis, which would lie on the title."""
+    for unit, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if scale * 1e4 > abs(value) >= scale * (10 if unit == "k" else 1):
+            return f"{value / scale:.10g}{unit}"
+    return f"{value:.10g}"
+
+
+def _colours(count: int) -> list[Any]:
+    if count <= len(COLOURS):
+        return list(COLOURS[:count])
+    import matplotlib
+
+    return [matplotlib.colormaps["turbo"](i) for i in np.linspace(0.05, 0.95, count)]
+
+
+def _draw_legend(figure: Figure, runs: Runs, names: Sequence[str]) -> None:
+    """The runs, and what a line means; of a single run its name is the title."""
+    from matplotlib.lines import Line2D
+
+    entries: list[tuple[str, Any]] = []
+    if len(runs) == 1:
+        figure.suptitle(_short(next(iter(runs)), 90), x=0.01, ha="left", fontsize=12)
+    else:
+        for colour, run in zip(_colours(len(runs)), runs):
+            entries.append((_short(run, 60), Line2D([], [], color=colour, linewidth=2)))
+    trained = [(name, series(records, name)) for records in runs.values() for name in names]
+    validated = [series(records, VALIDATION + name) for records in runs.values() for name in names]
+    if any(len(steps) for steps, _ in validated):
+        line = Line2D([], [], color=_INK, linestyle="--", marker="o", markersize=3.5, linewidth=1.3)
+        entries.append(("validation", line))
+    if any(is_smoothed(name, one) for name, one in trained):
+        entries.append(("moving mean", Line2D([], [], color=_INK, linewidth=1.6)))
+        entries.append(("as recorded", Line2D([], [], color=_INK, alpha=0.3, linewidth=1)))
+    if not all(np.isfinite(values).all() for _, values in [*validated, *(one for _, one in trained)]):
+        entries.append(("not finite", Line2D([], [], color=_INK, linestyle="", marker="x", markersize=5)))
+    if entries:
+        labels, lines = zip(*entries)
+        columns = max(1, min(len(entries), int(figure.get_figwidth() * 12 / (max(map(len, labels)) + 8))))
+        figure.legend(lines, labels, loc="outside lower left", ncols=columns, fontsize=9, frameon=False)
+
+
+def _short(name: str, most: int) -> str:
+    """The end of a long name, which is where runs differ."""
+    return name if len(name) <= most else f"...{name[3 - most :]}"
+
+
+# --------------------------------------------------------------------------------------------------------- the summary
+
+
+def summary(runs: Runs) -> list[dict[str, str]]:
+    """A row for each run: how far it went, what it reached, how fast it was on the mean, what it held at the most.
+
+    A best or mean value is of those that are finite; a last one is said as it is.
+    """
+    return [{"run": run, **_reached(records)} for run, records in runs.items()]
+
+
+def _reached(records: Sequence[Record]) -> dict[str, str]:
+    losses = {name: series(records, name)[1] for name in ("loss", VALIDATION + "loss")}
+    cells = {
+        "step": str(max((record.step for record in records), default=0)),
+        "time": _time(records[-1].seconds if records else 0.0),
+    }
+    for name, values in losses.items():
+        shown = name.replace("/", " ")
+        best = values[np.isfinite(values)]
+        cells[f"last {shown}"] = _said_loss(values[-1]) if len(values) else ""
+        cells[f"best {shown}"] = _said_loss(best.min()) if len(best) else cells[f"last {shown}"]
+    speed, memory = finite(series(records, "tokens_per_s"))[1], finite(series(records, "memory_bytes"))[1]
+    cells["mean tokens/s"] = _short_number(float(f"{speed.mean():.4g}")) if len(speed) else ""
+    cells["peak memory"] = said_bytes(float(memory.max())) if len(memory) else ""
+    return cells
+
+
+def _said_loss(value: float) -> str:
+    """Four digits behind the point, where they say something."""
+    return f"{value:.4f}" if value == 0 or 1e-2 <= abs(value) < 1e5 or not isfinite(value) else f"{value:.3e}"
+
+
+def _short_number(value: float) -> str:
+    """51200 as 51.2k."""
+    for unit, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if scale * 1e4 > abs(value) >= scale * (10 if unit == "k" else 1):
+            return f"{value / scale:.5g}{unit}"
+    return f"{value:.10g}"
+
+
+def _time(seconds: float) -> str:
+    if not isfinite(seconds):
+        return str(seconds)
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

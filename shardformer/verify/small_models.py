@@ -1,0 +1,640 @@
+"""The sizes of the small models, family by family, under the model type of transformers.
+
+Odd on purpose: a vocabulary of 127, six heads of eight, two KV heads, MLPs of 70, images of 5 x 5 patches, windows that
+do not divide. No dropout, no stochastic depth, nothing masked by chance; no cache in what a model gives.
+
+Also here, each to be said in one text by hand:
+
+- The head classes of the families: all that transformers has, and what a head asks of the config.
+- Batches of images, alone, with points to segment, or with text.
+- Batches of sounds and of the words in them.
+- Random batches that fit a head class: tokens, images, sounds, and the labels that the head takes.
+- One number to train on, whatever a model gives.
+- How the small models are made deeper: which field of a family's config says how many layers it has.
+- A small random model of a family.
+- Small random models of many families, every head class of each, and batches that fit them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from shardformer.errors import ConfigError, nearest
+from shardformer.torch_compat import has_values
+from shardformer.transformers_compat import load_transformers
+
+_BERT: dict[str, Any] = dict(
+    vocab_size=127, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, intermediate_size=70,
+    max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=0,
+)  # fmt: skip
+_LLAMA: dict[str, Any] = dict(
+    vocab_size=127, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
+    intermediate_size=70, max_position_embeddings=64, classifier_dropout=0.0, bos_token_id=1, eos_token_id=2,
+    pad_token_id=0,
+)  # fmt: skip
+_OPT: dict[str, Any] = dict(
+    vocab_size=127, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, ffn_dim=70,
+    max_position_embeddings=64, dropout=0.0, bos_token_id=2, eos_token_id=2, pad_token_id=1, use_cache=False,
+)  # fmt: skip
+_WIDE = 0.2
+"""Of initial weights, where with the usual 0.02 hardly anything that attention computes would reach the loss."""
+_IMAGE_SIZES: dict[str, Any] = dict(image_size=20, patch_size=4)
+_VIT: dict[str, Any] = dict(
+    hidden_size=48, num_hidden_layers=2, num_attention_heads=6, intermediate_size=70, **_IMAGE_SIZES,
+)  # fmt: skip
+# 7 x 7 patches in windows of 3: padded, and shifted in the second layer; then 4 x 4. Reconstructed from 4 x 4 by 7.
+_SWIN: dict[str, Any] = dict(
+    image_size=28, patch_size=4, embed_dim=24, depths=[2, 1], num_heads=[3, 6], window_size=3, mlp_ratio=1.46,
+    drop_path_rate=0.0, encoder_stride=7, initializer_range=_WIDE,
+)  # fmt: skip
+QFORMER: Mapping[str, Any] = MappingProxyType({**_BERT, "encoder_hidden_size": 48, "cross_attention_frequency": 2})
+"""BLIP-2's second part; its first layer attends to the image, its second does not."""
+
+SMALL: dict[str, dict[str, Any]] = {
+    "bert": _BERT,
+    "gpt2": dict(
+        vocab_size=127, n_embd=48, n_layer=2, n_head=6, n_inner=70, n_positions=64, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, summary_first_dropout=0.0, classifier_dropout=0.0, bos_token_id=1,
+        eos_token_id=2, pad_token_id=0,
+    ),
+    "llama": _LLAMA,
+    "t5": dict(
+        vocab_size=127, d_model=48, d_kv=8, num_layers=2, num_heads=6, d_ff=70, dropout_rate=0.0,
+        decoder_start_token_id=0, pad_token_id=0, eos_token_id=2, classifier_dropout=0.0,
+    ),
+    "opt": _OPT,
+    "bloom": dict(
+        vocab_size=127, hidden_size=48, n_layer=2, n_head=6, hidden_dropout=0.0, attention_dropout=0.0,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0, use_cache=False,
+    ),
+    "falcon": dict(
+        vocab_size=127, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_kv_heads=2,
+        new_decoder_architecture=True, ffn_hidden_size=70, max_position_embeddings=64, bos_token_id=1,
+        eos_token_id=2, pad_token_id=0, use_cache=False,
+    ),
+    "gpt_neo": dict(
+        vocab_size=127, hidden_size=48, num_layers=2, num_heads=6, intermediate_size=70, window_size=5,
+        attention_types=[[["global", "local"], 1]], max_position_embeddings=64, classifier_dropout=0.0,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0, use_cache=False,
+    ),
+    "gptj": dict(
+        vocab_size=127, n_embd=48, n_layer=2, n_head=6, n_inner=70, n_positions=64, rotary_dim=4, bos_token_id=1,
+        eos_token_id=2, pad_token_id=0, use_cache=False,
+    ),
+    "qwen2": {**_LLAMA, "use_cache": False},
+    "qwen3": {**_LLAMA, "head_dim": 8, "use_cache": False},
+    "mistral": {**_LLAMA, "sliding_window": 5, "use_cache": False},
+    "roberta": {**_BERT, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "use_cache": False},
+    "albert": {**_BERT, "embedding_size": 30, "classifier_dropout_prob": 0.0},
+    "ernie": {**_BERT, "use_cache": False},
+    "whisper": dict(
+        vocab_size=127, d_model=48, num_mel_bins=8, encoder_layers=2, decoder_layers=2, encoder_attention_heads=6,
+        decoder_attention_heads=6, encoder_ffn_dim=70, decoder_ffn_dim=70, max_source_positions=15,
+        max_target_positions=64, classifier_proj_size=30, dropout=0.0, decoder_start_token_id=3, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, begin_suppress_tokens=None, use_cache=False,
+    ),
+    "vit": {**_VIT, "encoder_stride": 4},
+    "beit": {
+        **_VIT, "vocab_size": 127, "use_relative_position_bias": True, "drop_path_rate": 0.0,
+        "pool_scales": [1, 2], "auxiliary_channels": 30,
+    },
+    "swin": _SWIN,
+    "swinv2": {**_SWIN, "pretrained_window_sizes": [0, 0]},
+    "sam": dict(
+        vision_config=dict(
+            hidden_size=48, num_hidden_layers=2, num_attention_heads=6, mlp_dim=70, output_channels=48,
+            num_pos_feats=24, window_size=3, global_attn_indexes=[1], initializer_range=_WIDE, **_IMAGE_SIZES,
+        ),
+        prompt_encoder_config=dict(hidden_size=48, mask_input_channels=12, **_IMAGE_SIZES),
+        mask_decoder_config=dict(hidden_size=48, num_attention_heads=6, mlp_dim=70, iou_head_hidden_dim=30),
+        initializer_range=_WIDE,
+    ),
+    "blip-2": dict(
+        vision_config={**_VIT, "initializer_range": 0.02},
+        qformer_config=dict(QFORMER),
+        text_config={**_OPT, "model_type": "opt"},
+        num_query_tokens=5, image_text_hidden_size=30, image_token_index=4,
+    ),
+}  # fmt: skip
+
+
+def _classes(prefix: str, *suffixes: str) -> tuple[str, ...]:
+    return tuple(prefix + suffix for suffix in suffixes)
+
+
+_CLASSIFY, _TAG, _ANSWER = "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"
+_IMAGES = ("Model", "ForImageClassification", "ForMaskedImageModeling")
+
+HEADS: dict[str, tuple[str, ...]] = {
+    "bert": _classes(
+        "Bert", "Model", "ForPreTraining", "LMHeadModel", "ForMaskedLM", "ForNextSentencePrediction", _CLASSIFY,
+        "ForMultipleChoice", _TAG, _ANSWER,
+    ),
+    "gpt2": _classes("GPT2", "Model", "LMHeadModel", "DoubleHeadsModel", _CLASSIFY, _TAG, _ANSWER),
+    "llama": _classes("Llama", "Model", "ForCausalLM", _CLASSIFY, _ANSWER, _TAG),
+    "t5": _classes("T5", "Model", "ForConditionalGeneration", "EncoderModel", _CLASSIFY, _TAG, _ANSWER),
+    "opt": _classes("OPT", "Model", "ForCausalLM", _CLASSIFY, _ANSWER),
+    "bloom": _classes("Bloom", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
+    "falcon": _classes("Falcon", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
+    "gpt_neo": _classes("GPTNeo", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
+    "gptj": _classes("GPTJ", "Model", "ForCausalLM", _CLASSIFY, _ANSWER),
+    "qwen2": _classes("Qwen2", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
+    "qwen3": _classes("Qwen3", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
+    "mistral": _classes("Mistral", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
+    "roberta": _classes(
+        "Roberta", "Model", "ForCausalLM", "ForMaskedLM", _CLASSIFY, "ForMultipleChoice", _TAG, _ANSWER
+    ),
+    "albert": _classes(
+        "Albert", "Model", "ForPreTraining", "ForMaskedLM", _CLASSIFY, _TAG, _ANSWER, "ForMultipleChoice"
+    ),
+    "ernie": _classes(
+        "Ernie", "Model", "ForPreTraining", "ForCausalLM", "ForMaskedLM", "ForNextSentencePrediction", _CLASSIFY,
+        "ForMultipleChoice", _TAG, _ANSWER,
+    ),
+    "whisper": _classes("Whisper", "Model", "ForConditionalGeneration", "ForCausalLM", "ForAudioClassification"),
+    "vit": _classes("ViT", *_IMAGES),
+    "beit": _classes("Beit", *_IMAGES, "ForSemanticSegmentation", "Backbone"),
+    "swin": _classes("Swin", *_IMAGES, "Backbone"),
+    "swinv2": _classes("Swinv2", *_IMAGES, "Backbone"),
+    "sam": _classes("Sam", "Model", "VisionModel"),
+    "blip-2": _classes(
+        "Blip2", "Model", "ForConditionalGeneration", "ForImageTextRetrieval", "VisionModel", "QFormerModel",
+        "TextModelWithProjection", "VisionModelWithProjection",
+    ),
+}  # fmt: skip
+
+MAIN: dict[str, str] = {
+    "bert": "BertForMaskedLM",
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "t5": "T5ForConditionalGeneration",
+    "opt": "OPTForCausalLM",
+    "bloom": "BloomForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "gpt_neo": "GPTNeoForCausalLM",
+    "gptj": "GPTJForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "roberta": "RobertaForMaskedLM",
+    "albert": "AlbertForMaskedLM",
+    "ernie": "ErnieForMaskedLM",
+    "whisper": "WhisperForConditionalGeneration",
+    "vit": "ViTForImageClassification",
+    "beit": "BeitForImageClassification",
+    "swin": "SwinForImageClassification",
+    "swinv2": "Swinv2ForImageClassification",
+    "sam": "SamModel",
+    "blip-2": "Blip2ForConditionalGeneration",
+}
+"""The head that a family is known by."""
+
+LANGUAGE_MODEL: Mapping[str, str] = MappingProxyType(
+    {family: MAIN[family] for family in ("bert", "gpt2", "llama", "t5")}
+)
+"""One family of each kind: an encoder, two decoders, an encoder with a decoder."""
+
+FAMILY_OF: dict[str, str] = {head: family for family, heads in HEADS.items() for head in heads}
+
+_DECODER: dict[str, Any] = {"is_decoder": True}
+_WITH_TEXT: dict[str, Any] = {"qformer_config": {**QFORMER, "use_qformer_text_input": True}}
+NEEDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "BertLMHeadModel": _DECODER,
+        "RobertaForCausalLM": _DECODER,
+        "AlbertForPreTraining": {"num_labels": 2},  # in order, or not
+        "ErnieForCausalLM": _DECODER,
+        "BeitForMaskedImageModeling": {"use_mask_token": True},
+        # it reads what goes into the layers that it names, so of the last it reads nothing
+        "BeitForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
+        "BeitBackbone": {"out_indices": [0, 1, 2]},
+        "SwinBackbone": {"out_indices": [1, 2]},
+        "Swinv2Backbone": {"out_indices": [1, 2]},
+        "Blip2ForImageTextRetrieval": _WITH_TEXT,
+        "Blip2QFormerModel": _WITH_TEXT,
+        "Blip2TextModelWithProjection": _WITH_TEXT,
+    }
+)
+"""Fields of the config that a head needs and its family's small model does not have."""
+
+PART: Mapping[str, str] = MappingProxyType(
+    {
+        "SamVisionModel": "vision_config",
+        "Blip2VisionModel": "vision_config",
+        "Blip2QFormerModel": "qformer_config",
+    }
+)
+"""The field of the family's config that holds the whole config of a head which is only a part of the model."""
+
+_IMAGES_ALONE = ("vit", "beit", "swin", "swinv2", "sam")
+
+
+def sees_alone(head: str) -> bool:
+    """Whether a head takes images and no tokens."""
+    return FAMILY_OF.get(head) in _IMAGES_ALONE or head == "Blip2VisionModel"
+
+
+def settings_of(head: str, changes: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """What the small model of a head says in its own config: of the part alone where the head is a part."""
+    family = SMALL[FAMILY_OF[head]]
+    settings = {**family, **NEEDS.get(head, {})}
+    return {**(settings[PART[head]] if head in PART else settings), **changes}
+
+
+# B batch, C channels, P patches, Q points' groups, K points, S sequence, H hidden
+
+IGNORED = 255
+
+
+def image_batch(
+    head: str, generator: Generator, settings: Mapping[str, Any], batch: int, num_labels: int
+) -> dict[str, Tensor]:
+    """Images, and what the head takes: a class, masked patches, or a class for each pixel."""
+    images_BCss = pixels(generator, settings, batch)
+    if head.endswith("ForImageClassification"):
+        labels_B = torch.randint(num_labels, (batch,), generator=generator)
+        return {"pixel_values": images_BCss, "labels": labels_B}
+    if head.endswith("ForSemanticSegmentation"):
+        size = settings["image_size"]
+        labels_Bss = torch.randint(num_labels, (batch, size, size), generator=generator)
+        labels_Bss[:, :3] = settings.get("semantic_loss_ignore_index", IGNORED)
+        return {"pixel_values": images_BCss, "labels": labels_Bss}
+    if head.endswith("ForMaskedImageModeling"):
+        return {"pixel_values": images_BCss, **_masked(head, generator, settings, batch)}
+    return {"pixel_values": images_BCss}
+
+
+def pixels(generator: Generator, settings: Mapping[str, Any], batch: int) -> Tensor:
+    size = settings["image_size"]
+    return torch.randn(batch, settings.get("num_channels", 3), size, size, generator=generator)
+
+
+def _masked(head: str, generator: Generator, settings: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
+    num_patches = (settings["image_size"] // settings["patch_size"]) ** 2
+    order_BP = torch.rand(batch, num_patches, generator=generator).argsort(dim=1)
+    if head != "BeitForMaskedImageModeling":
+        return {"bool_masked_pos": order_BP < num_patches // 3}
+    # BEiT's labels are those of the masked patches of all images in a row: with one in each image, a label a row
+    labels_B = torch.randint(settings["vocab_size"], (batch,), generator=generator)
+    return {"bool_masked_pos": order_BP == 0, "labels": labels_B}
+
+
+def sam_batch(generator: Generator, settings: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
+    """Images with two prompts each: points of all kinds (on it, off it, none, padding), a box, a mask to begin with."""
+    vision = settings["vision_config"]
+    size, grid = vision["image_size"], vision["image_size"] // vision["patch_size"]
+    kinds_BQK = torch.tensor([1, 0, -1, -10]).expand(batch, 2, 4).clone()
+    return {
+        "pixel_values": pixels(generator, vision, batch),
+        "input_points": size * torch.rand(batch, 2, 4, 2, generator=generator),
+        "input_labels": kinds_BQK,
+        "input_boxes": size * torch.rand(batch, 2, 4, generator=generator),
+        "input_masks": torch.randn(batch, 1, 4 * grid, 4 * grid, generator=generator),
+    }
+
+
+def blip_batch(
+    head: str, generator: Generator, settings: Mapping[str, Any], text: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """An image before a text, or what one of BLIP-2's parts takes."""
+    if head == "Blip2TextModelWithProjection":
+        return dict(text)
+    ids_BS, mask_BS = text["input_ids"], text["attention_mask"]
+    batch = len(ids_BS)
+    if head == "Blip2QFormerModel":
+        states = torch.randn(batch, 17, settings["encoder_hidden_size"], generator=generator)
+        queries = torch.randn(batch, ids_BS.shape[1], settings["hidden_size"], generator=generator)
+        # transformers takes no padding there beside a text, which does not attend to these states
+        mask = torch.ones(batch, 17, dtype=torch.long)
+        return {
+            "query_embeds": queries, "attention_mask": mask_BS, "encoder_hidden_states": states,
+            "encoder_attention_mask": mask, "query_length": torch.tensor(5),
+        }  # fmt: skip
+    images = pixels(generator, settings["vision_config"], batch)
+    if head.startswith("Blip2Vision"):
+        return {"pixel_values": images}
+    places = torch.full((batch, settings["num_query_tokens"]), settings["image_token_index"])
+    out = {
+        "pixel_values": images,
+        "input_ids": torch.cat([places, ids_BS], dim=1),
+        "attention_mask": torch.cat([torch.ones_like(places), mask_BS], dim=1),
+    }
+    if head == "Blip2ForImageTextRetrieval":
+        # the other way compares each image with each text of the batch: no mean over rows
+        return {**out, "use_image_text_matching_head": torch.tensor(True)}
+    labels_BS = ids_BS.roll(1, dims=0)
+    labels_BS[:, :3] = -100
+    return {**out, "labels": torch.cat([torch.full_like(places, -100), labels_BS], dim=1)}
+
+
+# B batch, M mel bins, F frames, T target tokens, H hidden
+
+
+def sound_batch(
+    head: str, generator: Generator, settings: Mapping[str, Any], text: Mapping[str, Tensor], num_labels: int
+) -> dict[str, Tensor]:
+    """What Whisper's heads take: a spectrogram of full length, and words or a class."""
+    ids_BT, mask_BT = text["input_ids"], text["attention_mask"]
+    batch, frames = len(ids_BT), 2 * settings["max_source_positions"]
+    labels_BT = ids_BT.roll(-1, dims=1)
+    labels_BT[:, :3] = -100
+    if head == "WhisperForCausalLM":
+        heard_BFH = torch.randn(batch, 7, settings["d_model"], generator=generator)
+        return {**text, "encoder_outputs": heard_BFH, "labels": labels_BT}
+    sounds = {"input_features": torch.randn(batch, settings["num_mel_bins"], frames, generator=generator)}
+    if head == "WhisperForAudioClassification":
+        return {**sounds, "labels": torch.randint(num_labels, (batch,), generator=generator)}
+    if head == "WhisperModel":
+        return {**sounds, "decoder_input_ids": ids_BT, "decoder_attention_mask": mask_BT}
+    return {**sounds, "decoder_attention_mask": mask_BT, "labels": labels_BT}
+
+
+FIRST_TOKEN = 5
+"""Those before mean something: padding, a start, an end, an image."""
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Random batches for a head class: call it with a step. Different samples in every row, padding, ignored labels.
+
+    Every row counts equally many labels, so the loss of a batch is the mean of the losses of its parts.
+
+    Args:
+        head: a class of transformers. One that is not in ``HEADS`` is taken to read tokens.
+        vocab_size, num_labels, eos: of the model.
+        batch, sequence: rows, and tokens in a row.
+        changes: fields of the head's own config that differ from the small model's; they say the sizes of images and
+            sounds.
+    """
+
+    head: str
+    vocab_size: int = 127
+    batch: int = 4
+    sequence: int = 13
+    num_labels: int = 3
+    eos: int = 2
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, step: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(1000 + step)
+        family = FAMILY_OF.get(self.head, "")
+        if self.head == "SamModel":
+            return sam_batch(generator, self._settings, self.batch)
+        if sees_alone(self.head):
+            return image_batch(self.head, generator, self._settings, self.batch, self.num_labels)
+        ids = self._tokens(generator, self.batch, self.sequence)
+        mask = torch.ones_like(ids)
+        mask[:, -2:] = 0
+        if "T5" in self.head:
+            ids[:, -3] = self.eos
+        batch = {"input_ids": ids, "attention_mask": mask}
+        if family == "whisper":
+            return sound_batch(self.head, generator, self._settings, batch, self.num_labels)
+        if family == "blip-2":
+            return blip_batch(self.head, generator, self._settings, batch)
+        return {**batch, **self._labels(generator, ids)}
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return settings_of(self.head, self.changes)
+
+    def _tokens(self, generator: torch.Generator, *shape: int) -> Tensor:
+        return torch.randint(FIRST_TOKEN, self.vocab_size, shape, generator=generator)
+
+    def _labels(self, generator: torch.Generator, ids: Tensor) -> dict[str, Tensor]:
+        classes = torch.randint(self.num_labels, (self.batch,), generator=generator)
+        per_token = self._tokens(generator, self.batch, self.sequence)
+        per_token[:, :3] = -100
+        starts = torch.randint(self.sequence - 2, (self.batch,), generator=generator)
+        head = self.head
+        if head == "AlbertForPreTraining":
+            return {"labels": per_token, "sentence_order_label": classes % 2}
+        if head.endswith("ForPreTraining"):
+            return {"labels": per_token, "next_sentence_label": classes % 2}
+        if head.endswith("ForNextSentencePrediction"):
+            return {"labels": classes % 2}
+        if head.endswith("ForSequenceClassification"):
+            return {"labels": classes}
+        if head.endswith("ForTokenClassification"):
+            return {"labels": torch.where(per_token == -100, -100, per_token % self.num_labels)}
+        if head.endswith("ForQuestionAnswering"):
+            return {"start_positions": starts, "end_positions": (starts + 1).clamp(max=self.sequence - 1)}
+        if head.endswith(("ForMultipleChoice", "DoubleHeadsModel")):
+            return self._choices(generator, classes % 2)
+        if head == "T5Model":
+            return {"decoder_input_ids": self._tokens(generator, self.batch, self.sequence - 4)}
+        if head == "T5ForConditionalGeneration":
+            return {"labels": per_token[:, : self.sequence - 4].contiguous()}
+        return {} if head.endswith(("Model", "EncoderModel")) and "LMHead" not in head else {"labels": per_token}
+
+    def _choices(self, generator: torch.Generator, choice: Tensor) -> dict[str, Tensor]:
+        ids = self._tokens(generator, self.batch, 2, self.sequence)
+        if self.head.endswith("ForMultipleChoice"):
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": choice}
+        labels = ids.clone()
+        labels[..., :3] = -100
+        ends = torch.full((self.batch, 2), self.sequence - 1)
+        return {
+            "input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "mc_token_ids": ends,
+            "mc_labels": choice,
+        }  # fmt: skip
+
+
+def sample_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """The head's own loss, or its losses added up; of a model without a loss, how far all that it gives is from a wave.
+
+    The wave is the same in every row, so the loss of a batch is the mean of those of its parts; and it is no constant,
+    whose distance from what a norm gives would be one too, without a gradient.
+
+    Raises ConfigError where a model gives neither a loss nor tensors by name.
+    """
+    output = model(**batch)
+    losses = [x for x in (getattr(output, "loss", None), getattr(output, "mc_loss", None)) if x is not None]
+    given = _floats(output) if isinstance(output, Mapping) else iter(())
+    distances = losses or [_distance(x) for x in _different(given)]
+    if not distances:
+        raise ConfigError(
+            f"{type(model).__name__} gave no loss: its output, a {type(output).__name__}, has none",
+            rule="A model of transformers gives a ModelOutput, with a loss or with tensors",
+            remedy="Give loss_fn=, a function (model, batch) -> loss",
+        )
+    return torch.stack([x.double() for x in distances]).sum()
+
+
+def counts_by_sample(head: str) -> bool:
+    """Whether what ``sample_loss`` gives of a head is no mean that torch's own losses compute.
+
+    Over micro-batches such a loss is weighed by their numbers of samples: ``num_samples``.
+    """
+    if head.endswith(("LMHeadModel", "DoubleHeadsModel")) or head in ("BeitForMaskedImageModeling", "Blip2Model"):
+        return False
+    return head.endswith(("Model", "Backbone", "WithProjection", "TextRetrieval", "MaskedImageModeling"))
+
+
+def num_samples(batch: Mapping[str, Any]) -> float:
+    """How many samples a batch, or a micro-batch, has."""
+    return float(next(v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim() > 0))
+
+
+def _floats(output: Any) -> Iterator[Tensor]:
+    """All tensors that float; a cache of keys and values is no such container, and is left out."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _floats(value)
+    elif isinstance(output, tuple | list):
+        for value in output:
+            yield from _floats(value)
+
+
+def _different(tensors: Iterator[Tensor]) -> list[Tensor]:
+    """Without what is given twice, such as logits and their transpose."""
+    found: dict[tuple[int, int], Tensor] = {}
+    for tensor in tensors:
+        place = tensor.data_ptr() if has_values(tensor) else tensor.untyped_storage()._cdata
+        found.setdefault((place, tensor.numel()), tensor)
+    return list(found.values())
+
+
+def _distance(x: Tensor) -> Tensor:
+    row = x.shape[1:]
+    wave = torch.arange(row.numel(), dtype=torch.float64, device=x.device).cos().view(row)
+    return (x.double() - wave).square().mean()
+
+
+_FIELD = {"gpt2": "n_layer", "bloom": "n_layer", "gptj": "n_layer"}
+"""Where it is not ``num_hidden_layers``."""
+_PARTS = ("vision_config", "qformer_config", "text_config")
+STACKS: Mapping[str, int] = MappingProxyType(
+    {
+        "T5Model": 2,
+        "T5ForConditionalGeneration": 2,
+        "T5ForSequenceClassification": 2,
+        "T5ForQuestionAnswering": 2,
+        "WhisperModel": 2,
+        "WhisperForConditionalGeneration": 2,
+        "Blip2Model": 3,
+        "Blip2ForConditionalGeneration": 3,
+        "Blip2ForImageTextRetrieval": 2,
+        "Blip2VisionModelWithProjection": 2,
+    }
+)
+"""How many stacks of layers a head runs through, where that is not one."""
+
+
+def depth_of(family: str, head: str, layers: int) -> int:
+    """``layers``, or a few more: where each of its stacks gets as many, or its layers come in pairs; never fewer than
+    the small model has."""
+    stacks = STACKS.get(head, 1)
+    least = {"swin": 3, "swinv2": 3}.get(family, 4 if head == "BeitForSemanticSegmentation" else 2)
+    each = max(least, -(-layers // stacks))
+    return stacks * (each + each % 2 if family == "gpt_neo" else each)
+
+
+def deepened(family: str, head: str, layers: int) -> dict[str, Any]:
+    """The fields of the family's config with which a head has ``depth_of(family, head, layers)`` layers in all."""
+    each = depth_of(family, head, layers) // STACKS.get(head, 1)
+    if family in ("sam", "blip-2"):
+        settings = {**SMALL[family], **NEEDS.get(head, {})}
+        return {part: {**settings[part], "num_hidden_layers": each} for part in _PARTS if part in settings}
+    if family == "t5":
+        return {"num_layers": each, "num_decoder_layers": each}
+    if family == "whisper":
+        return {"encoder_layers": each, "decoder_layers": each}
+    if family == "gpt_neo":
+        return {"num_layers": each, "attention_types": [[["global", "local"], each // 2]]}
+    if family in ("swin", "swinv2"):
+        return {"depths": [2, each - 2]}
+    return {_FIELD.get(family, "num_hidden_layers"): each}
+
+
+LIBRARIES: dict[str, str] = {}
+"""Family -> the module that defines its classes and its ``config(changes)``, of families that transformers lacks."""
+
+
+def register_family(family: str, module: str, heads: tuple[str, ...], *, num_layers: str) -> None:
+    """Adds a small model of a family that transformers lacks. Importing ``module`` must call this.
+
+    Args:
+        family: the ``model_type`` of its config.
+        module: defines ``config(changes)`` and the classes named in ``heads``, of which the first is the main one.
+        num_layers: the field of the config with the number of layers.
+    """
+    SMALL[family], HEADS[family], MAIN[family], LIBRARIES[family] = {}, heads, heads[0], module
+    _FIELD[family] = num_layers
+    FAMILY_OF.update(dict.fromkeys(heads, family))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A small model of a family: call it to build the model. Picklable.
+
+    Args:
+        family: one of ``SMALL``.
+        head: a class of transformers; by default the family's main one.
+        changes: fields of the family's config that differ from ``SMALL``.
+    """
+
+    family: str
+    head: str = ""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    library: str = field(init=False, default="transformers")
+
+    def __post_init__(self) -> None:
+        if self.family not in SMALL:
+            raise ConfigError(
+                f"There is no small model of {self.family!r}",
+                rule=f"The families are {', '.join(SMALL)}",
+                remedy=nearest(self.family, SMALL),
+            )
+        object.__setattr__(self, "library", LIBRARIES.get(self.family, self.library))
+
+    @property
+    def head_class(self) -> str:
+        return self.head or MAIN[self.family]
+
+    def deeper(self, layers: int) -> Sample:
+        """The same with ``layers`` layers in all, for that many stages of a pipeline; with a few more where a family's
+        layers come in pairs or in several stacks, or where the small model has more."""
+        return replace(self, changes={**self.changes, **deepened(self.family, self.head_class, layers)})
+
+    def config(self) -> Any:
+        """The config that the head takes: of its part of the family's where it is a part."""
+        if self.library != "transformers":
+            return import_module(self.library).config(self.changes)
+        transformers = load_transformers()
+
+        head = self.head_class
+        num_labels = 2 if head.endswith("ForQuestionAnswering") else 3
+        settings = {**SMALL[self.family], "num_labels": num_labels, **NEEDS.get(head, {}), **self.changes}
+        config = transformers.AutoConfig.for_model(self.family, **settings)
+        return getattr(config, PART[head]) if head in PART else config
+
+    def __call__(self) -> nn.Module:
+        with _LOADS:
+            config, kind = self.config(), getattr(import_module(self.library), self.head_class)
+        model: nn.Module = kind(config)
+        _fill_tables(model)
+        return model
+
+
+_LOADS = threading.Lock()
+"""Ranks that are threads: transformers loads itself and its classes where they are first used."""
+
+
+@torch.no_grad()
+def _fill_tables(model: nn.Module) -> None:
+    """Random numbers for tables and tokens that start at zero, such as relative positions: a zero shows no mistake."""
+    for param in model.parameters():
+        if param.dim() > 1 and has_values(param) and not param.any():
+            param.normal_(std=0.02)

@@ -1,0 +1,584 @@
+"""How the two models compute: in fp64 without casts of their own, and how far rounding alone moves a gradient.
+
+Also here, each to be said in one text by hand:
+
+- How a batch is shared out among data ranks and micro-batches, and what cannot be.
+- A model that has been called already, for a loss function that calls it.
+- What runs in the workers: the plain model on the first, the sharded one on all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardformer.comm.collectives import all_reduce, broadcast_object, gather_all, gather_objects
+from shardformer.comm.recorder import Recorder
+from shardformer.config import ShardConfig
+from shardformer.discovery.reduced_model import silence_dropout
+from shardformer.errors import ConfigError, ShardFormerError
+from shardformer.gradients.clipping import clip_grad_norm_
+from shardformer.gradients.reducer import no_sync
+from shardformer.layout.sharding_metadata import specs_of, state_of
+from shardformer.mesh.parallel_context import ParallelContext, with_sequence, with_tensor
+from shardformer.mesh.rank_grid import total_of
+from shardformer.mesh.tensor_grid import TensorGrid, with_grid
+from shardformer.pipeline.micro_batch_loss import LossWeight
+from shardformer.pipeline.micro_batches import batch_size_of, sizes_of, split_batch, tensors_of
+from shardformer.pipeline.pipeline import Pipeline, start_training
+from shardformer.pipeline.runtime import loss_in
+from shardformer.pipeline.stage_manager import PipelineStageManager
+from shardformer.policies.policy import Policy
+from shardformer.random_state import seed_random
+from shardformer.shard_model_api import shard_model
+from shardformer.training.data_loader import on_device
+from shardformer.verify.report import Bounds, bounds_for, bounds_of_16_bits
+from shardformer.verify.training_options import Plain, Training, optimizers_of
+from shardformer.weights.state_dict import full_state_dict
+from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.zero_optimizer import ZeroOptimizer
+
+WIDE: dict[Any, Any] = {
+    **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
+    **dict.fromkeys((torch.complex64, torch.complex32), torch.complex128),
+    **dict.fromkeys((Tensor.float, Tensor.half, Tensor.bfloat16), Tensor.double),
+}
+"""dtype, or cast to it -> what an fp64 model gets in its place."""
+
+LIKE_ANOTHER = (Tensor.to, Tensor.type, Tensor.type_as)
+"""Casts whose dtype may be that of another tensor, or a name."""
+BACKWARDS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+UNITS = 4
+"""By how many units in the last place an operation's result is off, at most."""
+
+
+class WithoutCasts(TorchFunctionMode):
+    """Whoever asks for fewer bits than fp64 has gets fp64: LLaMA's norm, the upcast of logits, a softmax in fp32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in BACKWARDS:
+            return self._backward(func, args, kwargs)
+        wide_args = [WIDE.get(a, a) if isinstance(a, torch.dtype) else a for a in args]
+        wide_kwargs = {k: WIDE.get(v, v) if isinstance(v, torch.dtype) else v for k, v in kwargs.items()}
+        out = WIDE.get(func, func)(*wide_args, **wide_kwargs)
+        if func in LIKE_ANOTHER and out.dtype in WIDE and args[0].dtype == torch.float64:
+            return args[0].to(out.device)
+        return out
+
+    def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a backward computes again, under checkpointing, is without casts too: its nodes run in this mode."""
+        _lead_backwards()
+        before, _NOW.mode = _NOW.mode, self
+        try:
+            return func(*args, **kwargs)
+        finally:
+            _NOW.mode = before
+
+
+class _Now(threading.local):
+    """The mode in which this thread starts a backward."""
+
+    mode: WithoutCasts | None = None
+
+
+_NOW = _Now()
+_PATCHING = threading.Lock()
+
+
+def _lead_backwards() -> None:
+    """From now on a backward runs in the mode of the thread that starts it; in other threads it stays torch's."""
+    module: Any = torch.autograd
+    with _PATCHING:
+        original = module._engine_run_backward
+        if hasattr(original, "of_torch"):
+            return
+
+        @wraps(original)
+        def run(*tensors: Any, **options: Any) -> Any:
+            with nullcontext() if _NOW.mode is None else _NOW.mode:
+                return original(*tensors, **options)
+
+        leading: Any = run
+        leading.of_torch = original
+        module._engine_run_backward = leading
+
+
+class RandomRounding(TorchDispatchMode):
+    """The result of each operation is off by a little, at random: what comes out differs as rounding lets it differ.
+
+    A sum whose terms cancel is so off by what the terms are rounded by (Monte Carlo arithmetic, Parker 1997).
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives its base no types
+        self._seed, self._generators = seed, dict[torch.device, torch.Generator]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        outputs = out if isinstance(out, tuple | list) else (out,)
+        for returned, t in zip(func._schema.returns, outputs, strict=False):
+            if returned.alias_info is None and isinstance(t, Tensor) and t.is_floating_point():
+                self._round(t)
+        return out
+
+    def _round(self, t: Tensor) -> None:
+        if t.layout == torch.strided:
+            if t.device not in self._generators:
+                self._generators[t.device] = torch.Generator(t.device).manual_seed(self._seed)
+            off = torch.empty_like(t).uniform_(-1, 1, generator=self._generators[t.device])
+            t.addcmul_(t, off, value=UNITS * torch.finfo(t.dtype).eps)
+
+
+class _Micro(Protocol):
+    @property
+    def num_parts(self) -> int: ...
+
+
+class Shares(Protocol):
+    """What of a ``Job`` says how batches are made and shared out."""
+
+    @property
+    def batch_fn(self) -> Callable[[int], Mapping[str, Any]]: ...
+    @property
+    def data(self) -> int: ...
+    @property
+    def num_parts(self) -> int: ...
+    @property
+    def pipeline(self) -> _Micro | None: ...
+    @property
+    def ids(self) -> Mapping[str, int]: ...
+    @property
+    def computes_in(self) -> torch.dtype: ...
+
+
+def check_batch(job: Shares) -> None:
+    """Raises ConfigError for a first batch that data ranks and micro-batches cannot share.
+
+    One that fails is left to the workers.
+    """
+    try:
+        batch = job.batch_fn(0)
+    except Exception:
+        return
+    _micro_batches(job, part_of(job, batch, 0, job.data))
+
+
+def part_of(job: Shares, batch: Mapping[str, Any], rank: int, parts: int) -> dict[str, Any]:
+    """What one of so many data ranks gets of a batch, in the precision of the models."""
+    size = _batch_size(batch)
+    if size % parts:
+        raise ConfigError(
+            f"A batch of {size} samples over data={parts}",
+            rule="Every data rank gets the same number of samples",
+            remedy=f"Let batch_fn give a multiple of {parts}",
+        )
+    part = split_batch(batch, [size // parts] * parts, ids=job.ids)[rank]
+    floats = {name: x for name, x in part.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    return {**part, **{name: x.to(job.computes_in) for name, x in floats.items()}}
+
+
+def check_apart(job: Shares, model: nn.Module) -> None:
+    """Raises ConfigError for a model that compares the samples of a batch, which is then cut, with each other."""
+    whole = part_of(job, job.batch_fn(0), 0, job.num_parts)
+    part = part_of(job, job.batch_fn(0), 0, job.data)
+    for larger, smaller, remedy in (
+        (whole, part, "Compare with the parts themselves (--reference parts), or use one data rank"),
+        (part, _micro_batches(job, part)[0], "Use one micro-batch (--micro-batches 1), or data ranks (--data 2)"),
+    ):
+        if batch_size_of(smaller) < batch_size_of(larger):
+            for name in _tables(model, larger, smaller):
+                raise ConfigError(
+                    f"{type(model).__name__} compares the samples of a batch with each other: {name} of "
+                    f"{batch_size_of(larger)} samples is a table of as many rows and columns, and smaller of fewer",
+                    rule="The loss of a batch that is cut is put together of the losses of its parts, each of which is "
+                    "computed without the other samples",
+                    remedy=remedy,
+                )
+
+
+def _tables(model: nn.Module, larger: Mapping[str, Any], smaller: Mapping[str, Any]) -> Iterator[str]:
+    """What a model gives that has a row and a column for each sample."""
+    try:
+        with torch.no_grad():
+            both = [model(**batch) for batch in (larger, smaller)]
+    except Exception:  # called in another way, by a loss_fn
+        return
+    if all(isinstance(output, Mapping) for output in both):
+        for name in both[0].keys() & both[1].keys():
+            shapes = [tuple(x.shape) if isinstance(x := output[name], Tensor) else () for output in both]
+            if shapes == [(batch_size_of(batch),) * 2 for batch in (larger, smaller)]:
+                yield name
+
+
+def _micro_batches(job: Shares, part: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if job.pipeline is None:
+        return [dict(part)]
+    return split_batch(part, sizes_of(batch_size_of(part), job.pipeline.num_parts, None), ids=job.ids)
+
+
+def _batch_size(batch: Mapping[str, Any]) -> int:
+    if not any(x.dim() for _, x in tensors_of(batch)):
+        raise ConfigError(
+            f"The batch holds {', '.join(batch) or 'nothing'} and no tensor",
+            rule="A batch is a dict of tensors whose first dim is the batch",
+            remedy="Let batch_fn return what the model's forward takes",
+        )
+    return batch_size_of(batch)
+
+
+class Replay(nn.Module):
+    """The model for a loss function that calls it, when it has been called already: gives what it gave."""
+
+    def __init__(self, model: nn.Module, output: Any, part: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.__dict__["replayed"] = (model, output)
+        self.__dict__["given"] = {id(value) for value in part.values()}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for name, value in [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]:
+            if isinstance(value, Tensor) and id(value) not in self.__dict__["given"]:
+                raise ConfigError(
+                    f"loss_fn calls the model with {name}, a tensor that is not in the batch",
+                    rule="A pipeline has run the model on the batch already when the loss is computed",
+                    remedy="Let batch_fn give what the model is called with, and loss_fn call model(**batch)",
+                )
+        return self.__dict__["replayed"][1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["replayed"][0], name)
+
+
+ModelFn = Callable[[], nn.Module]
+BatchFn = Callable[[int], Mapping[str, Any]]
+LossFn = Callable[[nn.Module, Mapping[str, Any]], Tensor]
+
+MAX_NORM = 1.0
+DRAWS = 3
+"""Backwards with random rounding, over all steps or more: one alone may find a sum that is off by nothing."""
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """A pipeline to compare with the plain model.
+
+    Args:
+        pipe: stages.
+        micro_batches: into how many parts a batch is cut, by default as many as there are stages.
+        stages: what else ``PipelineStageManager`` takes, such as ``{"schedule": "gpipe"}``.
+        loss_weight: micro-batch -> how much counts in it, as ``Pipeline`` takes it.
+    """
+
+    pipe: int = 2
+    micro_batches: int | None = None
+    stages: Mapping[str, Any] = field(default_factory=dict)
+    loss_weight: LossWeight | None = None
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many micro-batches a batch is cut."""
+        return self.pipe if self.micro_batches is None else self.micro_batches
+
+    def __str__(self) -> str:
+        said = {"schedule": "{}", "num_model_chunks": "{} chunks"}
+        options = [said.get(name, f"{name}={{}}").format(value) for name, value in self.stages.items()]
+        parts = "1 micro-batch" if self.num_parts == 1 else f"{self.num_parts} micro-batches"
+        return ", ".join([*options, parts])
+
+
+StepOf = Callable[[Mapping[str, Any], int, int], Tensor]
+"""(a rank's part of a batch, the number of the backward, the data rank) -> the loss, behind its backward."""
+
+
+@dataclass(frozen=True)
+class Job:
+    model_fn: ModelFn
+    batch_fn: BatchFn
+    tensor: int
+    data: int
+    steps: int
+    dtype: torch.dtype
+    loss_fn: LossFn | None
+    policy: Policy | type[Policy] | None
+    config: Mapping[str, Any]
+    pipeline: Pipelined | None = None
+    training: Training = field(default_factory=Training)
+    sequence: int | tuple[int, int] = 1
+    grid: int | tuple[int, ...] = 1
+    ids: Mapping[str, int] = field(default_factory=dict)  # field of the config -> a token that stands for images
+    device: str = "cpu"  # of both models
+
+    def __post_init__(self) -> None:
+        self.training.check_pipeline(self.pipe)
+        for name in ("tensor", "pipe", "data", "steps"):
+            if (count := getattr(self, name)) < 1:
+                rule = "Each axis has one rank or more, and a comparison one step or more"
+                raise ConfigError(f"{name}={count}", rule=rule, remedy=f"Use {name}=1 or more")
+
+    @property
+    def computes_in(self) -> torch.dtype:
+        """Of the parameters of both models, and of what flows through them."""
+        return self.training.dtype or self.dtype
+
+    @property
+    def bounds(self) -> Bounds:
+        return bounds_for(self.dtype) if self.training.dtype is None else bounds_of_16_bits(self.training.dtype)
+
+    @property
+    def pipe(self) -> int:
+        return 1 if self.pipeline is None else self.pipeline.pipe
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts the plain model is given a batch."""
+        return 1 if self.training.reference == "whole" else self.data
+
+
+@dataclass
+class Trajectory:
+    """What one run leaves: per step the loss, the gradients and their norm; the weights before and after."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    grads: list[dict[str, Tensor | None]] = field(default_factory=list)
+    before: dict[str, Tensor] = field(default_factory=dict)
+    after: dict[str, Tensor] = field(default_factory=dict)
+    noise: dict[str, float] = field(default_factory=dict)
+    collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def run_job(job: Job) -> tuple[Trajectory | None, Trajectory, str, str]:
+    """Called on every worker: the plain trace (on the first only), the sharded one, the model's name, the layout."""
+    sizes = {"tensor": job.tensor, "pipe": job.pipe, "data": job.data, "sequence": total_of(job.sequence)}
+    context = ParallelContext.from_world(sizes, torch.device(job.device))
+    context = with_tensor(with_sequence(context, job.sequence), job.grid)
+    plain = problem = None
+    try:
+        plain = _run_plain(job) if context.rank == 0 else None
+    except ShardFormerError as error:
+        problem = error
+    # what is wrong with the job is raised alike on all ranks
+    for axis in (context.data, context.pipe, context.sequence, context.tensor):
+        problem = broadcast_object(problem, axis)
+    if problem is not None:
+        raise problem
+    sharded, name = _run_sharded(job, context)
+    layout = [str(context), *([str(job.pipeline)] if job.pipeline is not None else [])]
+    mode = job.config.get("tensor_parallel_mode", "1d")
+    layout += [str(TensorGrid.of(with_grid(context, mode), mode))] if mode != "1d" else []
+    layout += ["each batch plain in one"] if job.num_parts < job.data else []
+    layout += [str(job.training)] if job.training.zero is not None else []
+    return plain, sharded, name, ", ".join(layout)
+
+
+def build(job: Job) -> nn.Module:
+    torch.manual_seed(0)
+    dtype = torch.float32 if job.training.dtype is not None else job.dtype
+    model = start_training(job.model_fn().to(torch.device(job.device), dtype))
+    silence_dropout(model)
+    job.training.freeze(model)
+    config: Any = getattr(model, "config", None)
+    if job.computes_in == torch.float64 and getattr(config, "_experts_implementation", None):
+        config._experts_implementation = "eager"  # transformers' others do not compute in fp64
+    return model
+
+
+def _loss(job: Job, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    if job.loss_fn is not None:
+        return job.loss_fn(model, batch)
+    output = model(**batch)
+    loss = loss_in(output)
+    if loss is None:
+        raise _no_loss(model, output)
+    return loss
+
+
+def _loss_of_step(job: Job, model: nn.Module, part: Mapping[str, Any], step: int, rank: int, seed: int = 0) -> Tensor:
+    """The loss with random numbers of this step and part: what is drawn between blocks is the same in both layouts."""
+    seed_random(1 + step * job.data + rank + seed * 2**31)
+    return _loss(job, model, part)
+
+
+def _arithmetic(job: Job) -> AbstractContextManager[Any]:
+    return WithoutCasts() if job.computes_in == torch.float64 else nullcontext()
+
+
+def _no_loss(model: nn.Module, output: Any) -> ConfigError:
+    labels = hasattr(output, "loss")  # such an output has a loss where the batch has labels
+    return ConfigError(
+        f"{type(model).__name__} gave no loss"
+        + ("" if labels else f": its output, a {type(output).__name__}, has none"),
+        rule="verify trains, by default on model(**batch).loss",
+        remedy="Add labels to the batch, or give loss_fn="
+        if labels
+        else "Give loss_fn=, a function (model, batch) -> loss",
+    )
+
+
+def _run_plain(job: Job) -> Trajectory:
+    model, trace = build(job), Trajectory()
+    optimizer = Plain(model, job.training)
+    _check_repeats(job, model)
+    check_apart(job, model)
+    trace.before = {n: p.detach().clone().cpu() for n, p in model.named_parameters()}
+    for step in range(job.steps):
+        _backward(job, model, step, trace)
+        trace.norms.append(optimizer.step(MAX_NORM))
+        model.zero_grad()
+    trace.after = {n: p.detach().clone().cpu() for n, p in model.named_parameters()}
+    return trace
+
+
+def _backward(job: Job, model: nn.Module, step: int, trace: Trajectory) -> None:
+    """Notes a step's loss and gradients, which stay in ``.grad``, and how far rounding moves each gradient."""
+
+    def gradients(rounding: AbstractContextManager[Any]) -> dict[str, Tensor | None]:
+        model.zero_grad()
+        with rounding:
+            (loss * job.training.scale).backward(retain_graph=True)
+        grads = {n: p.grad for n, p in model.named_parameters()}
+        return {n: None if grad is None else grad.clone() / job.training.scale for n, grad in grads.items()}
+
+    with _arithmetic(job):
+        loss = _plain_loss(job, model, step)
+        rounded = [gradients(RandomRounding(seed)) for seed in range(step, step + DRAWS, job.steps)]
+        grads = gradients(nullcontext())
+    for name, grad in grads.items():
+        for other in (r[name] for r in rounded):
+            if grad is not None and other is not None and grad.numel():
+                trace.noise[name] = max(trace.noise.get(name, 0.0), float((other - grad).abs().max()))
+    trace.losses.append(float(loss.detach()))
+    trace.grads.append({name: None if grad is None else grad.cpu() for name, grad in grads.items()})
+
+
+def _part_of(job: Job, batch: Mapping[str, Any], rank: int, parts: int) -> Mapping[str, Any]:
+    """On the device of the models."""
+    part: Mapping[str, Any] = on_device(part_of(job, batch, rank, parts), torch.device(job.device))
+    return part
+
+
+def _plain_loss(job: Job, model: nn.Module, step: int, seed: int = 0) -> Tensor:
+    losses = []
+    for backward in job.training.backwards(step):
+        batch = job.batch_fn(backward)
+        for rank in range(job.num_parts):
+            part = _part_of(job, batch, rank, job.num_parts)
+            losses.append(_loss_of_step(job, model, part, backward, rank, seed).double())
+    return torch.stack(losses).mean()
+
+
+def _check_repeats(job: Job, model: nn.Module) -> None:
+    """Raises ConfigError for a model that draws what the sharded one cannot draw alike."""
+    draws_anew = job.pipeline is not None or job.num_parts < job.data
+    with torch.no_grad(), _arithmetic(job):
+        first, second = (float(_plain_loss(job, model, 0, seed)) for seed in (0, int(draws_anew)))
+    if abs(first - second) > job.bounds.loss * abs(first):
+        raise ConfigError(
+            f"The loss of the first batch is {first:.6g}, and {second:.6g} when it is computed again",
+            rule="Each micro-batch of a pipeline, and each data rank's part of a whole batch, draws its own numbers"
+            if draws_anew
+            else "The same random numbers of torch, numpy and Python give the same loss",
+            remedy="Switch off what is random in the model",
+        )
+
+
+def _run_sharded(job: Job, context: ParallelContext) -> tuple[Trajectory, str]:
+    model, trace, options = build(job), Trajectory(), {"watch": False, **job.config}  # what differs is told below
+    name = type(model).__name__
+    if job.pipeline is not None:
+        options["pipeline_stage_manager"] = PipelineStageManager(context, **job.pipeline.stages)
+    model = shard_model(model, job.policy, config=ShardConfig(context=context, **options))
+    job.training.checkpoint(model)
+    optimizer: Any = optimizers_of(model.parameters(), job.training)
+    optimizer = optimizer[0] if job.training.zero is None else zero(optimizer, model, **job.training.of_zero())
+    asked = job.pipeline
+    step_of = _pipelined_step(job, model, asked) if asked is not None else partial(_plain_step, job, model, optimizer)
+    for step in range(job.steps):
+        with Recorder(context) as recorder, _arithmetic(job):
+            loss = _backwards(job, model, optimizer, step_of, step)
+        mean = all_reduce(loss.detach().clone(), context.data, purpose="check") / context.data.size
+        trace.losses.append(float(mean))
+        trace.grads.append(
+            _gathered(model, context, {n: _gradient(optimizer, n, p) for n, p in model.named_parameters()})
+        )
+        trace.norms.append(float(clip_grad_norm_(model, MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+    if job.training.zero == 3:
+        whole = full_state_dict(model)
+        trace.after = {n: whole[n] for n in trace.grads[-1]}
+    else:
+        after = _gathered(model, context, {n: p.detach() for n, p in model.named_parameters()})
+        trace.after = {n: p for n, p in after.items() if p is not None}
+    trace.collectives = {f"{op} over {axis} ({why})": v for (op, axis, why), v in recorder.table().items()}
+    return trace, name
+
+
+def _backwards(job: Job, model: nn.Module, optimizer: Any, step_of: StepOf, step: int) -> Tensor:
+    """All of one step. Returns the mean of their losses."""
+    own = optimizer if isinstance(optimizer, ZeroOptimizer) else None
+    rank, last = state_of(model).context.data.rank, job.training.backwards(step)[-1]
+    losses = []
+    for backward in job.training.backwards(step):
+        part = _part_of(job, job.batch_fn(backward), rank, job.data)
+        waits = nullcontext() if backward == last else own.no_sync() if own is not None else no_sync(model)
+        with waits:
+            losses.append(step_of(part, backward, rank).detach())
+    return torch.stack(losses).mean()
+
+
+def _gradient(optimizer: Any, name: str, param: Tensor) -> Tensor | None:
+    """As the next step will use it, in the shape of the parameter."""
+    if isinstance(optimizer, ZeroOptimizer):
+        return optimizer.full_gradient(name) if param.requires_grad else None
+    return param.grad
+
+
+def _plain_step(
+    job: Job, model: nn.Module, optimizer: Any, part: Mapping[str, Any], step: int, data_rank: int
+) -> Tensor:
+    loss = _loss_of_step(job, model, part, step, data_rank).double()
+    share = loss / job.training.micro_steps
+    optimizer.backward(share) if isinstance(optimizer, ZeroOptimizer) else share.backward()
+    return loss
+
+
+def _pipelined_step(job: Job, model: nn.Module, asked: Pipelined) -> StepOf:
+    loss_fn = job.loss_fn
+    given = None if loss_fn is None else lambda output, part: loss_fn(Replay(model, output, part), part)
+    pipeline = Pipeline(model, asked.micro_batches, loss_fn=given, loss_weight=asked.loss_weight)
+
+    def step_of(part: Mapping[str, Any], step: int, data_rank: int) -> Tensor:
+        seed_random(1 + step * job.data + data_rank)
+        return pipeline.step(part)
+
+    return step_of
+
+
+def _gathered(model: nn.Module, context: ParallelContext, own: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """The full tensors of all stages by the plain model's names. A tensor that stages do not hold alike is NaN."""
+    specs, state = specs_of(model), state_of(model)
+    known = [(name, t) for name, t in own.items() if t is not None]
+    whole = gather_all([t for _, t in known], [specs[name] for name, _ in known], state.axis)
+    full = {**own, **{name: x.cpu() for (name, _), x in zip(known, whole, strict=True)}}
+    stages = state.stages
+    if stages is None or context.pipe.size == 1:
+        return full
+    out: dict[str, Tensor | None] = {}
+    for theirs in gather_objects(full, context.pipe):
+        for name, t in theirs.items():
+            first = stages.state[name][0]
+            before = out.setdefault(first, t)
+            if before is not t and (before is None or t is None or not torch.equal(before, t)):
+                out[first] = None if t is None else torch.full_like(t, float("nan"))
+    return {name: out[name] for name in stages.state if name in out}

@@ -1,0 +1,216 @@
+"""How ``verify`` trains: with which optimizer, under which stage of ZeRO, beside which plain loss."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardformer.errors import ConfigError, nearest
+from shardformer.offload.host import Offload
+from shardformer.tensor_parallel.parallel_module import accept_wide_inputs
+from shardformer.zero.config import STAGES
+from shardformer.zero.mixed_precision import LossScale, Precision
+from shardformer.zero.optimizers import LAMB, LARS
+
+LEARNING_RATE = 0.05
+ADAPTIVE_BOUND = 1e-4
+"""Optimizers that divide by the size of a gradient make its rounding as large as itself, where it is small."""
+
+
+SCALE = 2.0**14
+"""Of the loss in fp16: small enough that no gradient of a small model overflows, since no step may be skipped here."""
+
+OTHERS = ("Optimizer", "LBFGS", "SparseAdam")
+"""Of torch.optim: the base of all, one that computes the loss itself, and one for sparse gradients."""
+REFERENCES = ("parts", "whole")
+
+
+@dataclass(frozen=True)
+class Training:
+    """How both models are trained.
+
+    Args:
+        zero: the stage of ZeRO of the sharded one, 0 to 3; None: without.
+        optimizer: with a stage, the name of one of torch.optim, or LAMB or LARS; Muon gets the matrices, and AdamW the
+            rest. Those that divide by the size of a gradient are held to 1e-4.
+        precision: with a stage, "bf16" or "fp16": the parameters of both models have 16 bits then, and masters in fp32,
+            and differences are held against 16 bits.
+        offload: with a stage, "cpu" or "nvme:DIR": where the sharded one has masters and state.
+        micro_steps: backwards of a step, each of a batch of its own; all but the last under ``no_sync``.
+        checkpointing: whether the sharded model computes its layers again in the backward.
+        frozen: a regular expression; parameters whose whole name it fits do not train.
+        reference: what the plain loss is where there are data ranks. "parts": the mean of the losses of the ranks'
+            parts of the batch, as data parallelism has it. "whole": the loss of the batch as a whole. The two differ
+            where parts count different numbers of labels, and for a loss that is no mean over samples, such as one
+            that balances the load of experts.
+    """
+
+    zero: int | None = None
+    optimizer: str = "SGD"
+    reference: str = "parts"
+    precision: str = "fp32"
+    offload: str | None = None
+    micro_steps: int = 1
+    checkpointing: bool = False
+    frozen: str = ""
+
+    def __post_init__(self) -> None:
+        if self.zero is not None and self.zero not in STAGES:
+            raise ConfigError(
+                f"zero={self.zero}", rule="The stages are 0, 1, 2 and 3", remedy="Write zero=1, or leave it out"
+            )
+        try:
+            re.compile(self.frozen)
+        except re.error as error:
+            raise ConfigError(
+                f"frozen={self.frozen!r}: {error}",
+                rule="It is a regular expression that whole names of parameters fit",
+                remedy="Write it as embeddings.*",
+            ) from error
+        if self.optimizer not in _known():
+            rule = "The optimizer is one of torch.optim that steps on dense gradients without a closure, LAMB or LARS"
+            raise ConfigError(f"optimizer={self.optimizer!r}", rule=rule, remedy=nearest(self.optimizer, _known()))
+        if self.zero is None and self.optimizer != "SGD":
+            raise ConfigError(
+                f"optimizer={self.optimizer!r} without a stage of ZeRO",
+                rule="Without one, verify trains with SGD, whose weights are compared to the last digit",
+                remedy="Add zero=0, 1, 2 or 3 (--zero)",
+            )
+        if self.reference not in REFERENCES:
+            rule = f"The plain loss is that of the {' or the '.join(REFERENCES)}"
+            raise ConfigError(f"reference={self.reference!r}", rule=rule, remedy=nearest(self.reference, REFERENCES))
+
+        self._check_kept()
+
+    def _check_kept(self) -> None:
+        Precision.of(self.precision), Offload.of(self.offload)
+        if self.zero is None and (self.precision != "fp32" or self.offload is not None):
+            asked = f"precision={self.precision!r}" if self.precision != "fp32" else f"offload={self.offload!r}"
+            raise ConfigError(
+                f"{asked} without a stage of ZeRO",
+                rule="zero keeps the masters, where it is told to",
+                remedy="Add zero=0, 1, 2 or 3 (--zero)",
+            )
+
+        if self.micro_steps < 1:
+            rule = "A step has one backward or more"
+            raise ConfigError(f"micro_steps={self.micro_steps}", rule=rule, remedy="Use micro_steps=1 or more")
+
+    def check_pipeline(self, pipe: int) -> None:
+        """Raises ConfigError for what is asked of a pipeline in another way."""
+        if pipe > 1 and self.micro_steps > 1:
+            raise ConfigError(
+                f"micro_steps={self.micro_steps} beside pipe={pipe}",
+                rule="A pipeline goes through the parts of a batch by itself",
+                remedy="Use micro_batches= (--micro-batches)",
+            )
+
+    def backwards(self, step: int) -> range:
+        """The numbers of the backwards of a step, over all steps."""
+        return range(step * self.micro_steps, (step + 1) * self.micro_steps)
+
+    def freeze(self, model: nn.Module) -> None:
+        """Raises ConfigError where no parameter has such a name."""
+        names = [name for name, _ in model.named_parameters() if self.frozen and re.fullmatch(self.frozen, name)]
+        if self.frozen and not names:
+            raise ConfigError(
+                f"frozen={self.frozen!r} of a {type(model).__name__}",
+                rule="A parameter is frozen whose whole name the regular expression fits",
+                remedy=nearest(self.frozen, [name for name, _ in model.named_parameters()]),
+            )
+        for name in names:
+            model.get_parameter(name).requires_grad_(False)
+
+    def checkpoint(self, model: Any) -> None:
+        """Raises ConfigError for a model that does not know how."""
+        if self.checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
+            raise ConfigError(
+                f"checkpointing=True of a {type(model).__name__}",
+                rule="Models of transformers have gradient_checkpointing_enable(), but not all of them",
+                remedy="Leave it out",
+            )
+        if self.checkpointing:  # which transformers has by a new name
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable()
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the parameters, where they have 16 bits."""
+        return Precision.of(self.precision).dtype
+
+    @property
+    def scale(self) -> float:
+        """Of the loss."""
+        return SCALE if self.precision == "fp16" else 1.0
+
+    def of_zero(self) -> dict[str, Any]:
+        """What ``zero`` is called with."""
+        kept = Precision(self.precision, loss_scale=LossScale(SCALE))
+        return {"stage": self.zero, "precision": kept, "offload": self.offload}
+
+    @property
+    def is_adaptive(self) -> bool:
+        return self.optimizer not in ("SGD", "ASGD", "LARS")
+
+    def __str__(self) -> str:
+        if self.zero is None:
+            return ""
+        more = [self.precision] if self.precision != "fp32" else []
+        more += [f"offload to {self.offload.partition(':')[0]}"] if self.offload is not None else []
+        more += [f"{self.micro_steps} backwards a step"] if self.micro_steps > 1 else []
+        return ", ".join([f"ZeRO stage {self.zero}, {self.optimizer}", *more])
+
+
+def _known() -> dict[str, Any]:
+    found = {n: kind for n, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, Optimizer)}
+    return {**{n: kind for n, kind in found.items() if n not in OTHERS}, "LAMB": LAMB, "LARS": LARS}
+
+
+class Plain:
+    """The optimizers of the plain model. Where its parameters have 16 bits, they change masters in fp32."""
+
+    def __init__(self, model: nn.Module, asked: Training) -> None:
+        self._asked, self._model = asked, model
+        trained = [p for p in model.parameters() if p.requires_grad]
+        masters = trained if asked.dtype is None else [nn.Parameter(p.detach().clone()) for p in trained]
+        self._pairs = list(zip(trained, masters, strict=True))
+        self._optimizers = optimizers_of(masters, asked)
+        if asked.dtype is not None:
+            for p in (p for p in model.parameters() if p.is_floating_point()):
+                p.data = p.data.to(asked.dtype)
+            accept_wide_inputs(model)
+
+    def step(self, max_norm: float) -> float:
+        """Clips, and updates. Returns the norm before."""
+        for p, master in self._pairs:
+            if master is not p:
+                master.grad = None if p.grad is None else p.grad.float() / self._asked.scale
+        norm = float(torch.nn.utils.clip_grad_norm_([master for _, master in self._pairs], max_norm))
+        for optimizer in self._optimizers:
+            optimizer.step()
+        for p, master in self._pairs:
+            if master is not p:
+                p.data.copy_(master.detach())
+                master.grad = None
+        return norm
+
+
+def optimizers_of(params: Iterable[nn.Parameter], asked: Training) -> list[Optimizer]:
+    """SGD with momentum; under ZeRO what was asked for, with a group of its own for what has one dim."""
+    trainable = [p for p in params if p.requires_grad]
+    if asked.zero is None or not trainable:  # a stage may have nothing that trains
+        return [torch.optim.SGD([{"params": trainable}], lr=LEARNING_RATE, momentum=0.9)]
+    kind, rate = _known()[asked.optimizer], LEARNING_RATE if not asked.is_adaptive else LEARNING_RATE / 50
+    settings = {"momentum": 0.9} if asked.optimizer in ("SGD", "LARS") else {}
+    matrices, rest = [p for p in trainable if p.dim() == 2], [p for p in trainable if p.dim() != 2]
+    if asked.optimizer == "Muon":
+        made = [kind(matrices, lr=rate)] if matrices else []
+        return [*made, torch.optim.AdamW(rest, lr=rate)] if rest else made
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": rest, "lr": rate / 2}]
+    return [kind([group for group in groups if group["params"]], lr=rate, **settings)]

@@ -1,0 +1,381 @@
+"""What can be told before any process starts: that a model cannot be split, or a batch be cut, as asked.
+
+Also here, each to be said in one text by hand:
+
+- Plain against sharded, number by number.
+- A script that calls ``verify`` without a guard: each worker imports the script, which calls ``verify`` again.
+- Can anybody tell? The sharded model against the plain one: loss, every gradient, and every weight after some steps.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from multiprocessing import process
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.config import ShardConfig
+from shardformer.errors import ConfigError, ShardFormerError, WorkerError, nearest, wants_traceback
+from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.local_ranks.worker_process import RemoteCall
+from shardformer.mesh.parallel_context import ParallelContext, with_tensor
+from shardformer.mesh.rank_grid import total_of
+from shardformer.mesh.tensor_grid import GRID_MODES, with_grid
+from shardformer.pipeline.micro_batches import ids_of
+from shardformer.pipeline.schedules import default_chunks, make_schedule
+from shardformer.pipeline.stage_manager import cut_into
+from shardformer.policies.policy import Policy
+from shardformer.shard_model_api import resolve_policy
+from shardformer.sharding.checks import check_plain, checked_plan
+from shardformer.verify.report import Bounds, Difference, Report, bounds_for
+from shardformer.verify.train_both import (
+    MAX_NORM,
+    BatchFn,
+    Job,
+    LossFn,
+    ModelFn,
+    Pipelined,
+    Trajectory,
+    check_batch,
+    run_job,
+)
+from shardformer.verify.training_options import ADAPTIVE_BOUND, LEARNING_RATE, Training
+
+
+@dataclass(frozen=True)
+class AskedStages:
+    """What ``PipelineStageManager`` is asked for, without the processes that it stands on.
+
+    Raises ConfigError for a schedule that there is not, or not for these numbers.
+    """
+
+    num_stages: int
+    micro_batches: int | None = None
+    schedule: str = "1f1b"
+    num_model_chunks: int | None = None
+    cut: str | Sequence[int] = "cost"
+    costs: Sequence[float] | None = None
+    checkpoint_layers: int | Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        micro_batches = self.num_stages if self.micro_batches is None else self.micro_batches
+        make_schedule(self.schedule, self.num_stages, micro_batches, self.num_model_chunks)
+
+    @property
+    def num_virtual_stages(self) -> int:
+        chunks = default_chunks(self.schedule) if self.num_model_chunks is None else self.num_model_chunks
+        return self.num_stages * chunks
+
+
+def check_split(
+    model_fn: Callable[[], nn.Module],
+    tensor: int | tuple[int, ...],
+    policy: Policy | type[Policy] | None = None,
+    options: Mapping[str, Any] | None = None,
+    stages: AskedStages | None = None,
+) -> Any:
+    """Makes the plan of the first of ``tensor`` ranks for a model that is built here once and thrown away.
+
+    And cuts it into ``stages``, where a pipeline is asked for. Returns the model's config, None without one.
+
+    Raises what sharding raises in every process, in the seconds that the model takes to build. A ``model_fn`` that
+    itself fails here is left to the processes: it may need one.
+    """
+    with torch.random.fork_rng(devices=[]):
+        try:
+            model = model_fn()
+        except ShardFormerError:
+            raise
+        except Exception:  # told by the workers, with the rank that it happened on
+            return None
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model_fn gave a {type(model).__name__}",
+            rule="It builds the plain model, a torch.nn.Module, in every process",
+            remedy="Return the model",
+        )
+    check_plain(model)
+    ranks = total_of(tensor, "tensor")
+    if ranks == 1 and stages is None and policy is None and not options:
+        return getattr(model, "config", None)  # nothing is sharded that a policy has to know, or a rank finds it
+    # a copy: the one that was given is sent to the workers, without this model in it
+    own = policy if isinstance(policy, type) else deepcopy(policy)
+    chosen, _ = resolve_policy(model, own, tensor=ranks, copies=stages is not None)
+    context, mode = ParallelContext.of({"tensor": ranks}), (options or {}).get("tensor_parallel_mode", "1d")
+    context = with_tensor(context, tensor)
+    config = ShardConfig(context=with_grid(context, mode) if mode in GRID_MODES else context, **(options or {}))
+    plan = checked_plan(model, chosen, config)
+    if stages is not None:
+        cut_into(plan.model, chosen, stages)
+    return getattr(model, "config", None)
+
+
+NOTHING = Difference(0.0, "", -1.0)
+"""Before anything was compared: what is then found equal to the bit is still said to be somewhere."""
+
+NOISE_FACTOR = 4.0
+"""How many times its own noise a difference may be, where the noise is wider than the bound."""
+
+
+def compare(job: Job, plain: Trajectory, sharded: Trajectory, name: str, layout: str) -> Report:
+    bounds = job.bounds
+    if job.training.is_adaptive and job.training.dtype is None:
+        bounds = replace(bounds, loss=ADAPTIVE_BOUND, gradient=ADAPTIVE_BOUND)
+    loss = _worst_scalar(plain.losses, sharded.losses, bounds.loss)
+    norm = _worst_scalar(plain.norms, sharded.norms, bounds.gradient)
+    gradient, missing = _worst_gradient(plain, sharded, bounds)
+    weight, gone = _worst_weight(job, plain, sharded, bounds)
+    options = [k.removeprefix("enable_") for k, v in job.config.items() if v is True]
+    return Report(
+        name,
+        ", ".join([layout, *options]),
+        job.steps,
+        str(job.computes_in).removeprefix("torch."),
+        bounds,
+        loss,
+        gradient,
+        weight,
+        norm,
+        sharded.collectives,
+        list(zip(plain.losses, sharded.losses, strict=True)),
+        missing=missing + [f"{name} (weight)" for name in gone],
+    )
+
+
+def _worst_scalar(plain: list[float], sharded: list[float], bound: float) -> Difference:
+    found = []
+    for step, (a, b) in enumerate(zip(plain, sharded, strict=True)):
+        relative = abs(a - b) / max(abs(a), 1e-30) if a == a and b == b else float("inf")
+        found.append(Difference(relative, f"step {step}", relative / bound))
+    return max(found, key=lambda d: d.used)
+
+
+def _worst_gradient(plain: Trajectory, sharded: Trajectory, bounds: Bounds) -> tuple[Difference, list[str]]:
+    worst, missing = NOTHING, []
+    for step, (ours, theirs) in enumerate(zip(sharded.grads, plain.grads, strict=True)):
+        largest = max((float(g.abs().max()) for g in theirs.values() if g is not None and g.numel()), default=0.0)
+        for name in {**theirs, **ours}:
+            a, b = theirs.get(name), ours.get(name)
+            if a is None or b is None:
+                if a is not b:
+                    missing.append(f"{name} (step {step})")
+                continue
+            noise = NOISE_FACTOR * (plain.noise.get(name, 0.0) + bounds.eps * largest)
+            worst = _worse(worst, a, b, a, bounds.gradient, noise, f"{name}, step {step}")
+    return worst, missing
+
+
+def _worst_weight(job: Job, plain: Trajectory, sharded: Trajectory, bounds: Bounds) -> tuple[Difference, list[str]]:
+    """The differences against how far each weight has moved, not against the weight."""
+    worst = NOTHING
+    gone = [name for name in {**plain.after, **sharded.after} if (name in plain.after) != (name in sharded.after)]
+    steps = len(plain.losses)
+    for name, after in plain.after.items():
+        if name in gone or (job.training.is_adaptive and _is_rounding(plain, name)):
+            continue
+        moved = after - plain.before[name]
+        rounding = bounds.eps * float(after.abs().max()) if after.numel() else 0.0
+        scale = LEARNING_RATE * steps * steps * min(1.0, MAX_NORM / max(min(plain.norms), 1e-30))
+        noise = NOISE_FACTOR * (rounding + scale * plain.noise.get(name, 0.0) + scale * bounds.eps)
+        worst = _worse(worst, after, sharded.after[name], moved, bounds.gradient, noise, name)
+    return worst, gone
+
+
+def _is_rounding(plain: Trajectory, name: str) -> bool:
+    """Whether a gradient is 0 but for rounding, as that of a bias of keys: an adaptive step makes it as long as any."""
+    grads = [grad for step in plain.grads if (grad := step.get(name)) is not None and grad.numel()]
+    return plain.noise.get(name, 0.0) > 1e-3 * max((float(grad.abs().max()) for grad in grads), default=0.0)
+
+
+def _worse(worst: Difference, a: Tensor, b: Tensor, size: Tensor, bound: float, noise: float, where: str) -> Difference:
+    if a.shape != b.shape:
+        return Difference(float("inf"), f"{where}: {tuple(b.shape)} for {tuple(a.shape)}", float("inf"))
+    if not a.numel():
+        return worst
+    difference, magnitude = float((a - b).abs().max()), float(size.abs().max())
+    allowed = bound * magnitude + noise
+    used = difference / allowed if allowed > 0 else (0.0 if difference == 0 else float("inf"))
+    if difference != difference:
+        used = float("inf")
+    if used <= worst.used:
+        return worst
+    return Difference(difference / max(magnitude, noise / bound, 1e-300), where, used)
+
+
+NOTE_VARIABLE = "SHARDFORMER_UNGUARDED"
+
+
+def refuse_import() -> None:
+    """Ends a process that imports its parent's script just now; raises ConfigError where that parent is not ours."""
+    if not getattr(process.current_process(), "_inheriting", False):
+        return
+    place = _place(sys._getframe())
+    note = Path(os.environ.get(NOTE_VARIABLE, ""))
+    if NOTE_VARIABLE in os.environ and note.parent.is_dir():
+        note.write_text(place, encoding="utf-8")
+        sys.exit(1)
+    raise _unguarded(place)
+
+
+@contextmanager
+def watch_workers() -> Iterator[None]:
+    """Raises ConfigError, in place of WorkerError, when a worker left the note."""
+    before = os.environ.get(NOTE_VARIABLE)
+    with TemporaryDirectory(prefix="shardformer-") as folder:
+        note = Path(folder, "unguarded")
+        os.environ[NOTE_VARIABLE] = str(note)
+        try:
+            yield
+        except WorkerError:
+            if note.exists():
+                raise _unguarded(note.read_text(encoding="utf-8")) from None
+            raise
+        finally:
+            os.environ.pop(NOTE_VARIABLE)
+            if before is not None:
+                os.environ[NOTE_VARIABLE] = before
+
+
+def _place(frame: FrameType | None) -> str:
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "__mp_main__" and frame.f_code.co_name == "<module>":
+            return f"line {frame.f_lineno} of {frame.f_code.co_filename}"
+        frame = frame.f_back
+    return "the script"
+
+
+def _unguarded(place: str) -> ConfigError:
+    return ConfigError(
+        f"verify() is called without a guard, at {place}",
+        rule="verify starts processes, each of which imports the script, and would call verify again",
+        remedy='Put the call, and whatever else the script does, under if __name__ == "__main__":\n',
+    )
+
+
+def verify(
+    model_fn: ModelFn,
+    batch_fn: BatchFn,
+    tensor: int | Mapping[str, Any] = 2,
+    data: int = 1,
+    steps: int = 3,
+    dtype: torch.dtype = torch.float64,
+    loss_fn: LossFn | None = None,
+    policy: Policy | type[Policy] | None = None,
+    config: Mapping[str, Any] | ShardConfig | None = None,
+    *,
+    pipeline: Pipelined | None = None,
+    training: Training | None = None,
+    pool: WorkerPool | None = None,
+) -> Report:
+    """Trains the plain and the sharded model side by side and compares everything.
+
+    Args:
+        model_fn: builds the plain model; called under one seed in every process. Picklable.
+        batch_fn: step -> the global batch of that step. Tensors whose first dim is the batch are cut along the data
+            axis, whose size divides it. Picklable.
+        tensor, data: sizes of axes; as many processes as all axes multiply to are started. In the place of the first a
+            dict of sizes: ``{"tensor": 2, "sequence": 4}``, ``{"sequence": (2, 2)}`` for a ring of groups, or
+            ``{"tensor": (2, 2)}`` for rows and columns with ``config={"tensor_parallel_mode": "2d"}``.
+        steps: optimizer steps (SGD with momentum on gradients clipped to norm 1).
+        dtype: of the model and of what floats in the batch.
+        loss_fn: (model, batch) -> loss; by default ``model(**batch).loss``.
+        policy: the user's own policy.
+        config: options of ``ShardConfig``, as one or as a dict.
+        pipeline: runs batches as micro-batches, over the stages that it says: ``Pipelined(pipe=2, micro_batches=4)``.
+        training: with which optimizer and stage of ZeRO, and beside which plain loss: ``Training(zero=3)``.
+        pool: workers to run in, as many as needed; by default started and ended here.
+
+    Returns the report. Raises ShardFormerError when the model cannot be sharded, or compared, as asked; where the plan
+    or the first batch shows it, before any process starts, from a model that is built here once for that.
+    """
+    refuse_import()
+    bounds_for(dtype)
+    options = _options_of(config)
+    how = training or Training()
+    grid, sequence = _sizes_of(tensor)
+    tensor = total_of(grid, "tensor")
+    job = Job(model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, options, pipeline, how, sequence, grid)
+    stages = None if pipeline is None else _stages_of(pipeline)
+    start = time.perf_counter()
+    RemoteCall.of(report_here, (job,), {})  # refuses what cannot be sent
+    job = replace(job, ids=ids_of(check_split(model_fn, grid, policy, job.config, stages)))
+    check_batch(job)
+    if pool is not None:
+        report = _run_in(pool, job)
+    else:
+        with WorkerPool(tensor * job.pipe * data * total_of(sequence), timeout_s=3600.0) as own:
+            report = _run_in(own, job)
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _run_in(pool: WorkerPool, job: Job) -> Report:
+    try:
+        with watch_workers():
+            report = pool.run(report_here, job)[0]
+    except WorkerError:
+        raise
+    except ShardFormerError as error:
+        if wants_traceback():  # as on the command line
+            raise
+        raise error.with_traceback(None) from None  # what all ranks raised alike, without each rank's own words
+    assert report is not None
+    return report
+
+
+def _sizes_of(tensor: int | Mapping[str, Any]) -> tuple[int | tuple[int, ...], int | tuple[int, int]]:
+    """Of the tensor axis and of the sequence axis."""
+    if not isinstance(tensor, Mapping):
+        return tensor, 1
+    for name in tensor:
+        if name not in ("tensor", "sequence"):
+            rule = "The dict in the place of tensor= has the sizes of tensor and of sequence"
+            raise ConfigError(
+                f"There is no axis {name!r} in it", rule=rule, remedy=nearest(name, ("tensor", "sequence"))
+            )
+    return tensor.get("tensor", 1), tensor.get("sequence", 1)
+
+
+def _stages_of(pipeline: Pipelined) -> AskedStages:
+    known = [name for name in AskedStages.__dataclass_fields__ if name not in ("num_stages", "micro_batches")]
+    for name in pipeline.stages:
+        if name not in known:
+            rule = "Pipelined(stages=) is what PipelineStageManager takes beside the grid"
+            raise ConfigError(f"There is no option {name!r}", rule=rule, remedy=nearest(name, known))
+    return AskedStages(pipeline.pipe, pipeline.micro_batches, **pipeline.stages)
+
+
+def _options_of(config: Mapping[str, Any] | ShardConfig | None) -> dict[str, Any]:
+    """The options that were given, checked."""
+    fields = ShardConfig.__dataclass_fields__
+    if not isinstance(config, ShardConfig):
+        for name in config or {}:
+            if name not in fields:
+                rule = "Options are the fields of ShardConfig"
+                raise ConfigError(f"There is no option {name!r}", rule=rule, remedy=nearest(name, fields))
+        config = ShardConfig(**(config or {}))
+    if config.context is not None or config.tensor_parallel_process_group is not None:
+        raise ConfigError(
+            "verify was given a config with a process group",
+            rule="verify starts its own processes and lays its own grid",
+            remedy="Leave context and tensor_parallel_process_group out, and use tensor= and data=",
+        )
+    usual = vars(ShardConfig())
+    return {name: value for name, value in vars(config).items() if value != usual[name]}
+
+
+def report_here(job: Job) -> Report | None:
+    """Called on every worker: the report on the first, None on the others."""
+    plain, sharded, name, layout = run_job(job)
+    return compare(job, plain, sharded, name, layout) if plain is not None else None

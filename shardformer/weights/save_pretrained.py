@@ -1,0 +1,374 @@
+"""Writes the folder that ``from_pretrained`` of transformers reads, out of a model under any layout.
+
+Also here, each to be said in one text by hand:
+
+- Full weights out of a sharded model: gathered over tensor ranks and stages, and written by the first rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.checkpoint import directory
+from shardformer.checkpoint.directory import check_folder, put_in_place, replace_folder
+from shardformer.checkpoint.file_format import Entry, Index, Written, damaged, sync, weighted_sum, write_file
+from shardformer.checkpoint.load import BoxReader
+from shardformer.checkpoint.save import begun
+from shardformer.checkpoint.training_state import WEIGHTS, ModelTensors
+from shardformer.comm.collective_call import agree, all_do, come, first_does, gather_all
+from shardformer.errors import ConfigError, InputError
+from shardformer.filesystem.atomic_write import make_folder, path_of, private_path, remove, remove_left, write_new
+from shardformer.filesystem.lock import release
+from shardformer.layout.sharding_metadata import ShardedState, state_of
+from shardformer.tensor_parallel.layers import Embedding1D, VocabParallelEmbedding1D
+from shardformer.transformers_compat import save_code
+from shardformer.weights.state_dict import full_state_dict
+
+MAX_BYTES = 5 * 10**9
+"""Of a file, unless one tensor is larger."""
+PARTS, INDEX = ".parts", "model.safetensors.index.json"
+WRITTEN_BY = {"written_by": "shardformer.export_pretrained"}
+"""In the header of each file of weights."""
+
+
+def export_pretrained(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    tokenizer: Any = None,
+    max_file_bytes: int = MAX_BYTES,
+) -> Path:
+    """Writes full weights as safetensors, with their index, the config and the generation config.
+
+    No rank ever has more of the full model than one tensor: each writes its pieces beside, as for a checkpoint, and the
+    files are put together out of these, each by one rank. All ranks call it. A model without a config gets weights
+    alone. Communicates names and sizes, no weights.
+
+    Args:
+        folder: a new one, or one that an export wrote, which is replaced: it is there when all of it is written. Other
+            files in it are kept.
+        tokenizer: or anything else with ``save_pretrained``, which is saved beside.
+        max_file_bytes: of one file of weights.
+
+    Raises, on all ranks, ConfigError where the folder holds something else, or the weights that the model was loaded
+    from, and InputError where the disk fails.
+    """
+    tensors = ModelTensors(model)
+    world, what = tensors.world, f"Exporting to {folder}"
+    come("export_pretrained", world)
+    target = all_do(lambda: _checked(folder, tensors, max_file_bytes), world, what)
+    place = Path(os.path.abspath(target))
+    hidden = place.parent / first_does(lambda: _begin(place), world, what)
+    try:
+        all_do(lambda: directory.check_seen(hidden), world, what)
+        with begun(hidden / PARTS, model) as job:
+            parts = job.agree(partial(job.write, to_disk=False))
+        index = Index.read(parts)
+        files = _files_of(index, max_file_bytes)
+
+        def put_together() -> None:
+            for name, entries in list(files.items())[world.rank :: world.size]:
+                _put_together(hidden / name, entries, parts)
+
+        all_do(put_together, world, what)
+        if world.rank == 0:
+            release(hidden / PARTS, tensors.model)
+        first_does(lambda: _finish(hidden, place, tensors.model, files, tokenizer), world, what)
+    except BaseException:
+        if world.rank == 0:
+            release(hidden / PARTS, tensors.model)
+            remove(hidden)
+        raise
+    return target
+
+
+def _checked(folder: Any, tensors: ModelTensors, max_file_bytes: int) -> Path:
+    """The path of a folder that may be written. Raises ConfigError."""
+    if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes < 1:
+        raise ConfigError(
+            f"max_file_bytes={max_file_bytes!r}",
+            rule="It is a number of bytes, one or more",
+            remedy="Leave it out for files of 5 GB",
+        )
+    if unknown := [name for name, x in tensors.tensors.items() if x.dtype == torch.complex128]:
+        raise ConfigError(
+            f"{unknown[0]} holds numbers of the kind complex128",
+            rule="transformers reads weights from safetensors, which has complex64 alone",
+            remedy="Convert it to complex64 before training, or keep both parts in a float64 parameter "
+            "(torch.view_as_real); a checkpoint (save_checkpoint) holds complex128",
+        )
+    target = path_of(folder)
+    check_target(target, tensors.model)
+    return target
+
+
+def _begin(place: Path) -> str:
+    """Makes a hidden folder of a name that is used once: ranks that see it see the same folder."""
+    make_folder(place.parent)
+    remove_left(place.parent, place.name)
+    hidden = private_path(place)
+    hidden.mkdir()
+    return hidden.name
+
+
+def check_target(target: Path, model: Any = None) -> None:
+    """Raises ConfigError for a folder that holds what no export wrote, for that of ``model``, and for what is none."""
+    if target.is_symlink():
+        raise ConfigError(
+            f"{target} is a symbolic link",
+            rule="A model is exported into a new folder, which takes its name when all of it is written",
+            remedy="Give the path that the link names, or another folder",
+        )
+    if not target.exists():
+        return
+    if not target.is_dir() or (any(target.iterdir()) and not _is_export(target)):
+        raise ConfigError(
+            f"{target} is {'not an export of ShardFormer' if target.is_dir() else 'a file'}",
+            rule="A model is exported into a new folder, or in the place of an earlier export: no other model is "
+            "overwritten",
+            remedy="Give another folder, or move this one away",
+        )
+    source = getattr(model, "name_or_path", None)
+    if isinstance(source, str) and source and os.path.exists(source) and os.path.samefile(source, target):
+        raise ConfigError(
+            f"{target} is the folder that the model was loaded from",
+            rule="The model that a run starts from is not overwritten",
+            remedy="Give another folder",
+        )
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether all weights in a folder were written by an export."""
+    from safetensors import SafetensorError, safe_open
+
+    if not (files := [*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.pt*")]):
+        return False
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                found = file.metadata() or {}
+        except (OSError, SafetensorError):
+            return False
+        if any(found.get(name) != value for name, value in WRITTEN_BY.items()):
+            return False
+    return True
+
+
+def _files_of(index: Index, most: int) -> dict[str, list[tuple[str, Entry]]]:
+    """Name of a file -> the tensors in it, in the order in which they were saved."""
+    files: list[list[tuple[str, Entry]]] = []
+    used = most
+    for full, entry in sorted(index.tensors.items()):
+        kind, _, name = full.partition("/")
+        if kind == WEIGHTS:
+            size = _bytes_of(entry)
+            if used + size > most or not files:
+                files.append([])
+                used = 0
+            files[-1].append((name, entry))
+            used += size
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {f"model-{n:05d}-of-{len(files):05d}.safetensors": each for n, each in enumerate(files, 1)}
+
+
+def _bytes_of(entry: Entry) -> int:
+    return int(prod(entry.shape) * getattr(torch, entry.dtype).itemsize)
+
+
+def _put_together(path: Path, entries: Sequence[tuple[str, Entry]], parts: Path) -> None:
+    reader = BoxReader(parts)
+    try:
+        write_file(
+            path,
+            [
+                Written(name, getattr(torch, entry.dtype), entry.shape, partial(_full, reader, name, entry))
+                for name, entry in entries
+            ],
+            {"format": "pt", **WRITTEN_BY},
+        )
+    finally:
+        reader.close()
+
+
+def _full(reader: BoxReader, name: str, entry: Entry) -> Tensor:
+    full = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+    for box in entry.boxes:
+        view = full[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
+        reader.read(f"{WEIGHTS}/{name}", box, (box.start, box.size), view)
+        if weighted_sum(view, box.start) != box.sum:
+            raise damaged(f"{name} is not what was written a moment ago: its checksum differs")
+    return full
+
+
+def _finish(hidden: Path, target: Path, model: Any, files: dict[str, list[tuple[str, Entry]]], tokenizer: Any) -> None:
+    """What stands beside the weights; then the folder gets its name."""
+    remove(hidden / PARTS)
+    if len(files) > 1:
+        where = {name: file for file, held in files.items() for name, _ in held}
+        total = sum(_bytes_of(entry) for held in files.values() for _, entry in held)
+        found = {"metadata": {"total_size": total}, "weight_map": where}
+        write_new(hidden / INDEX, json.dumps(found, indent=2, sort_keys=True).encode())
+    _save_beside(hidden, model, tokenizer)
+    sync(hidden)
+    check_target(target, model)  # it took a while to write
+    put_in_place(hidden, target)
+    sync(target.parent)
+
+
+def _save_beside(folder: Path, model: Any, tokenizer: Any) -> None:
+    config = _config_of(model)
+    save_code(model, folder, config)
+    beside: list[Any] = [config, getattr(model, "generation_config", None), tokenizer]
+    for thing in beside:
+        if hasattr(thing, "save_pretrained"):
+            thing.save_pretrained(folder)
+
+
+def check_export(model: Any, tokenizer: Any = None) -> None:
+    """Writes all but the weights into a temporary folder, and reads the config again: an export at the end does that.
+
+    Raises ConfigError where transformers refuses it, so that this is known before training.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardformer-export-") as folder:
+        try:
+            _save_beside(Path(folder), model, tokenizer)
+            kind: Any = type(getattr(model, "config", None))
+            if hasattr(kind, "from_pretrained"):
+                kind.from_pretrained(folder)
+        except OSError:
+            raise
+        except Exception as error:  # whatever a library refuses a config or a tokenizer with
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            raise ConfigError(
+                f"{type(model).__name__} cannot be exported: {' '.join(lines)}",
+                rule="An export holds the config, the generation config and the tokenizer, as save_pretrained of "
+                "transformers writes them, and from_pretrained reads them",
+                remedy="Correct the fields of the config, or export nothing",
+            ) from error
+
+
+def _config_of(model: Any) -> Any:
+    """The config, which says the class and the precision too, as transformers writes it."""
+    config = copy.deepcopy(getattr(model, "config", None))
+    if config is not None:
+        config.architectures = [type(model).__name__]
+        kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        if len(kinds) == 1:
+            config.dtype = str(kinds.pop()).removeprefix("torch.")
+    return config
+
+
+_EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding1D, Embedding1D)
+
+
+def install_saving(model: nn.Module, state: ShardedState) -> None:
+    """Lets ``save_pretrained`` write full weights and ``num_parameters`` count them, and refuses them of a part."""
+    for module in model.modules():
+        own = _save_pretrained if module is model else _refuse_part
+        for name, method in (("save_pretrained", own), ("resize_token_embeddings", _refuse_resize)):
+            if hasattr(module, name):
+                setattr(module, name, method.__get__(module))
+    if hasattr(model, "num_parameters"):
+        model.__dict__["num_parameters"] = _num_parameters.__get__(model)
+    if hasattr(model, "save_pretrained"):
+        state.notes.append("save_pretrained writes full weights; resize_token_embeddings is refused.")
+
+
+def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """Of the plain model. Communicates nothing."""
+    state = state_of(self)
+    if state.stages is not None and state.context.pipe.size > 1:
+        if only_trainable or exclude_embeddings:
+            raise ConfigError(
+                "num_parameters of some parameters, on a stage of a pipeline",
+                rule="A stage knows how many parameters the whole model has, and which train of its own",
+                remedy="Ask the plain model, before it is sharded",
+            )
+        return int(state.stages.num_parameters)
+    embeddings = {id(p) for m in self.modules() if isinstance(m, _EMBEDDINGS) for p in m.parameters()}
+    return sum(
+        prod(entry.spec.shape)
+        for entry in state.entries
+        if (entry.param.requires_grad or not only_trainable)
+        and not (exclude_embeddings and id(entry.param) in embeddings)
+    )
+
+
+def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
+    """As on the plain model: full weights, written by the first rank. All ranks call it.
+
+    They are written beside, and the folder takes its place at once: see ``replace_folder``.
+    """
+    state = state_of(self)
+    context = state.context
+    come("save_pretrained", *context.own_axes)
+    agree(context, lambda: _check_saving(state, save_directory, kwargs), doing="save this model")
+    kwargs.pop("is_main_process", None)
+    weights = kwargs.pop("state_dict", None) or full_state_dict(self)
+    problem: Exception | None = None
+    if all(axis.rank == 0 for axis in context.axes.values()):
+        native: Callable[..., None] = type(self).save_pretrained
+        try:
+            if kwargs.get("push_to_hub"):
+                kwargs.setdefault("repo_id", os.path.basename(os.path.realpath(save_directory)))
+            replace_folder(save_directory, lambda folder: native(self, folder, state_dict=weights, **kwargs))
+        except Exception as error:
+            problem = error
+    said = [text for _, text in gather_all(str(problem) if problem else "", context)]
+    if problem is not None:
+        raise problem
+    if any(said):
+        raise InputError(
+            f"The first rank could not write to {save_directory!r}: {max(said)}",
+            rule="The first rank writes for all",
+            remedy="Give a folder that it can write to",
+        )
+
+
+def _check_saving(state: ShardedState, folder: Any, kwargs: Mapping[str, Any]) -> None:
+    check_folder(folder)
+    is_first = all(axis.rank == 0 for axis in state.context.axes.values())
+    if is_first and not kwargs.get("is_main_process", True):
+        raise ConfigError(
+            "save_pretrained(is_main_process=False) on the first rank",
+            rule="All ranks gather the weights, and the first one writes them",
+            remedy="Leave is_main_process out",
+        )
+    entries = {e.name: e.spec for e in state.entries}
+    for name, value in (kwargs.get("state_dict") or {}).items():
+        if (spec := entries.get(name)) is not None and tuple(value.shape) != spec.shape:
+            raise ConfigError(
+                f"save_pretrained was given a state_dict with {name} of the shape {tuple(value.shape)}",
+                rule=f"What is saved is whole: {name} has the shape {spec.shape}, of which state_dict() has a part",
+                remedy="Leave state_dict out, or give shardformer.full_state_dict(model)",
+            )
+
+
+def _refuse_resize(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Refused: the table is cut over the ranks."""
+    raise ConfigError(
+        "resize_token_embeddings on a sharded model",
+        rule="The vocabulary is cut over the tensor ranks when the model is sharded",
+        remedy="Resize the plain model, then shard it",
+    )
+
+
+def _refuse_part(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Refused: only the model that was sharded knows how to gather its weights."""
+    raise ConfigError(
+        f"save_pretrained on a {type(self).__name__} inside of a sharded model",
+        rule="The model that was sharded saves itself; what stands in it holds this rank's parts",
+        remedy="Save the whole model, or write shardformer.full_state_dict(model) yourself",
+    )

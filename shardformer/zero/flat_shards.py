@@ -1,0 +1,514 @@
+"""What a rank keeps of one bucket under ZeRO: a stretch of the sum of the gradients, and the numbers that it changes.
+
+The numbers of a bucket lie behind each other and are cut into as many equal parts as ranks sum it. A parameter may lie
+in one part or in several: what an optimizer is given of it is a piece, a tensor with one dim.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), sections 5.1 and 5.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.comm.collectives import Pending, all_reduce, start_all_gather, start_all_gather_into
+from shardformer.errors import ConfigError
+from shardformer.gradients.buckets import Bucket, Gradient
+from shardformer.layout.sharding_metadata import Entry
+from shardformer.mesh.parallel_context import Axis
+from shardformer.offload.host import Host, HostPart
+from shardformer.offload.host_device_copies import Copy, Link
+from shardformer.torch_compat import has_values, numbers_in
+from shardformer.zero.gradient_view import ShardedGradient
+from shardformer.zero.mixed_precision import KAHAN, Held, Rounded
+
+EDITS = 2**12
+"""Numbers of edits: so small that sums of their squares over all ranks are exact."""
+
+
+@dataclass(eq=False)
+class Piece:
+    """Numbers in a row of one parameter, or all of it, which this rank's optimizer changes.
+
+    Args:
+        number: the place of the parameter in its bucket.
+        stretch: the numbers of the flat parameter; of the full one where ranks hold slices of it.
+        at: where they lie in this rank's part of the bucket.
+        value: the optimizer's parameter: a view of this rank's part, or a master where that has 16 bits, or is on the
+            device while the optimizer is not.
+    """
+
+    gradient: Gradient
+    number: int
+    stretch: slice
+    at: slice
+    value: nn.Parameter
+
+    @property
+    def entry(self) -> Entry:
+        return self.gradient.entry
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """How parameters come that are gathered when they are read.
+
+    Args:
+        memory: gives memory for (numbers, dtype, device).
+        link: to the host, where this rank's part rests; None: on the device.
+    """
+
+    memory: Callable[[int, torch.dtype, torch.device], Tensor]
+    link: Link | None = None
+
+
+class Shard:
+    """This rank's part of a bucket. Communicates one all-gather of the parameters for each ``start_gather``.
+
+    The model's parameters become views of one tensor, ``whole``, in which the ranks' parts lie behind each other, so
+    that the gather writes into them. Where they are slices of what lies there, only this rank's part lasts.
+
+    Args:
+        dtype: the one that the parameters are about to get; None: they keep theirs.
+        gathered: of parameters that come when they are read (stage 3), so that only this rank's part lasts.
+        axis: of the ranks that each have a part; by default those that agree on the gradients.
+        host: where the optimizer has its pieces and their gradients; None: on the device.
+        rounding: "kahan" or "stochastic", of bf16 without masters.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        dtype: torch.dtype | None = None,
+        *,
+        gathered: Gathered | None = None,
+        axis: Axis | None = None,
+        host: Host | None = None,
+        rounding: str | None = None,
+    ) -> None:
+        self.gradients, self.axis = bucket.gradients, axis or bucket.axis
+        self._slices = bucket.slices if axis is None else None
+        first = self.gradients[0].param
+        self.dtype = dtype if dtype is not None and first.is_floating_point() else first.dtype
+        self.device = first.device
+        self.wide = torch.promote_types(self.dtype, torch.float32)
+        self.length, self.places = bucket.places(self.axis.size)
+        self.gathered, self.keeps = gathered, gathered is not None
+        self._link = gathered.link if gathered is not None else None
+        lasts = not self.keeps and not any(gradient.is_shared for gradient in self.gradients)
+        self.whole: Tensor | None = self._new(self.length * self.axis.size) if lasts else None
+        if self._link is not None:
+            self.own = self._link.new_host(self.length, self.dtype).zero_()
+        else:
+            self.own = self._new(self.length) if self.whole is None else self._own_of(self.whole)
+        self.host = host.part(self.length, self.wide) if host is not None else None
+        rounds = rounding is not None and self.wide != self.dtype and host is None
+        self.rounded = Rounded(self.own, rests=rounding == KAHAN) if rounds else None
+        self.has_masters = self.host is not None or self.wide != self.dtype
+        self.pieces = [piece for n, g in enumerate(self.gradients) if (piece := self._take(n, g)) is not None]
+        self._sum: Tensor | None = None
+        self._counts: Tensor | None = None
+        self._had = [False] * len(self.gradients)
+        self.edits = 0  # a number of what a script did to gradients, which all ranks do alike
+        self._is_discarded = False  # whether a script has discarded the gradient of a parameter here
+        self._shown: dict[int, tuple[ShardedGradient, Tensor | None]] = {}
+        self._going_up: Copy | None = None
+        self._fetched: tuple[Tensor, Copy] | None = None
+        self._versions = self._current_versions()
+
+    def hold(self, keys: Mapping[int, int]) -> None:
+        """Without masters: what is wide now is rounded.
+
+        Args:
+            keys: a number for each entry, by its identity.
+        """
+        if self.rounded is not None:
+            self.rounded.hold([Held(p.value, p.at, p.stretch.start, keys[id(p.entry)]) for p in self.pieces])
+
+    @property
+    def _masters(self) -> HostPart | Rounded | None:
+        """What says whether the pieces have their values now."""
+        return self.host if self.host is not None else self.rounded
+
+    @property
+    def rests_on_host(self) -> bool:
+        """Whether ``own`` is on the host."""
+        return self._link is not None
+
+    @property
+    def sum(self) -> Tensor | None:
+        """Of the gradients of this rank's part; None where none arrived."""
+        return self._sum if self.host is None else self.host.sum
+
+    @property
+    def had(self) -> list[bool]:
+        """For each parameter, whether any rank had a gradient of it. On a GPU the first look waits for it."""
+        if self._counts is not None:
+            counts: list[float] = numbers_in(self._counts)
+            self._had, self._counts = [a or b > 0 for a, b in zip(self._had, counts, strict=True)], None
+        return self._had
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether any parameter had a gradient, which all ranks know alike, whatever became of it since."""
+        return any(self.had) or self._is_discarded
+
+    def _current_versions(self) -> list[int]:
+        return [gradient.param._version for gradient in self.gradients]
+
+    def moved(self) -> str | None:
+        """The name of a parameter whose values are no longer where they were put; None where all are."""
+        if self.whole is None or not has_values(self.whole):
+            return None
+        base, size = self.whole.data_ptr(), self.whole.element_size()
+        for gradient, place in zip(self.gradients, self.places, strict=True):
+            if gradient.numel and gradient.param.data_ptr() != base + place.start * size:
+                return gradient.entry.name
+        return None
+
+    def take_up(self) -> None:
+        """Parameters that were written to since the last step, as by ``load_state_dict``: their values are taken up.
+
+        All ranks write alike. What lies in this rank's part is there already, where the parameters are views of it.
+        """
+        if self.keeps or self._versions == self._current_versions():
+            return
+        with self.changing():
+            for number, (gradient, before) in enumerate(zip(self.gradients, self._versions, strict=True)):
+                if gradient.param._version != before:
+                    self._take_up(number, gradient)
+        self.know_values()
+
+    def know_values(self) -> None:
+        """What the parameters hold now is what this shard has."""
+        self._versions = self._current_versions()
+
+    def _take_up(self, number: int, gradient: Gradient) -> None:
+        flat = _flat(gradient, gradient.param.detach()) if self.whole is None else None
+        for piece in (piece for piece in self.pieces if piece.number == number):
+            if flat is not None:
+                self.own[piece.at] = flat[piece.stretch]
+            if self.has_masters:  # what was written as it was, as when weights are loaded, keeps its master
+                value = piece.value.detach()
+                written = self.own[piece.at].view_as(value).to(value.device)
+                value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide)))
+
+    def _new(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=self.dtype, device=self.device)
+
+    def _stretch(self, number: int) -> slice:
+        """The numbers of a flat parameter that lie in this rank's part."""
+        place, begin = self.places[number], self.axis.rank * self.length
+        low, high = max(place.start, begin), min(place.stop, begin + self.length)
+        return slice(low - place.start, high - place.start) if low < high else slice(0, 0)
+
+    def _take(self, number: int, gradient: Gradient) -> Piece | None:
+        """Moves a parameter here. Returns this rank's piece; one all-reduce where several ranks hold slices of it.
+
+        Of a parameter without numbers each rank has a piece, as one process has it.
+        """
+        flat = _flat(gradient, gradient.param.detach())
+        place, stretch = self.places[number], self._stretch(number)
+        if self.whole is not None:
+            self.whole[place] = flat
+            gradient.param.data = gradient.unpack(self.whole[place])
+        if stretch.start == stretch.stop and gradient.numel:
+            return None
+        begin = place.start - self.axis.rank * self.length
+        at = slice(begin + stretch.start, begin + stretch.stop) if gradient.numel else slice(0, 0)
+        if self.whole is None:
+            self.own[at] = flat[stretch]
+        if self.host is not None:
+            value = self.host.values[at].copy_(flat[stretch])
+        else:
+            value = flat[stretch].to(self.wide, copy=True) if self.has_masters else self.own[at]
+        value = value.view(gradient.shape) if gradient.is_whole else value
+        return Piece(gradient, number, stretch, at, nn.Parameter(value, gradient.param.requires_grad))
+
+    def cut(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
+        """Of an optimizer's state of a parameter what goes with this rank's piece of it."""
+        gradient, stretch = self.gradients[number], self._stretch(number)
+        shape = gradient.param.shape
+        return {
+            name: self._cut(gradient, x, stretch)
+            if isinstance(x, Tensor) and x.shape == shape and (x.dim() or name != "step")
+            else self._beside(x)
+            for name, x in state.items()
+        }
+
+    def _beside(self, x: Any) -> Any:
+        """What is no number of the parameter: a count of steps of a fused optimizer was where the parameter was."""
+        return x.to("cpu") if self.host is not None and isinstance(x, Tensor) else x
+
+    def _cut(self, gradient: Gradient, x: Tensor, stretch: slice) -> Tensor:
+        flat = _flat(gradient, x.to_dense() if x.is_sparse else x)
+        flat = flat if self.host is None else flat.to("cpu")
+        return flat.view(gradient.shape).clone() if gradient.is_whole else flat[stretch].clone()
+
+    def receive(self, part: Tensor, had: Tensor, scale: float = 1.0) -> None:
+        """Adds this rank's part of a sum of gradients, over ``scale``.
+
+        ``had`` says for each parameter how many ranks had one.
+        """
+        self._counts = had.clone() if self._counts is None else self._counts + had  # a view would hold the bucket
+        if self.host is not None:
+            self.host.receive(part, scale)
+            return
+        part = part.to(self.wide) if scale == 1 else part.to(self.wide) / scale
+        self._sum = part if self._sum is None else self._sum.add_(part)
+
+    def give_gradients(self) -> None:
+        """The optimizer's parameters get their gradients; those whose parameter had none on any rank get none."""
+        total = self.sum
+        for piece in self.pieces:
+            has_one = total is not None and self.had[piece.number]
+            piece.value.grad = total[piece.at].view_as(piece.value) if has_one and total is not None else None
+
+    # --- what scripts see of the gradients, between a backward and zero_grad
+
+    def show(self) -> None:
+        """Parameters and pieces have their gradients in ``.grad``; on a GPU those of no rank too, as zeros."""
+        if not has_values(self.own) or (total := self.sum) is None:
+            return
+        known = self.had if self._counts is None or not self._counts.is_cuda else [True] * len(self.gradients)
+        views: dict[int, Tensor] = {}
+        for piece in self.pieces:
+            if known[piece.number]:
+                views[piece.number] = piece.value.grad = total[piece.at].view_as(piece.value)
+        for number, gradient in enumerate(self.gradients):
+            if known[number] and not gradient.changed:
+                seen = gradient.param.grad = ShardedGradient(self, number)
+                self._shown[number] = seen, views.get(number)
+
+    def hide(self, number: int) -> None:
+        """Takes up what a script did to a gradient that was shown. Its ``.grad`` is free for the next backward.
+
+        Raises ConfigError for one that was set to what is not computed of it.
+        """
+        gradient, grad = self.gradients[number], self.gradients[number].param.grad
+        if (shown := self._shown.get(number)) is None:
+            if gradient.changed and grad is None:
+                self.discard(number)  # with what a backward in no_sync added to it
+            elif isinstance(grad, ShardedGradient) and grad.is_of(self, number) and grad.made is not None:
+                self._put_back(number, grad.made)
+            return
+        piece = next((piece for piece in self.pieces if piece.number == number), None)
+        mine = piece.value.grad if piece is not None else None
+        if grad is None:
+            self.edited(number, "discarded")
+        if grad is None or (piece is not None and mine is None):
+            self.discard(number)
+            return
+        if not isinstance(grad, ShardedGradient) or not grad.is_of(self, number):
+            raise set_by_hand(gradient.entry.name)
+        del self._shown[number]
+        gradient.param.grad = None
+        if grad.made is not None:
+            self.edited(number, "replaced")
+            self.numbers_of(number).copy_(grad.made)
+        elif mine is not None and mine is not shown[1]:
+            self.numbers_of(number).copy_(mine.reshape(-1))
+
+    def _put_back(self, number: int, numbers: Tensor) -> None:
+        """Takes what was computed of earlier gradients of a parameter for its gradient, after zero_grad."""
+        self.gradients[number].param.grad = None
+        self.edited(number, "put back")
+        if self.sum is None:
+            self.receive(self._new(self.length), torch.zeros(len(self.gradients)))
+        self.had[number] = True
+        self.numbers_of(number).copy_(numbers)
+
+    def discard(self, number: int) -> None:
+        """What was summed of the gradient of a parameter is not used."""
+        self._shown.pop(number, None)
+        if self.had[number]:
+            self._had[number], self._is_discarded = False, True
+            self.numbers_of(number).zero_()
+        self.gradients[number].param.grad = None
+        for piece in (piece for piece in self.pieces if piece.number == number):
+            piece.value.grad = None
+
+    def edited(self, number: int, what: str) -> None:
+        """Notes what a script did, for ranks to compare: what one does alone would be a part of a gradient's edit."""
+        self.edits = (self.edits + crc32(f"{what} {self.gradients[number].entry.name}".encode())) % EDITS
+
+    def numbers_of(self, number: int) -> Tensor:
+        """Of a parameter's gradient what the step will use on this rank."""
+        if (total := self.sum) is None:
+            raise ConfigError(
+                f"The gradient of {self.gradients[number].entry.name} was used after zero_grad",
+                rule="Under ZeRO p.grad shows what the optimizer keeps, which zero_grad throws away",
+                remedy="Clone it before, or read p.grad after the next backward",
+            )
+        piece = next((piece for piece in self.pieces if piece.number == number), None)
+        return total[piece.at] if piece is not None else total[:0]
+
+    def is_here(self, number: int) -> bool:
+        """Whether each rank has all numbers of a gradient, in the shape of the parameter."""
+        return self.axis.size == 1 and not self.gradients[number].is_shared
+
+    def pick(self, number: int, x: Tensor) -> Tensor:
+        """Of a tensor of the shape of a parameter the numbers that ``numbers_of`` has of its gradient."""
+        gradient = self.gradients[number]
+        if gradient.is_shared:
+            raise ConfigError(
+                f"The gradient of {gradient.entry.name} was to be changed by a tensor",
+                rule="One rank gets this gradient from all that hold slices of it, and each knows its own slice alone",
+                remedy="Change it by numbers, or in a hook of the parameter (register_hook)",
+            )
+        return x.reshape(-1)[self._stretch(number)]
+
+    def zero(self) -> None:
+        """The gradients that are here become 0, and count."""
+        if (total := self.sum) is not None:
+            total.zero_()
+
+    def forget(self) -> None:
+        """The gradients are thrown away."""
+        self._sum, self._counts, self._had = None, None, [False] * len(self.gradients)
+        self._is_discarded, self.edits = False, 0
+        if self.host is not None:
+            self.host.forget()
+        for piece in self.pieces:
+            piece.value.grad = None
+        for gradient in self.gradients:
+            gradient.param.grad = None
+        self._shown = {}
+
+    def store(self) -> None:
+        """Rounds what the optimizer made of its pieces, where these are masters, and starts to bring it to the device.
+
+        ``start_gather`` waits for that.
+        """
+        if self.host is not None and self._link is not None:
+            self.own.copy_(self.host.values)
+        elif self.host is not None:
+            self._going_up = self.host.bring_up(self.own)
+        elif self.rounded is not None:
+            self.rounded.store()
+        elif self.has_masters:
+            for piece in self.pieces:
+                self.own[piece.at] = piece.value.detach().reshape(-1)
+
+    def leave_host(self) -> None:
+        """From now on the pieces are on the device. Between two steps."""
+        assert self.host is not None
+        self.host.take()
+        self.host.settle()
+        self.host, self.has_masters = None, self.wide != self.dtype or self.rests_on_host
+        for piece in self.pieces:
+            here = piece.value.detach().to(self.device) if self.has_masters else self.own[piece.at].view_as(piece.value)
+            piece.value.data = here
+
+    def fetch(self) -> None:
+        """Before ``take``, where that would have to wait."""
+        if self._masters is not None:
+            self._masters.fetch()
+
+    def take(self) -> bool:
+        """Returns whether the pieces have their values now."""
+        return self._masters is None or self._masters.take()
+
+    def put_away(self) -> None:
+        """The values of the pieces may go."""
+        if self._masters is not None:
+            self._masters.put_away()
+
+    def drop(self, *, keeps_memory: bool = False) -> None:
+        """The values of the pieces may go, which nobody changed."""
+        if self._masters is not None:
+            self._masters.drop(keeps_memory=keeps_memory)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """The pieces may be written to in here. Between two steps."""
+        masters = self._masters
+        if masters is None:
+            yield
+            return
+        masters.take()
+        masters.settle()
+        try:
+            yield
+        finally:
+            masters.save()
+
+    def start_gather(self) -> Pending:
+        """Starts bringing together what all ranks have, in the model's precision."""
+        if self._going_up is not None:
+            self._going_up.wait()
+            self._going_up = None
+        if self._link is not None:
+            self.fetch_parameters()
+            assert self._fetched is not None
+            (whole, copy), self._fetched = self._fetched, None
+            copy.wait()
+            own = self._own_of(whole)
+        else:
+            whole, own = self._new_whole() if self.whole is None else self.whole, self.own
+        if self._slices is not None:
+            return self._slices.start_share(own, whole, self.places)
+        return start_all_gather_into(whole, own, self.axis, "parameters")
+
+    def fetch_parameters(self) -> None:
+        """Starts to bring this rank's part to the device, where it rests on the host."""
+        if self._link is not None and self._fetched is None:
+            whole = self._new_whole()
+            self._fetched = whole, self._link.up(self._own_of(whole), self.own)
+
+    def forget_fetched(self) -> None:
+        """What was brought to the device will not be used."""
+        if self._fetched is not None:
+            self._fetched[1].finish()
+            self._fetched = None
+
+    def _new_whole(self) -> Tensor:
+        numel = self.length * self.axis.size
+        if self.gathered is not None:
+            return self.gathered.memory(numel, self.dtype, self.device)
+        return self.own.new_empty(numel)
+
+    def _own_of(self, whole: Tensor) -> Tensor:
+        return whole[self.axis.rank * self.length : (self.axis.rank + 1) * self.length]
+
+    def gather_gradient(self, number: int) -> Tensor | None:
+        """The gradient of a parameter, from all ranks. Communicates one all-gather of the bucket."""
+        mine = self.sum if self.sum is not None else torch.zeros(self.length, dtype=self.wide)
+        whole = start_all_gather(mine.to(self.device), self.axis, 0, purpose="gradients").wait()
+        return self.gradients[number].unpack(whole[self.places[number]]) if self.had[number] else None
+
+    def write(self, values: Tensor) -> None:
+        """Puts what was gathered into the model's parameters, where these are slices of it."""
+        for gradient, place in zip(self.gradients, self.places, strict=True):
+            if gradient.is_shared:
+                gradient.param.detach().copy_(gradient.unpack(values[place]))
+        self.know_values()
+
+
+def set_by_hand(name: str) -> ConfigError:
+    """For a gradient that does not come from a backward that the ranks agreed on."""
+    return ConfigError(
+        f"{name} has a .grad that no backward brought, or none that zero saw",
+        rule="Under ZeRO p.grad shows the sum that the optimizer keeps of all ranks; what is computed of gradients of "
+        "the parameter number by number may be put back, before or after zero_grad, or None",
+        remedy="Change it in place (p.grad.mul_(0.5)), or in a hook of the parameter (register_hook), which runs "
+        "before gradients are summed",
+    )
+
+
+def _flat(gradient: Gradient, value: Tensor) -> Tensor:
+    """The numbers of a parameter, or of what goes with it, as a bucket has them; a view where a rank holds it alone."""
+    if not gradient.is_shared:
+        return value.reshape(-1)
+    spec = gradient.entry.spec
+    full = torch.zeros(spec.shape, dtype=torch.promote_types(value.dtype, torch.float32), device=value.device)
+    spec.place(value.to(full.dtype), full, gradient.coords)
+    copies = gradient.copies
+    full = full / (copies.to(full) if isinstance(copies, Tensor) else copies)
+    return all_reduce(full, gradient.axis, purpose="setup").reshape(-1)

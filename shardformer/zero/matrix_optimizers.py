@@ -1,0 +1,189 @@
+"""What an optimizer looks at to change a number: that number, or the whole parameter. Tried, not known by its name.
+
+Also here, each to be said in one text by hand:
+
+- Whole parameters for optimizers that look at whole matrices: one rank gets all of a gradient, and of a parameter.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardformer.comm.collectives import gather_objects
+from shardformer.errors import ConfigError
+from shardformer.gradients.buckets import Gradient
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.torch_compat import state_when_made, with_values
+
+SHAPES, CUT, STEPS, BOUND = ((6, 4), (4, 6)), 10, 3, 1e-6
+
+
+@with_values()
+def needs_whole(optimizer: Optimizer) -> bool:
+    """Whether the optimizer gives other numbers for a matrix than for two parts of it.
+
+    A few steps are made with the settings of each of its groups, on small matrices: one whole and in two parts, two
+    together and each alone. Raises ConfigError for one that cannot do these steps, or that gives other numbers for a
+    matrix when there is another one.
+    """
+    return any([_needs_whole(optimizer, group) for group in optimizer.param_groups])
+
+
+def _needs_whole(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    first, second = (torch.randn(s, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for s in SHAPES)
+    try:
+        together = _after(optimizer, group, [first, second])
+        alone = _after(optimizer, group, [first]) + _after(optimizer, group, [second])
+    except Exception as error:
+        raise _refused(optimizer, f"it cannot ({type(error).__name__}: {error!s:.120})") from error
+    if (difference := _difference(together, alone)) >= BOUND:
+        raise _refused(optimizer, f"the numbers of one differ by {difference:.1e} when there is another")
+    try:
+        parts = _after(optimizer, group, [first.flatten()[:CUT], first.flatten()[CUT:]], like=[first])
+    except Exception:  # some take matrices alone
+        return True
+    return _difference([torch.cat(parts)], [alone[0].flatten()]) >= BOUND
+
+
+@with_values()
+def can_step_apart(optimizer: Optimizer) -> bool:
+    """Whether it gives the same numbers where each parameter gets a step of its own, one after the other.
+
+    One that counts its steps by itself, or in a group, does not; one with hooks would run them several times.
+    """
+    hooks: Any = optimizer
+    if hooks._optimizer_step_pre_hooks or hooks._optimizer_step_post_hooks:
+        return False
+    return all(_can_step_apart(optimizer, group) for group in optimizer.param_groups)
+
+
+def _can_step_apart(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    values = [torch.randn(s, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for s in SHAPES]
+    ends = []
+    for is_apart in (False, True):
+        params = [nn.Parameter(value.clone()) for value in values]
+        tried = _twin(optimizer, group, params)
+        for step in range(STEPS):
+            for param, value in zip(params, values, strict=True):
+                param.grad = value.roll(step + 1, 0) / (step + 2)
+            for turn in [[param] for param in params] if is_apart else [params]:
+                tried.param_groups[0]["params"] = turn
+                tried.step()
+        ends.append([param.detach() for param in params])
+    return _difference(*ends) == 0
+
+
+def _difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    found = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+    return found if found == found else float("inf")
+
+
+def _after(
+    optimizer: Optimizer, group: dict[str, Any], values: Sequence[Tensor], like: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """The numbers after a few steps.
+
+    Args:
+        like: the matrices of which the values are parts, whose gradients they get.
+    """
+    params = [nn.Parameter(value.clone()) for value in values]
+    tried = _twin(optimizer, group, params)
+    for step in range(STEPS):
+        grads = [value.roll(step + 1, 0) / (step + 2) for value in like or values]
+        if like is not None:
+            grads = list(torch.cat([g.flatten() for g in grads]).split([value.numel() for value in values]))
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        tried.step()
+    return [param.detach() for param in params]
+
+
+def _twin(optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> Any:
+    """The same optimizer of other parameters, without state and hooks.
+
+    A scheduler puts a ``step`` of its own before the class's, which would step the optimizer itself.
+    """
+    kind = type(optimizer)
+    own = {k: v for k, v in optimizer.__dict__.items() if not (callable(v) and hasattr(kind, k))}
+    hooks: dict[str, Any] = {name: OrderedDict() for name in own if name.startswith("_optimizer_step_")}
+    tried: Any = object.__new__(kind)
+    here = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in group.items()}  # a rate of learning, of a GPU
+    if "capturable" in here:
+        here["capturable"] = False  # which torch refuses on the CPU, and changes no number
+    tried.__dict__.update(own, param_groups=[{**here, "params": params}], state=defaultdict(dict), **hooks)
+    for param in params:
+        if state := state_when_made(optimizer, group, param):
+            tried.state[param] = state
+    return tried
+
+
+def state_of_step(optimizer: Optimizer, group: dict[str, Any], value: Tensor) -> dict[str, Any]:
+    """What the optimizer keeps of a parameter after a step."""
+    param = nn.Parameter(value.clone())
+    param.grad = torch.ones_like(param)
+    tried = _twin(optimizer, group, [param])
+    tried.step()
+    return dict(tried.state[param])
+
+
+def state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Tensor, itemsize: int = 0) -> float:
+    """What an optimizer keeps of one parameter: measured on a small one with as many dims.
+
+    Args:
+        itemsize: of the numbers that it updates; by default those of ``param``.
+    """
+    small = [min(n, 4) for n in param.shape]
+    with with_values():
+        state = state_of_step(optimizer, group, torch.zeros(small))
+    found = 0.0
+    for x in (x for x in state.values() if isinstance(x, Tensor) and x.dim()):
+        full = [n if have == part else have for n, part, have in zip(param.shape, small, x.shape, strict=False)]
+        found += prod(full) * ((itemsize or param.element_size()) if x.is_floating_point() else x.element_size())
+    return found
+
+
+def _refused(optimizer: Optimizer, why: str) -> ConfigError:
+    return ConfigError(
+        f"{type(optimizer).__name__} was tried on small matrices: {why}",
+        rule="zero gives an optimizer parts of parameters, or whole ones, but no rank gives it all of them",
+        remedy="Use one that changes each parameter by itself (SGD, AdamW, Muon, Adafactor), or this one without zero",
+    )
+
+
+def give_to_owners(gradients: Sequence[Gradient], params: Collection[int], context: ParallelContext) -> None:
+    """Lets one rank have all of each of these parameters, by identity. All processes call it, in one order.
+
+    Communicates the names of the axes, where an optimizer of any rank asks for it, and the ranks' coordinates, and
+    makes groups. Raises ConfigError for a cut parameter that several stages hold.
+    """
+    chosen = [gradient for gradient in gradients if id(gradient.param) in params]
+    cut = {id(g): _axes_of(g, context) for g in chosen if g.entry.spec.is_sharded}
+    wanted = set(cut.values())
+    for axis in context.own_axes:
+        wanted = {names for theirs in gather_objects(wanted, axis) for names in theirs}
+    axes = {names: context.merged(*names) for names in sorted(wanted)}
+    holders = {names: gather_objects(dict(context.coords), axis) for names, axis in axes.items()}
+    for gradient in chosen:
+        if gradient.entry.reduction.stages and id(gradient) in cut:
+            raise ConfigError(
+                f"{gradient.entry.name} is cut over tensor ranks and held by several stages",
+                rule="An optimizer that looks at whole matrices gets a cut one from the ranks of one stage",
+                remedy="Give it to an optimizer that changes each number by itself: AdamW for tables and heads",
+            )
+        names = cut.get(id(gradient))
+        if names is None:
+            gradient.bring_together(None)
+        else:
+            gradient.bring_together(axes[names], holders[names])
+
+
+def _axes_of(gradient: Gradient, context: ParallelContext) -> tuple[str, ...]:
+    names = {*gradient.entry.reduction.sum_over, *gradient.entry.spec.axes}
+    return tuple(n for n, size in context.grid.sizes.items() if size > 1 and ({n} | context.finest([n])) & names)

@@ -1,0 +1,383 @@
+"""What trains a model is as it was before, where an operation on it fails.
+
+Also here, each to be said in one text by hand:
+
+- ``zero_grad()`` of a model, and of optimizers, whose gradients the optimizer keeps that ``zero`` returned.
+- The state of an optimizer of torch, whose parameters are this rank's parts, is loaded by the same rank alone.
+- ``optimizer.state`` under ZeRO: the states that the optimizers use, which scripts read, edit and clear.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardformer.comm.collective_call import agree, gather_all
+from shardformer.errors import ConfigError
+from shardformer.layout.shard_spec import ShardSpec
+from shardformer.layout.sharding_metadata import ShardedState, tables_here, tables_of
+from shardformer.zero.flat_shards import Piece, Shard
+
+Attributes = dict[str, Any]
+
+
+@contextmanager
+def unchanged_on_error(optimizers: Sequence[Optimizer], others: Sequence[Any] = ()) -> Iterator[None]:
+    """Puts optimizers and other objects back as they were when the body raises: the same objects, with their content.
+
+    Args:
+        optimizers: with their groups, the lists of parameters in these, and states. Tensors are not copied: one that
+            the body writes into stays as it was written.
+        others: schedulers and hooks, whose attributes and containers among them are put back.
+    """
+    before = [_Optimizer(each) for each in optimizers]
+    attributes = [(each, {name: _copied(value) for name, value in vars(each).items()}) for each in others]
+    states = [(each, copy.deepcopy(each.state_dict())) for each in others if hasattr(each, "state_dict")]
+    try:
+        yield
+    except BaseException:
+        for optimizer in before:
+            optimizer.put_back()
+        for each, values in attributes:
+            vars(each).clear()
+            vars(each).update(values)
+        for each, state in states:
+            with suppress(Exception):  # what failed may be this very call
+                each.load_state_dict(state)
+        raise
+
+
+def _copied(value: Any) -> Any:
+    return copy.copy(value) if type(value) in (list, dict, set) else value
+
+
+class _Optimizer:
+    """An optimizer as it is now."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer, self._attributes = optimizer, dict(vars(optimizer))
+        self._groups = [(group, dict(group), list(group["params"])) for group in optimizer.param_groups]
+        self._state = optimizer.state
+        self._states = [(param, state, _copied(state)) for param, state in optimizer.state.items()]
+
+    def put_back(self) -> None:
+        attributes = vars(self._optimizer)
+        attributes.clear()
+        attributes.update(self._attributes)
+        for group, content, params in self._groups:
+            group.clear()
+            group.update(content)
+            group["params"][:] = params
+        groups: list[Attributes] = self._optimizer.param_groups
+        groups[:] = [group for group, _, _ in self._groups]
+        self._state.clear()
+        for param, state, content in self._states:
+            if type(state) is dict:
+                state.clear()
+                state.update(content)
+            self._state[param] = state
+
+
+HELD_BY = "_shardformer_held_by"
+"""The attribute of an optimizer with a weak reference to the one that ``zero`` made of it."""
+
+
+class ZeroGrad:
+    """``zero_grad()``: throws away what the optimizer keeps too. Of a copy, and without that, it is the usual one."""
+
+    def __init__(self, owner: nn.Module | Optimizer, optimizer: Optimizer | None) -> None:
+        self._owner = weakref.ref(owner)
+        self._usual: Callable[[Any, bool], None] = type(owner).zero_grad
+        self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        if (optimizer := self._optimizer()) is not None:
+            optimizer.zero_grad(set_to_none)
+        elif (owner := self._owner()) is not None:
+            self._usual(owner, set_to_none)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ZeroGrad:
+        return ZeroGrad(memo[id(self._owner())], None)
+
+
+def hold(optimizer: Any, zero: Optimizer) -> None:
+    """From now on an optimizer is stepped by what ``zero`` made of it."""
+    optimizer.__dict__.update({HELD_BY: weakref.ref(zero), "zero_grad": ZeroGrad(optimizer, zero)})
+
+
+def let_go(optimizer: Any) -> None:
+    """From now on an optimizer is one for itself."""
+    if optimizer.__dict__.pop(HELD_BY, None) is not None:
+        optimizer.__dict__.pop("zero_grad", None)
+
+
+def holder_of(optimizer: Any) -> Any:
+    """What ``zero`` made of an optimizer; None of others, and of copies."""
+    zero = optimizer.__dict__[HELD_BY]() if HELD_BY in optimizer.__dict__ else None
+    return zero if zero is not None and any(optimizer is each for each in zero.inner) else None
+
+
+PLACE = "shardformer_place"
+"""What ``state_dict`` has more: of each axis along which ranks have other parts, its size and this rank's place."""
+Place = dict[str, tuple[int, int]]
+
+
+class _Loading(threading.local):
+    is_checked = False
+
+
+_LOADING = _Loading()
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """What is loaded in here is known to be this rank's."""
+    before, _LOADING.is_checked = _LOADING.is_checked, True
+    try:
+        yield
+    finally:
+        _LOADING.is_checked = before
+
+
+def lead_states_here() -> None:
+    """From now on optimizers of torch note and check the place of their rank. The caller holds a lock."""
+    kind: Any = Optimizer
+    if not hasattr(kind.state_dict, "of_torch"):
+        kind.state_dict, kind.load_state_dict = _noting(kind.state_dict), _checking(kind.load_state_dict)
+
+
+def _noting(original: Any) -> Any:
+    @wraps(original)
+    def state_dict(self: Any) -> dict[str, Any]:
+        found: dict[str, Any] = original(self)
+        if place := place_of(self):
+            found[PLACE] = place
+        return found
+
+    marked: Any = state_dict
+    marked.of_torch = original
+    return marked
+
+
+def _checking(original: Any) -> Any:
+    @wraps(original)
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        if _LOADING.is_checked or (table := _table_of(self)) is None:
+            original(self, state_dict)
+            return
+        state_dict = _checked(self, state_dict, table)
+        with unchanged_on_error([self]):
+            agree(table.context, lambda: original(self, state_dict), doing=f"load this {type(self).__name__}'s state")
+
+    marked: Any = load_state_dict
+    marked.of_torch = original
+    return marked
+
+
+def _table_of(optimizer: Any) -> ShardedState | None:
+    """Of the model that an optimizer steps, if its ranks have other parameters than each other."""
+    if (holder := holder_of(optimizer)) is not None:
+        return holder.table  # type: ignore[no-any-return]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    tables = list(tables_of(params))
+    if not params:  # of a stage on which it trains nothing
+        tables = [table for table in tables_here() if table.context.pipe.size > 1]
+    sizes = tables[0].context.sizes if len(tables) == 1 else {}
+    return tables[0] if any(size > 1 for name, size in sizes.items() if name != "data") else None
+
+
+def place_of(optimizer: Any) -> Place:
+    """Of each axis along which ranks have other parts of the state, its size and this rank's place; of none alone."""
+    table, holder = _table_of(optimizer), holder_of(optimizer)
+    if table is None:
+        return {}
+    if holder is not None and holder.cuts_states:
+        names = set(table.context.sizes)
+    else:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        entries = table.entries if holder is not None else tables_of(params).get(table, ())
+        names = {name for entry in entries for name in entry.spec.axes} | {"pipe"}
+    return {name: (axis.size, axis.rank) for name, axis in table.axes.items() if name in names and axis.size > 1}
+
+
+def _checked(optimizer: Any, state_dict: dict[str, Any], table: ShardedState) -> dict[str, Any]:
+    """This rank's part of the state. Raises ConfigError, on all ranks, for what is not.
+
+    Communicates one line, and a sum for each tensor of a state without a place.
+    """
+    own, sums, problem, kind = place_of(optimizer), list[float](), None, type(optimizer).__name__
+    counts = [len(group["params"]) for group in optimizer.param_groups]
+    try:
+        state_dict = _cut(optimizer, state_dict, table)
+        saved = state_dict.get(PLACE)
+        if saved is not None and saved != own:
+            problem = f"The state of this {kind} was saved by another rank, {_said(saved)}, and this is {_said(own)}"
+        elif [len(group["params"]) for group in state_dict["param_groups"]] != counts:
+            problem = f"The state that was to be loaded into this {kind} has other groups of parameters"
+        elif saved is None and own:
+            sums = _sums(optimizer, state_dict, table)
+    except (AttributeError, KeyError, TypeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        problem = f"What was to be loaded into this {kind} is not a state that an optimizer gave ({what})"
+    found = gather_all((problem, own, sums), table.context)
+    if problem is None:
+        problem = next((f"Rank {rank}: {theirs}" for rank, (theirs, *_) in found if theirs is not None), None)
+    if problem is None and any(
+        any(a) and a == b and one != other for n, (_, (_, one, a)) in enumerate(found) for _, (_, other, b) in found[:n]
+    ):
+        problem = f"Ranks that have other parts of the parameters were to load one state into {kind}"
+    if problem is not None:
+        raise ConfigError(
+            problem,
+            rule="Ranks have parts of the parameters, and each loads the state that it has saved itself",
+            remedy="Load on each rank what its own state_dict() gave; or use shardformer.save_checkpoint, whose "
+            "checkpoints fit any layout",
+        )
+    return state_dict
+
+
+def _cut(optimizer: Any, state_dict: dict[str, Any], table: ShardedState) -> dict[str, Any]:
+    """Of the state of a plain model's optimizer this rank's part; what is this rank's already, as it is."""
+    pairs = _pairs(optimizer, state_dict)
+    specs = {id(entry.param): entry.spec for entry in table.entries if entry.spec.is_sharded}
+    states = {number: (state_dict["state"].get(number), specs.get(id(p)), p) for number, p in pairs}
+    whole = {
+        number: {
+            key: spec.slice(x, table.coords) if isinstance(x, Tensor) and tuple(x.shape) == spec.shape else x
+            for key, x in state.items()
+        }
+        for number, (state, spec, p) in states.items()
+        if isinstance(state, dict) and spec is not None and _is_whole(state, spec, p)
+    }
+    if not whole or PLACE in state_dict:
+        return state_dict
+    return {**state_dict, "state": {**state_dict["state"], **whole}, PLACE: place_of(optimizer)}
+
+
+def _is_whole(state: Mapping[str, Any], spec: ShardSpec, param: Tensor) -> bool:
+    shapes = {tuple(x.shape) for x in state.values() if isinstance(x, Tensor)}
+    return spec.shape in shapes and tuple(param.shape) not in shapes
+
+
+def _pairs(optimizer: Any, state_dict: Mapping[str, Any]) -> list[tuple[Any, Tensor]]:
+    """(number in the state, parameter) of each; of other groups as many as both have."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    return list(zip(numbers, params, strict=False))
+
+
+def _said(place: Any) -> str:
+    if not isinstance(place, dict):
+        return repr(place)[:80]
+    return ", ".join(f"{name} {rank} of {size}" for name, (size, rank) in place.items()) or "of a model that is not cut"
+
+
+def _sums(optimizer: Any, state_dict: Mapping[str, Any], table: ShardedState) -> list[float]:
+    """A sum of each tensor of the state of parameters of which ranks have other parts."""
+    cut = {id(entry.param) for entry in table.entries if entry.spec.is_sharded}
+    states = [
+        state_dict["state"].get(number, {})
+        for number, p in _pairs(optimizer, state_dict)
+        if id(p) in cut or holder_of(optimizer) is not None
+    ]
+    tensors = [x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim()]
+    return [float(torch.abs(x).double().sum()) for x in tensors]
+
+
+State = dict[str, Any]
+
+
+class LiveState(MutableMapping[Tensor, State]):
+    """The states of several optimizers by their parameters, which are pieces of those of the model.
+
+    A parameter of the model is taken for this rank's piece of it. Where this rank has none, its state is empty: what is
+    read of it is a tensor without numbers, so that a script edits the states of all parameters on all ranks.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], shards: Sequence[Shard]) -> None:
+        self._optimizers = optimizers
+        self._pieces: dict[int, Piece | None] = {id(g.param): None for shard in shards for g in shard.gradients}
+        held = ((id(p), o) for o in optimizers for group in o.param_groups for p in group["params"])
+        self._owners: dict[int, Optimizer] = dict(held)
+        self._pieces |= {id(piece.gradient.param): piece for shard in shards for piece in shard.pieces}
+
+    def _found(self, key: Tensor) -> tuple[Any, Tensor] | None:
+        """(the state of the optimizer that has a parameter, the parameter as it has it); None for no rank's piece."""
+        if id(key) in self._pieces:
+            if (piece := self._pieces[id(key)]) is None:
+                return None
+            key = piece.value
+        if id(key) not in self._owners:
+            raise KeyError(key)
+        return self._owners[id(key)].state, key
+
+    def __getitem__(self, key: Tensor) -> State:
+        found = self._found(key)
+        return Elsewhere(key) if found is None else found[0][found[1]]
+
+    def __setitem__(self, key: Tensor, value: State) -> None:
+        if (found := self._found(key)) is not None:
+            found[0][found[1]] = value
+
+    def __delitem__(self, key: Tensor) -> None:
+        if (found := self._found(key)) is not None:
+            del found[0][found[1]]
+
+    def __contains__(self, key: object) -> bool:
+        if not isinstance(key, Tensor):
+            return False
+        try:
+            found = self._found(key)
+        except KeyError:
+            return False
+        return found is not None and found[1] in found[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (key for optimizer in self._optimizers for key in optimizer.state)
+
+    def __len__(self) -> int:
+        return sum(len(optimizer.state) for optimizer in self._optimizers)
+
+    def clear(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+
+    def __repr__(self) -> str:
+        return f"LiveState({dict(self)})"
+
+
+class Elsewhere(dict[str, Any]):
+    """The state of a parameter of which other ranks have all numbers."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+
+    def __missing__(self, key: str) -> Tensor:
+        return torch.empty(0, dtype=self._like.dtype, device=self._like.device)
+
+
+def load_in_place(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """``optimizer.load_state_dict`` of this rank's state, after which its groups are the dictionaries that they were.
+
+    torch puts new ones in their place, and schedulers or scripts that hold the old ones would set options that no step
+    reads.
+    """
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    before = list(groups)
+    with checked():
+        optimizer.load_state_dict(state_dict)
+    for old, new in zip(before, list(optimizer.param_groups), strict=True):
+        if old is not new:
+            old.clear()
+            old.update(new)
+    groups[:] = before
+    optimizer.param_groups = groups

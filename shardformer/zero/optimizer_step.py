@@ -1,0 +1,268 @@
+"""The update of a step: the optimizers change their pieces, and all ranks get the new parameters.
+
+What is on the device is updated first, all at once; on a GPU that runs while the host goes on. What is on the host
+follows one shard after the other, so that what is new of one goes up, and to the other ranks, while the next one is
+updated.
+
+Also here, each to be said in one text by hand:
+
+- The norm of all gradients under ZeRO, from what each rank keeps of their sums; and which of them is not finite.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardformer.comm.collectives import Pending, all_reduce, gather_objects
+from shardformer.errors import ConfigError, InputError
+from shardformer.gradients.buckets import Gradient
+from shardformer.layout.sharding_metadata import ShardedState
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.offload.disk import Files
+from shardformer.offload.host import Host
+from shardformer.torch_compat import has_values
+from shardformer.zero.flat_shards import EDITS, Shard
+from shardformer.zero.matrix_optimizers import can_step_apart
+
+UNDER_WAY = 8
+"""Gathers at a time: of slices they take memory until they are written."""
+
+
+class Update:
+    """Steps of several optimizers on the pieces of shards.
+
+    Args:
+        host: where some of the shards' pieces are; None: nowhere.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], shards: Sequence[Shard], host: Host | None, context: ParallelContext
+    ) -> None:
+        self._optimizers, self._shards, self._host, self._context = optimizers, shards, host, context
+        comes = host is not None or any(shard.rounded is not None for shard in shards)
+        self._is_apart = comes and all(can_step_apart(optimizer) for optimizer in optimizers)
+
+    def run(self) -> None:
+        """Communicates one all-gather of the parameters of each shard that got a gradient.
+
+        All ranks gather in one order, that of the shards; those of the device first. With files those come last, when
+        all ranks have said that the others are written: one number over each axis. Raises InputError, on all ranks,
+        where a file could not be read or written; then all is as before.
+        """
+        for shard in self._shards:
+            shard.give_gradients()
+        changed = [shard for shard in self._shards if shard.is_changed]
+        lasting = [shard for shard in changed if shard.host is None and shard.rounded is None]
+        rounded = [[shard] for shard in changed if shard.rounded is not None]
+        there = [[shard] for shard in changed if shard.host is not None]
+        if isinstance(self._host, Files):
+            self._run(there)
+            self._end_files(self._host, [shard for turn in there for shard in turn])
+            self._run([lasting])
+        else:
+            self._run([lasting, *rounded, *there] if self._is_apart else [changed])
+
+    def _run(self, turns: Sequence[Sequence[Shard]]) -> None:
+        """Updates the shards of one turn after those of the other."""
+        hand_out = HandOut()
+        with self._host.updating() if self._host is not None else nullcontext():
+            for number, turn in enumerate(turns):
+                for shard in (shard for coming in turns[number : number + 2] for shard in coming):
+                    shard.fetch()
+                if all([shard.take() for shard in turn]):
+                    self._step(turn if self._is_apart else None)
+                    for shard in turn:
+                        shard.store()
+                hand_out.add(turn)
+                for shard in turn:
+                    shard.put_away()
+        hand_out.finish()
+
+    def _end_files(self, files: Files, shards: Sequence[Shard]) -> None:
+        said = files.end_step([shard.host for shard in shards if shard.host is not None], self._context)
+        if said is None:
+            return
+        hand_out = HandOut()
+        for shard in shards:
+            if shard.take():
+                shard.store()
+            hand_out.add([shard])
+            shard.drop()
+        hand_out.finish()
+        what = f"The optimizer's files in {files.disk.folder} failed: {said}"
+        if files.end_step([], self._context) is not None:
+            rule = "What was before is read again, and that failed too: of some buckets the weights are lost"
+            raise InputError(what, rule=rule, remedy="Go on from a checkpoint, on another disk")
+        raise InputError(
+            what,
+            rule="A step counts when all ranks have written theirs: weights and states are those of the step before",
+            remedy="Make room, then go on with the next batch; or save the model now",
+        )
+
+    def _step(self, turn: Sequence[Shard] | None) -> None:
+        """One step of the optimizers; of a turn alone where one is given."""
+        if turn is None:
+            for optimizer in self._optimizers:
+                optimizer.step()
+            return
+        pieces = {id(piece.value) for shard in turn for piece in shard.pieces if piece.value.grad is not None}
+        for optimizer in self._optimizers:
+            with only(optimizer, pieces):
+                if optimizer.param_groups:
+                    optimizer.step()
+
+
+class HandOut:
+    """Brings new parameters together on all ranks: of some shards while the next ones are stored."""
+
+    def __init__(self) -> None:
+        self._stored: list[Shard] = []
+        self._under_way: deque[tuple[Shard, Pending]] = deque()
+
+    def add(self, shards: Sequence[Shard]) -> None:
+        """Their new values are stored. Starts to gather those that were added before."""
+        self._gather()
+        self._stored = list(shards)
+
+    def _gather(self) -> None:
+        """Of stage 3 the next forward gathers."""
+        for shard in (shard for shard in self._stored if not shard.keeps):
+            self._under_way.append((shard, shard.start_gather()))
+            self._land(UNDER_WAY)
+        self._stored = []
+
+    def _land(self, most: int) -> None:
+        while len(self._under_way) > most:
+            shard, values = self._under_way.popleft()
+            shard.write(values.wait())
+
+    def finish(self) -> None:
+        """The model's parameters have the new values when this returns."""
+        self._gather()
+        self._land(0)
+
+
+@contextmanager
+def only(optimizer: Optimizer, params: Collection[int]) -> Iterator[None]:
+    """In here the optimizer holds no other parameters than these, by identity."""
+    groups = optimizer.param_groups
+    held: list[list[Tensor]] = [group["params"] for group in groups]
+    try:
+        for group, all_of_it in zip(groups, held, strict=True):
+            group["params"] = [p for p in all_of_it if id(p) in params]
+        optimizer.param_groups = [group for group in groups if group["params"]]
+        yield
+    finally:
+        for group, all_of_it in zip(groups, held, strict=True):
+            group["params"] = all_of_it
+        optimizer.param_groups = groups
+
+
+ALIKE = ("data", "sequence")
+"""Axes along which ranks have parts of the same gradients."""
+DIFFER = 2.0**32
+"""Is added to the number of ranks with a problem where ranks differ."""
+
+
+def norm_of_shards(
+    shards: Sequence[Shard],
+    table: ShardedState,
+    stage: int,
+    problem: Exception | None = None,
+    only: Collection[int] | None = None,
+    *,
+    in_stage: bool = False,
+) -> Tensor:
+    """The norm of the gradients of the whole model, alike on all ranks. Communicates four numbers over each axis.
+
+    Raises ConfigError, on all ranks, where scripts on them did other things to gradients.
+
+    Args:
+        problem: why this rank has none; all ranks then raise.
+        only: of which parameters, by identity; None: of all.
+        in_stage: whether the ranks of one pipeline stage alone call it.
+    """
+    device = table.context.device
+    here, there = (torch.zeros(4, dtype=torch.float64, device=place) for place in (device, "cpu"))
+    edits = float(sum(shard.edits for shard in shards) % EDITS)
+    there[1:] += torch.tensor([float(problem is not None), edits, edits**2], dtype=torch.float64)
+    for shard in shards if problem is None else ():
+        total, found = here if shard.host is None else there, shard.sum
+        for piece in shard.pieces:
+            is_asked = only is None or id(piece.gradient.param) in only
+            if found is not None and is_asked and shard.had[piece.number] and _counts(piece.gradient, table, stage):
+                total[0] += torch.linalg.vector_norm(found[piece.at]).to(total) ** 2
+    total, count = here + there.to(device), 1
+    axes = sorted(table.context.own_axes, key=lambda axis: axis.name not in ALIKE)
+    axes = [axis for axis in axes if not (in_stage and axis.name == "pipe")]
+    for axis in axes:
+        if axis.name in ALIKE:
+            count *= axis.size
+        else:
+            total, count = _compared(total, count), 0
+        total = all_reduce(total, axis, purpose="norm")
+    total = _compared(total, count)
+    if problem is not None:
+        raise problem
+    total, problems = total[0], total[1]
+    if has_values(problems) and bool(problems >= DIFFER):
+        raise ConfigError(
+            "Ranks changed gradients in different ways since the last zero_grad",
+            rule="Each rank has a part of a gradient, so that what a script does to p.grad it does on all ranks",
+            remedy="Look for what one rank does alone: changes of p.grad under `if rank == 0:`, or where its own loss "
+            "or batch decides",
+        )
+    if has_values(problems) and bool(problems):
+        raise ConfigError(
+            "Another rank refused its gradients or parameters, and no rank made the step",
+            rule="All ranks make a step together, or none does",
+            remedy="See what that rank reports",
+        )
+    is_wide = any(entry.param.dtype in (torch.float64, torch.complex128) for entry in table.entries)
+    return total.sqrt() if is_wide else total.sqrt().float()
+
+
+def _compared(total: Tensor, count: int) -> Tensor:
+    """Of sums over so many ranks, what says whether all of them have one number of edits; of no ranks as it was."""
+    differs = (count * total[3] - total[2] ** 2).clamp(min=0.0, max=1.0) * float(count > 0)
+    return torch.stack([total[0], total[1] + DIFFER * differs, total[2], total[3]])
+
+
+def _counts(gradient: Gradient, table: ShardedState, stage: int) -> bool:
+    """Whether this rank counts what it has of a parameter: of what ranks hold alike, the first one does."""
+    reduction, context = gradient.entry.reduction, table.context
+    coords = context.coords
+    if stage > 0:
+        own = {*reduction.sum_over, *reduction.norm_over, *(["pipe"] if reduction.stages else [])}
+    elif reduction.stages and coords["pipe"] != reduction.stages[0]:
+        return False
+    else:
+        cut = gradient.entry.spec.axes if gradient.is_shared else ()
+        own = {*reduction.norm_over} - {*reduction.sum_over, *cut}
+    others = context.finest(context.grid.sizes) - context.finest(own)
+    return all(coords[name] == 0 for name in others)
+
+
+def nonfinite(shards: Sequence[Shard], table: ShardedState, norm: Tensor) -> InputError:
+    """Names the first parameter whose gradient is not finite, and the first rank that keeps it. All ranks call it."""
+    order = {id(entry): number for number, entry in enumerate(table.entries)}
+    found = [
+        (order[id(piece.entry)], table.context.rank, piece.entry.name)
+        for shard in shards
+        for piece in shard.pieces
+        if shard.sum is not None and not bool(torch.isfinite(shard.sum[piece.at]).all())
+    ]
+    for axis in table.context.own_axes:
+        found = [item for theirs in gather_objects(found, axis) for item in theirs]
+    _, rank, name = min(found, default=(0, 0, "some parameter"))
+    return InputError(
+        f"The gradient of {name} is not finite, on rank {rank}, and so is the norm of all: {norm}",
+        rule="A step with such gradients would make the weights NaN; nothing was changed",
+        remedy="Look at the loss and the batch, call optimizer.zero_grad(), or write on_nonfinite='skip'",
+    )

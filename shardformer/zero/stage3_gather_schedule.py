@@ -1,0 +1,577 @@
+"""In which order the units of stage 3 are gathered.
+
+Also here, each to be said in one text by hand:
+
+- The walk through the units of ZeRO stage 3: which one is gathered when, alike on all ranks.
+- Lays a model out for ZeRO stage 3: units, their shards, and the walk through them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+
+from shardformer.comm.collective_call import come
+from shardformer.comm.collectives import gather_numbers, gather_objects
+from shardformer.errors import ConfigError, InputError
+from shardformer.gradients.buckets import Bucket, Gradient, HandOver
+from shardformer.gradients.reducer import GradientReducer
+from shardformer.layout.sharding_metadata import ShardedState
+from shardformer.mesh.parallel_context import Axis
+from shardformer.offload.host import Host
+from shardformer.offload.saved_tensors import SavedTensorHooks, check_version
+from shardformer.torch_compat import memory_of
+from shardformer.transformers_compat import decode_together
+from shardformer.zero.config import Settings
+from shardformer.zero.flat_shards import Gathered, Shard
+from shardformer.zero.stage3_parameters import UNIT, Chunks, Residents, Saved, Unit, UnitReducer, group_params
+
+END = -1
+"""In the place of a unit: there is none any more."""
+
+
+@dataclass
+class Plan:
+    """The units in the order in which they are gathered, by index.
+
+    Args:
+        complete: position -> the units whose gradients are all there when the walk leaves it.
+        unseen: units that no rank read, which stand where the model registers them.
+        is_open: whether ranks differed, or layers were left out by all: then a later walk may show more, and the ranks
+            ask each other for that at the end of each.
+    """
+
+    units: list[int] = field(default_factory=list)
+    complete: dict[int, list[int]] = field(default_factory=dict)
+    unseen: list[int] = field(default_factory=list)
+    is_open: bool = False
+
+    def insert(self, index: int, at: int) -> None:
+        """Puts a unit before the one at a position."""
+        self.units.insert(at, index)
+        self.complete = {n + (n >= at): found for n, found in self.complete.items()}
+
+    def place(self, index: int, at: int) -> int:
+        """The first position from ``at`` on at which a unit stands; END where there is none."""
+        return next((n for n in range(max(at, 0), len(self.units)) if self.units[n] == index), END)
+
+    def comes_again(self, index: int, at: int) -> bool:
+        """Whether a unit stands at ``at`` or behind it."""
+        return self.place(index, at) != END
+
+    def places(self, own: Sequence[int]) -> list[int]:
+        """The positions at which a rank that follows the plan finds what it reads."""
+        places, at = [], 0
+        for index in own:
+            at = max(self.place(index, at), at)
+            places.append(at)
+        return places
+
+    def take_up_unseen(self, units: Sequence[int], layers: Collection[int]) -> None:
+        """Of a forward: units that no rank ran stand behind the one before them."""
+        self.unseen = [index for index in units if index not in self.units]
+        self.is_open |= any(index in layers for index in self.unseen)
+        for index in self.unseen:
+            lower = [n for n in self.units if n < index]
+            self.insert(index, self.units.index(max(lower)) + 1 if lower else 0)
+
+    def take_up(self, forward: Plan) -> None:
+        """Of a backward: what no rank ran in the forward stands behind the one that comes after it there."""
+        self.unseen, self.is_open = forward.unseen, self.is_open or forward.is_open
+        for index in (index for index in self.unseen if index not in self.units):
+            higher = [n for n in self.units if n > index]
+            self.insert(index, len(self.units) - self.units[::-1].index(min(higher)) if higher else 0)
+
+
+def found_plan(record: Sequence[int], before: Plan | None, said: Sequence[tuple[list[int], Mapping[int, int]]]) -> Plan:
+    """The plan of a walk that was found out on the way.
+
+    Args:
+        record: the units as they were gathered.
+        before: the plan that a rank has left; None in the first walk of a kind.
+        said: for each rank the units that it read, and for each unit the place in these where its last gradient came.
+    """
+    plan = Plan(list(record))
+    if before is not None:
+        plan.units, plan.unseen = before.units, before.unseen
+        for own, _ in said:
+            plan.units = _merged(plan.units, own)
+    plan.is_open = before is not None or any(own != plan.units for own, _ in said)
+    last: dict[int, int] = {}
+    for own, arrivals in said:
+        places = plan.places(own)
+        for index, at in arrivals.items():
+            last[index] = max(places[at] if at >= 0 else 0, last.get(index, 0))
+    for index, at in sorted(last.items(), reverse=True):
+        if at < len(plan.units) - 1:
+            plan.complete.setdefault(at, []).append(index)
+    return plan
+
+
+def _merged(first: list[int], second: list[int]) -> list[int]:
+    """A row in which both rows are found, in their order."""
+    out: list[int] = []
+    for _, a, b, c, d in SequenceMatcher(None, first, second, autojunk=False).get_opcodes():
+        out += first[a:b] if first[a:b] == second[c:d] else first[a:b] + second[c:d]
+    return out
+
+
+Kind = tuple[Any, ...]
+"""Of a forward: the module that was called, the part of it, whether it trains, and whether there are gradients."""
+
+
+class Walk:
+    """Gathers and drops the units of a model, and says when their gradients are sent.
+
+    Args:
+        axis: all ranks that run the model together.
+        frees: whether a unit is dropped behind its use; else it stays to the end of the step.
+        gathers_ahead: whether the next unit travels while one is used.
+        part: says which part of the model a forward runs, of a model in stages.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        axis: Axis,
+        *,
+        frees: bool,
+        gathers_ahead: bool = True,
+        part: Callable[[], Any] = lambda: None,
+    ) -> None:
+        self.units, self.axis, self._frees, self._part = units, axis, frees, part
+        self._gathers_ahead, self.residents = gathers_ahead, Residents()
+        self.reducer: UnitReducer
+        self._plans: dict[Kind, Plan] = {}
+        self._kind: Kind | None = None  # of the forward or backward that is under way
+        self._is_backward = False
+        self._is_ending = False  # whether autograd will say when the backward is through
+        self._plan: Plan | None = None  # None while it is being found out
+        self._record = Plan()
+        self._last_arrivals: dict[int, int] = {}
+        self._own: list[int] = []  # what this rank read itself
+        self._at = -1
+        self._where: dict[int, tuple[Unit, int]] = {}  # gathered memory -> whose it is
+        for unit in units:
+            unit.where, unit.on_read = self._where, self.read
+        self._keep: Collection[int] = ()  # units that are read together
+        self._backward_of = 0
+        self._run = 0  # forwards are counted, so that a backward knows whose graph it goes through
+        self._kinds: dict[int, Kind] = {}
+        self._caller: nn.Module | None = None
+        self._saving: Any = None
+        self._watch(model)
+
+    # --- where a forward begins and ends
+
+    def _watch(self, model: nn.Module) -> None:
+        """A forward is a call of the model, or of a module in it that has a whole unit, where none is under way."""
+        whole = [{id(p) for p in unit.params} for unit in self.units]
+        for path, module in model.named_modules():
+            params = {id(p) for p in module.parameters()}
+            if module is model or any(unit <= params for unit in whole):
+                module.register_forward_pre_hook(lambda m, args, path=path: self._enter(m, path), prepend=True)
+                module.register_forward_hook(self._leave)
+                module.register_forward_hook(self._stop_saving, always_call=True)
+
+    def _enter(self, module: nn.Module, path: str) -> None:
+        if self._saving is not None and module is not self._caller:
+            return  # inside of what was called
+        if self._saving is not None:  # what was called before was broken off by more than an error: by the keyboard
+            self._stop_saving(module, (), None)
+        if torch._C._current_graph_task_id() >= 0:
+            # computed again in a backward: torch's checkpoints look at what is saved, but for the re-entrant ones
+            if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+                self._start_saving(module)
+            return
+        if self._kind is not None or self._is_ending:
+            self._abandon()
+        self._run += 1
+        kind = (path, self._part(), module.training, torch.is_grad_enabled())
+        self._kinds = {run: kind for run, kind in self._kinds.items() if run > self._run - 64} | {self._run: kind}
+        self.residents.clear()
+        for unit in self.units:
+            self._drop(unit)
+        self._begin(kind)
+        self._start_saving(module)
+
+    def _start_saving(self, module: nn.Module) -> None:
+        self._caller, self._saving = module, SavedTensorHooks(self._pack, self._unpack, goes_first=True)
+        self._saving.enter()
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module is not self._caller or torch._C._current_graph_task_id() >= 0:
+            return
+        self._finish()
+        last = [*dict.fromkeys(reversed(self._record.units))][:2] if torch.is_grad_enabled() else []
+        for unit in self.units:
+            if unit.index not in last and unit not in self.residents:  # a head may be two units: a tied table, a bias
+                self._drop(unit)
+        if torch.is_grad_enabled():
+            for x in tree_leaves(output):
+                if isinstance(x, Tensor) and x.requires_grad:
+                    x.register_hook(self._expect_end)
+
+    def leave_early(self, output: Any) -> None:
+        """A forward ends here, though the module that was called has not returned."""
+        assert self._caller is not None
+        module = self._caller
+        self._leave(module, (), output)
+        self._stop_saving(module, (), output)
+
+    def _stop_saving(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module is self._caller:
+            self._saving.leave()
+            self._saving = self._caller = None
+
+    def _abandon(self) -> None:
+        """Forgets a forward or backward that an error broke off."""
+        self._kind, self._is_ending = None, False
+        for unit in self.units:
+            unit.free()
+
+    def bring(self, param: Tensor) -> None:
+        """Gathers the unit of a parameter for whoever saves it, and drops the others. All ranks call it."""
+        wanted = param.__dict__.get(UNIT)
+        for unit in self.units:
+            if unit is not wanted:
+                unit.free()
+        if wanted is not None:
+            wanted.wait()
+
+    def put_away(self) -> None:
+        """Drops all units: nobody reads them any more, or the shards have changed."""
+        for unit in self.units:
+            unit.free()
+
+    # --- one forward or backward
+
+    def _begin(self, kind: Kind, *, is_backward: bool = False) -> None:
+        self._kind, self._is_backward, self._at = kind, is_backward, -1
+        self._plan, self._record, self._last_arrivals, self._own = self._plans.get(kind), Plan(), {}, []
+        self.reducer.is_sealed = self._plan is not None and not self._plan.is_open
+
+    def read(self, units: Sequence[Unit]) -> None:
+        """Before parameters of these units are read together."""
+        if torch._C._current_graph_task_id() >= 0:
+            self._begin_backward(None)
+        elif self._kind is None or self._is_backward:
+            raise ConfigError(
+                f"A parameter of {units[0].name} was read, whose values are not on this rank",
+                rule="Under stage 3 the values of a parameter are on a rank while the model runs",
+                remedy="Call the model, not its forward; to look at weights take shardformer.full_state_dict(model)",
+            )
+        self._keep = {unit.index for unit in units}
+        for unit in units:
+            self._go_to(unit.index)
+
+    def _go_to(self, index: int) -> None:
+        """Gathers up to a unit; for END, all that is left. Takes part in what other ranks want on the way."""
+        if index == self._last and index != END:
+            return
+        if index != END:
+            self._own.append(index)
+        if self._plan is not None:
+            self._follow(self._plan, index)
+        if self._plan is None:
+            self._negotiate(index)
+
+    def _follow(self, plan: Plan, index: int) -> None:
+        """Goes on in the plan. Where a rank leaves it there is none any more."""
+        end = len(plan.units) - 1 if index == END else plan.place(index, self._at)
+        leaves = index != END and end == END
+        if leaves and self.units[index].is_here:
+            return
+        if leaves and not plan.is_open:
+            self._refuse_order(index)
+        while self._at < (len(plan.units) - 1 if leaves else end):
+            self._step(plan.units[self._at + 1], plan.units[self._at + 2 : self._at + 4])
+        if plan.is_open and (leaves or index == END) and any(gather_objects(leaves, self.axis)):
+            self._plan = None
+
+    def _step(self, index: int, coming: Sequence[int]) -> None:
+        """One step of the walk: a unit comes, the one before goes, its gradients are sent, the next one is begun."""
+        before, self._at = self._last, self._at + 1
+        self.units[index].wait()
+        self._record.units.append(index)
+        comes_again = self._plan is not None and self._plan.comes_again(before, self._at)
+        if before not in (index, END) and not comes_again:
+            self._pass(self.units[before])
+        if self._plan is not None and self._is_backward and not self.reducer.is_paused:
+            for unit in self._plan.complete.get(self._at - 1, ()):
+                self.reducer.send(self.units[unit])
+        if self._gathers_ahead:
+            for unit in coming[:1]:
+                self.units[unit].start()
+            for unit in coming[1:]:
+                self.units[unit].fetch()
+
+    def _pass(self, unit: Unit) -> None:
+        """A unit's turn is over."""
+        reads_again = torch.is_grad_enabled() and not self._is_backward
+        for gone in self.residents.leave(unit) if reads_again else [unit]:
+            if gone.index not in self._keep:
+                self._drop(gone)
+
+    def _drop(self, unit: Unit) -> None:
+        if self._frees:
+            unit.free()
+
+    @property
+    def _last(self) -> int:
+        """The unit whose turn it is."""
+        return self._record.units[-1] if self._record.units else END
+
+    def _finish(self) -> None:
+        """The forward or backward of this rank is through: takes part in what others have still to do."""
+        assert self._kind is not None
+        self._keep = ()
+        self._go_to(END)
+        if self._is_backward and not self.reducer.is_paused:
+            self._send_rest()
+        if self._plan is None:
+            self._plans[self._kind] = self._planned(self._plans.get(self._kind))
+        self._kind = None
+
+    def _refuse_order(self, index: int) -> None:
+        name = self.units[index].name
+        raise InputError(
+            f"{name} was read at a place where it was not before",
+            rule="Under stage 3 all ranks gather the units in the order of the first forward and backward of a kind",
+            remedy="Keep the order of the layers from step to step, or train with stage=2",
+        )
+
+    # --- the first of a kind
+
+    def _negotiate(self, want: int) -> None:
+        """Gathers what any rank wants, until it was this one's turn; for END, until no rank wants anything.
+
+        Communicates one gather of a number, and of those units that have all gradients, for each step.
+        """
+        while True:
+            done = [unit.index for unit in self.units if self._is_backward and self.reducer.is_complete(unit)]
+            said = gather_objects((want, [] if self.reducer.is_paused else done), self.axis)
+            wanted = [index for index, _ in said if index != END]
+            for index in sorted(set.intersection(*(set(done) for _, done in said)), reverse=True):
+                self.reducer.send(self.units[index])
+            if not wanted:
+                return
+            chosen = max(wanted) if self._is_backward else min(wanted)
+            self._step(chosen, ())
+            if chosen == want:
+                return
+
+    def arrived(self, unit: Unit) -> None:
+        """A gradient of this unit arrived."""
+        if self._kind is None or not self._is_backward:
+            self._begin_backward(None)
+        if self._plan is None:
+            self._last_arrivals[unit.index] = len(self._own) - 1
+
+    def _send_rest(self) -> None:
+        """What no position of the plan sends is sent at the end, in one order."""
+        rest = {unit.index for unit in self.units if unit.index not in self.reducer.sent}
+        if not self.reducer.is_sealed:
+            again = [unit.index for unit in self.units if self.reducer.has_new(unit)]
+            rest |= {index for indices in gather_objects(again, self.axis) for index in indices}
+        for index in sorted(rest, reverse=True):
+            self.reducer.send(self.units[index])
+        self.reducer.end_pass()
+
+    def _planned(self, before: Plan | None) -> Plan:
+        """The plan that was found out; of one that a rank has left, one in which all that was read finds its place."""
+        assert self._kind is not None
+        said = gather_objects((self._own, self._last_arrivals), self.axis)
+        plan = found_plan(self._record.units, before, said)
+        if before is None and self._is_backward:
+            plan.take_up(self._plans[self._kind[:-1]])
+        elif before is None:
+            plan.take_up_unseen([unit.index for unit in self.units], {u.index for u in self.units if u.is_layer})
+        return plan
+
+    # --- what autograd saves
+
+    def _pack(self, x: Tensor) -> Saved | None:
+        """Of a unit's values only where they lie is saved; others are left to others."""
+        place = None if x.layout is not torch.strided else self._where.get(memory_of(x))
+        if place is None:
+            return None
+        unit, base = place
+        param = x if isinstance(x, nn.Parameter) else None
+        run = self._backward_of if self._is_backward else self._run
+        return Saved(run, unit, param, base, (x.shape, x.stride(), x.storage_offset()), x._version)
+
+    def _unpack(self, packed: Saved) -> Tensor:
+        self._begin_backward(packed.run)
+        self._keep = ()
+        self._go_to(packed.unit.index)
+        if torch.is_grad_enabled():
+            raise InputError(
+                f"A backward with create_graph=True, through {packed.unit.name}",
+                rule="Under stage 3 a weight is here while a backward goes through its layer, not for a second one",
+                remedy="Train with stage=2 where gradients of gradients are needed",
+            )
+        if packed.param is not None:
+            check_version(packed.param, packed.version)
+            return packed.param
+        return packed.unit.bases[packed.base].as_strided(*packed.layout)
+
+    # --- where a backward begins and ends
+
+    def _begin_backward(self, run: int | None) -> None:
+        """A backward through the graph of a forward; None: of the one that is under way, or else the last one."""
+        if torch._C._current_graph_task_id() < 0:
+            return  # somebody looks at what was saved
+        if self._caller is not None and not self._is_backward:
+            raise InputError(
+                f"A backward inside of the forward of {type(self._caller).__name__}",
+                rule="Under stage 3 the ranks walk through the model in a forward, then in a backward",
+                remedy="Train with stage=2",
+            )
+        is_under_way = self._kind is not None and self._is_backward
+        if is_under_way and run in (None, self._backward_of):
+            return
+        if is_under_way:
+            self._finish()  # the graph of another forward is next
+        self._expect_end()
+        self._backward_of = self._run if run is None else run
+        forward = self._kinds.get(self._backward_of, self._kinds[self._run])
+        self._begin((*forward, "backward"), is_backward=True)
+
+    def _expect_end(self, grad: Tensor | None = None) -> None:
+        """Where a backward reaches what the model gave, or else a parameter first: lets autograd say when it ends.
+
+        Not within a re-entrant checkpoint, whose backward is one of its own, as long as the model's output was not one.
+        """
+        if not self._is_ending:
+            self._is_ending = True
+            queue: Any = Variable._execution_engine
+            queue.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        if self._kind is not None and self._is_backward:
+            self._finish()
+        self._is_backward = self._is_ending = False
+        for unit in self.units:
+            self._drop(unit)
+
+
+def lay_out_units(
+    model: nn.Module,
+    table: ShardedState,
+    settings: Settings,
+    end: HandOver,
+    host: Host | None,
+) -> tuple[Walk, list[Shard]]:
+    """The walk, and the shards of what trains. What several stages hold together is left to its own reducer.
+
+    Args:
+        end: what becomes of the gradients.
+        host: where what trains has its masters; None: on the device.
+    """
+    own = [r for r in table.reducers if isinstance(r, GradientReducer) and not _is_of_stages(r)]
+    rest = [r for r in table.reducers if r not in own]
+    gradients = {id(g.param): g for reducer in own for g in reducer.gradients}
+    for reducer in own:
+        reducer.close()
+    members = [
+        (name, [gradients[id(p)] for p in params if _is_cut(p, settings.layout.keep_frozen) and id(p) in gradients])
+        for name, params in group_params(model)
+    ]
+    chunks = Chunks()
+    units, buckets = _make_units([each for each in members if each[1]], settings, host, chunks)
+    walk = _make_walk(model, table, units, settings)
+    overlaps = settings.sending.overlap
+    trained = [index for index, made in buckets.items() if made]
+    if trained:
+        buckets[min(trained)][-1].watch = table.watch
+    walk.reducer = UnitReducer(units, buckets, end, walk.arrived, table.entries, overlaps=overlaps, memory=chunks)
+    table.reducers = [walk.reducer, *rest]
+    table.parameters = walk
+    axis = walk.axis
+    decode_together(
+        model, lambda: come("generate", axis), lambda mine: any(row[0] for row in gather_numbers([int(mine)], axis))
+    )
+    return walk, [shard for unit in units for shard in unit.shards if shard.gradients[0].param.requires_grad]
+
+
+def _make_units(
+    members: Sequence[tuple[str, list[Gradient]]], settings: Settings, host: Host | None, chunks: Chunks
+) -> tuple[list[Unit], dict[int, list[Bucket]]]:
+    """The units, whose parameters are hidden from now on, and by their numbers the buckets of what trains."""
+    precision = settings.precision
+    gathered = Gathered(chunks.take, host.link if host is not None and settings.offload.parameters else None)
+    units: list[Unit] = []
+    buckets: dict[int, list[Bucket]] = {}
+    sizes: list[int] = []
+    for name, found in members:
+        params: list[Any] = [g.param for g in found]
+        unit = Unit(len(units), name, params)
+        unit.give_back = chunks.give_back
+        made = _buckets(found, precision.reduce_dtype)
+        for bucket in made:
+            trains = bucket.gradients[0].param.requires_grad
+            bucket.memory = chunks.take
+            there, rounding = (host, precision.rounding) if trains else (None, None)
+            unit.shards.append(Shard(bucket, precision.dtype, gathered=gathered, host=there, rounding=rounding))
+        buckets[unit.index] = [bucket for bucket in made if bucket.gradients[0].param.requires_grad]
+        parts = [_bytes_of(shard) for shard in unit.shards]
+        unit.size = sum(parts)
+        sizes += parts
+        unit.hide()
+        units.append(unit)
+    chunks.fit(sizes)
+    return units, buckets
+
+
+def _bytes_of(shard: Shard) -> int:
+    """Of what is gathered, and of its gradients: behind each rank's part of these stands a count for each."""
+    return (shard.length + len(shard.gradients)) * shard.axis.size * shard.dtype.itemsize
+
+
+def _make_walk(model: nn.Module, table: ShardedState, units: Sequence[Unit], settings: Settings) -> Walk:
+    wide = [name for name, size in table.context.grid.sizes.items() if size > 1 and name != "pipe"]
+    axis = table.context.merged(*(wide or ["data"]))
+    for unit, sizes in zip(units, zip(*gather_objects([unit.size for unit in units], axis), strict=True), strict=True):
+        unit.size = max(sizes)
+    asked = settings.layout.reshard_after_forward
+    frees = table.context.pipe.size == 1 if asked is None else asked is not False
+    stage_forward = None if table.stages is None else table.stages.stage_forward
+
+    def part() -> Any:
+        run = stage_forward.now if stage_forward is not None else None
+        return None if run is None else run.span.start
+
+    walk = Walk(model, units, axis, frees=frees, gathers_ahead=settings.sending.overlap, part=part)
+    walk.residents.room = asked if isinstance(asked, int) and not isinstance(asked, bool) else 0
+    if stage_forward is not None:
+        stage_forward.when_left.append(walk.leave_early)
+    return walk
+
+
+def _is_of_stages(reducer: GradientReducer) -> bool:
+    return any(gradient.entry.reduction.stages for gradient in reducer.gradients)
+
+
+def _is_cut(param: nn.Parameter, keep_frozen: bool) -> bool:
+    return param.requires_grad or (not keep_frozen and (param.is_floating_point() or param.is_complex()))
+
+
+def _buckets(gradients: Sequence[Gradient], dtype: torch.dtype | None) -> list[Bucket]:
+    """One for each set of ranks, dtype and device, of what trains and of what does not."""
+    found: dict[tuple[Any, ...], Bucket] = {}
+    for gradient in gradients:
+        param = gradient.param
+        kind = (gradient.axis.ranks, param.dtype, param.device, param.requires_grad)
+        bucket = found.setdefault((*kind, gradient.is_whole, gradient.is_shared), Bucket(gradient.axis, dtype))
+        bucket.gradients.append(gradient)
+        gradient.bucket, gradient.arrived = bucket, False
+    return list(found.values())

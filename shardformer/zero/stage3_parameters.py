@@ -1,0 +1,465 @@
+"""Parameters whose values are elsewhere: whoever reads one gathers it, or is told.
+
+Also here, each to be said in one text by hand:
+
+- ZeRO stage 3: the parameters of a model in units, whose values are on a rank only while they are used.
+- Memory of the device for the units of stage 3: chunks that are used again and again, and which units stay in them.
+- Agrees on the gradients of stage 3: those of a unit together, when the walk through the units says so.
+- What autograd saves of the parameters of stage 3.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardformer.comm.collectives import Pending
+from shardformer.errors import ConfigError
+from shardformer.gradients.buckets import Bucket, Gradient, HandOver
+from shardformer.gradients.reducer import Pausable
+from shardformer.layout.sharding_metadata import Entry
+from shardformer.torch_compat import has_values, memory_of
+from shardformer.zero.flat_shards import Shard
+
+UNIT = "_shardformer_unit"
+"""The attribute of a parameter that holds its unit."""
+
+
+class Absent(nn.Parameter):
+    """The class of a parameter while its values are elsewhere: whoever reads it gathers its unit, or is told.
+
+    Shape, dtype, device, hooks and ``.grad`` are answered.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _known_of_absent():
+            params = [x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Parameter)]
+            units = {unit.index: unit for x in params if (unit := x.__dict__.get(UNIT)) is not None}
+            absent = next(x.__dict__[UNIT] for x in params if isinstance(x, Absent))
+            absent.on_read(list(units.values()))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
+        return f"Parameter of {tuple(self.shape)}, whose values are on other ranks until it is used"
+
+
+@cache
+def _known_of_absent() -> frozenset[Any]:
+    """The functions of tensors that do not look at their numbers."""
+    getters = (
+        "shape dtype device requires_grad grad is_leaf layout ndim grad_fn is_cuda is_cpu is_meta is_sparse "
+        "is_quantized is_nested itemsize nbytes _version names output_nr retains_grad _backward_hooks "
+        "_post_accumulate_grad_hooks"
+    )
+    methods = (
+        "size dim ndimension numel nelement is_floating_point is_complex element_size get_device register_hook "
+        "register_post_accumulate_grad_hook requires_grad_ __len__ __hash__ is_inference is_shared"
+    )
+    functions = "numel is_floating_point is_complex is_inference result_type"
+    found = [getattr(torch.Tensor, name).__get__ for name in getters.split() if hasattr(torch.Tensor, name)]
+    found += [getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "grad", "_backward_hooks")]
+    found += [getattr(torch.Tensor, name) for name in methods.split()]
+    return frozenset([*found, *(getattr(torch, name) for name in functions.split())])
+
+
+@cache
+def absent(kind: Any) -> Any:
+    """The class of an absent parameter of this class."""
+    if issubclass(kind, Absent):
+        return kind
+    return Absent if kind is nn.Parameter else type(f"Absent{kind.__name__}", (Absent, kind), {})
+
+
+def present(kind: Any) -> Any:
+    """The class of a parameter that is here."""
+    if not issubclass(kind, Absent):
+        return kind
+    return nn.Parameter if kind is Absent else kind.__bases__[1]
+
+
+SMALL = 2**15
+"""Numbers: modules outside of layers that have fewer are put together in one unit."""
+LARGE = 0.25
+"""The part of a model from which on a layer that holds layers is not one unit."""
+
+Read = Callable[[Sequence["Unit"]], None]
+
+
+_lasting = torch.inference_mode(False)
+"""What is made in inference mode could not be used in a training step after it."""
+
+
+class Unit:
+    """Parameters that are gathered together.
+
+    Args:
+        index: its place among the model's units, in the order in which the model registers its modules.
+        name: of the module that holds them, or the first of several.
+
+    Attributes:
+        on_read: called before a parameter is read that is not here, with the units of all parameters of that call.
+        size: of what is gathered, in bytes.
+        where: address of gathered memory -> the unit, and the number of the base.
+        give_back: called with the address of memory that nobody wants any more.
+    """
+
+    on_read: Read
+
+    def __init__(self, index: int, name: str, params: Sequence[nn.Parameter]) -> None:
+        self.index, self.name, self.params = index, name, list(params)
+        self.is_layer = name.rpartition(".")[2].isdecimal()
+        self.shards: list[Shard] = []
+        self.bases: list[Tensor] = []  # what the parameters are views of, while they are here
+        self.where: dict[int, tuple[Unit, int]] = {}
+        self.is_here = False
+        self.size = 0  # in bytes, alike on all ranks
+        self.give_back: Callable[[int], None] = lambda address: None
+        self._pending: list[Pending] = []
+        self._versions: list[int] = []
+
+    @_lasting
+    def fetch(self) -> None:
+        """Starts to bring what of it rests on the host to the device, for ``start``."""
+        if not self.is_here and not self._pending:
+            for shard in self.shards:
+                shard.fetch_parameters()
+
+    @_lasting
+    def start(self) -> None:
+        """Starts to gather the values. Communicates one all-gather for each shard."""
+        if not self.is_here and not self._pending:
+            self._pending = [shard.start_gather() for shard in self.shards]
+
+    @_lasting
+    def wait(self) -> None:
+        """The parameters have their values when this returns."""
+        if self.is_here:
+            return
+        self.start()
+        for shard, pending in zip(self.shards, self._pending, strict=True):
+            whole = pending.wait()
+            self._add_base(whole)
+            for gradient, place in zip(shard.gradients, shard.places, strict=True):
+                param: Any = gradient.param
+                param.__class__ = present(type(param))
+                param.data = gradient.unpack(whole[place])
+                if gradient.is_shared:
+                    self._add_base(param.data)
+        self._pending, self.is_here = [], True
+        self._versions = [param._version for param in self.params]
+
+    def _add_base(self, values: Tensor) -> None:
+        self.where[memory_of(values)] = self, len(self.bases)
+        self.bases.append(values)
+
+    def _check_unwritten(self) -> None:
+        before, self._versions = self._versions, [param._version for param in self.params]
+        if before != self._versions:
+            self.is_here = False
+            raise ConfigError(
+                f"A parameter of {self.name} was written to while its values were on this rank",
+                rule="Under stage 3 the values are dropped behind their use, and what was written would be lost",
+                remedy="Train with stage=2 where parameters are changed by others than the optimizer",
+            )
+
+    def free(self) -> None:
+        """Drops the values."""
+        for pending in self._pending:
+            pending.wait()  # it was begun on all ranks, and nobody came to read it
+        self._pending = []
+        for shard in self.shards:
+            shard.forget_fetched()
+        if self.is_here:
+            self._check_unwritten()
+            memories = [memory_of(values) for values in self.bases]
+            for memory in memories:
+                del self.where[memory]
+            self.bases, self.is_here = [], False
+            self.hide()
+            for memory in memories:
+                self.give_back(memory)
+
+    @_lasting
+    def hide(self) -> None:
+        """Lets each parameter keep its shape alone."""
+        for shard in self.shards:
+            for gradient in shard.gradients:
+                param: Any = gradient.param
+                param.data = torch.full((), torch.nan, dtype=shard.dtype, device=param.device).expand(param.shape)
+                param.__dict__[UNIT] = self
+                kind: Any = type(param)
+                param.__class__ = absent(kind)
+
+
+def group_params(model: nn.Module) -> list[tuple[str, list[nn.Parameter]]]:
+    """(name, parameters) of each unit: one for a layer; between layers one for a module, small ones together.
+
+    Layers are what stands in lists. The order is that in which the model registers its modules, which all ranks have
+    alike; each parameter is in one unit, the first that holds it.
+    """
+    total = sum(p.numel() for p in model.parameters())
+    layers = dict(_layers(model, "", total))
+    seen: set[int] = set()
+    units: list[tuple[str, list[nn.Parameter]]] = []
+    is_open = False  # whether the last unit takes more small modules
+    inside: str | None = None
+    for path, module in model.named_modules():
+        if inside is not None and f"{path}.".startswith(inside):
+            continue
+        inside = f"{path}." if path in layers else None
+        recurse = inside is not None
+        params = [p for p in module.parameters(recurse) if id(p) not in seen]
+        seen |= {id(p) for p in params}
+        if not params and not recurse:
+            continue
+        numel = sum(p.numel() for p in params)
+        if is_open and not recurse and numel + sum(p.numel() for p in units[-1][1]) < SMALL:
+            units[-1][1].extend(params)
+        elif params:
+            units.append((path or type(module).__name__, params))
+            is_open = not recurse and numel < SMALL
+        else:
+            is_open = False
+    return units
+
+
+def _layers(module: nn.Module, path: str, total: int) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        at = f"{path}.{name}".lstrip(".")
+        if not isinstance(child, (nn.ModuleList, nn.Sequential)) or len(child) < 2:
+            yield from _layers(child, at, total)
+            continue
+        for number, element in child.named_children():
+            size = sum(p.numel() for p in element.parameters())
+            inner = list(_layers(element, f"{at}.{number}", total)) if size > LARGE * total else []
+            if inner:
+                yield from inner
+            elif size:
+                yield f"{at}.{number}", element
+
+
+FREE_CHUNKS = 3
+LEAST = 0.5
+"""Of a chunk, the part that must be filled."""
+OURS = 2
+"""Counts of a chunk's storage where nobody else looks at it: the chunk's, and that of looking."""
+
+
+class Chunks:
+    """Gives memory for gathered units, and for their gradients when these are sent.
+
+    What has about the size that most units have gets a chunk that was used before; anything else gets new memory. A
+    chunk that somebody still looks at is left to them.
+
+    """
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._free: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}
+
+    def fit(self, sizes: Sequence[int]) -> None:
+        """Chunks are as large as most of these, in bytes."""
+        counts = Counter(sizes)
+        self._size = max(counts, key=lambda size: (counts[size] * size, size), default=0)
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        size = numel * dtype.itemsize
+        if not 0 < LEAST * self._size <= size <= self._size or not has_values(torch.empty(0)):
+            return torch.empty(numel, dtype=dtype, device=device)
+        found = next((chunk for chunk in self._free if chunk.device == device), None)
+        if found is None:
+            found = torch.empty(self._size, dtype=torch.uint8, device=device)
+        else:
+            self._free = [chunk for chunk in self._free if chunk is not found]
+        self._lent[memory_of(found)] = found
+        return found[:size].view(dtype)
+
+    def give_back(self, memory: int) -> None:
+        """Nobody wants the values in this memory any more: see ``memory_of``."""
+        chunk = self._lent.pop(memory, None)
+        if chunk is None or len(self._free) >= FREE_CHUNKS:
+            return
+        if torch._C._storage_Use_Count(chunk.untyped_storage()._cdata) <= OURS:
+            self._free.append(chunk)
+
+
+class Residents:
+    """Units that stay on the device behind their use in a forward, since its backward reads them first.
+
+    A backward goes through the layers from the last one, so that the unit that was used longest ago is needed last.
+
+    Args:
+        room: bytes that they may take.
+    """
+
+    def __init__(self, room: float = 0.0) -> None:
+        self.room = room
+        self._kept: deque[Unit] = deque()
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._kept
+
+    def leave(self, unit: Unit) -> list[Unit]:
+        """A unit's turn is over in a forward. Returns those that have to go. All ranks call it alike."""
+        if unit in self._kept:
+            self._kept.remove(unit)
+        self._kept.append(unit)
+        gone = []
+        while sum(each.size for each in self._kept) > self.room:
+            gone.append(self._kept.popleft())
+        return gone
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+
+class UnitReducer(Pausable):
+    """Sends the gradients of one unit after the other, each when it is told to.
+
+    Args:
+        buckets: by the unit's index.
+        arrived: called when a parameter of a unit got its gradient.
+        entries: all parameters of the model; those that do not train now may not do so later.
+        overlaps: whether what is sent travels while others are computed.
+        memory: which the buckets take, and give back when they were sent.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        buckets: Mapping[int, Sequence[Bucket]],
+        end: HandOver,
+        arrived: Callable[[Unit], None],
+        entries: Sequence[Entry],
+        *,
+        overlaps: bool = True,
+        memory: Chunks | None = None,
+    ) -> None:
+        self._units, self._buckets, self._end, self._arrived = units, buckets, end, arrived
+        self._overlaps, self._memory = overlaps, memory
+        self._frozen = [entry for entry in entries if not entry.param.requires_grad]
+        self._under_way: list[Bucket] = []
+        self.sent: set[int] = set()
+        self.is_sealed = False  # whether what was sent is complete, so that nothing may come behind it
+        for index, found in buckets.items():
+            for gradient in (g for bucket in found for g in bucket.gradients):
+                self._hook(gradient, index)
+
+    def _hook(self, gradient: Gradient, index: int) -> None:
+        # by weak references alone: the collector does not see through the node of autograd that keeps hooks
+        reducer, held = weakref.ref(self), weakref.ref(gradient)
+
+        def arriving(grad: Tensor) -> None:
+            me, one = reducer(), held()
+            if me is not None and one is not None:
+                me._end.scale(one)
+
+        def accumulated(param: Tensor) -> None:
+            me, one = reducer(), held()
+            if me is not None and one is not None:
+                one.changed = one.arrived = True
+                if one.is_sparse:
+                    one.param.grad = one.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
+                me._check(one, me._units[index])
+                me._arrived(me._units[index])
+
+        param: Any = gradient.param
+        param.register_hook(arriving)
+        param.register_post_accumulate_grad_hook(accumulated)
+
+    def _check(self, gradient: Gradient, unit: Unit) -> None:
+        if self.is_sealed and unit.index in self.sent:
+            raise ConfigError(
+                f"A gradient of {gradient.entry.name} arrived after those of {unit.name} had been sent",
+                rule="When a layer has all of its gradients is learnt in the first backward, and all ranks follow that",
+                remedy="Train with stage=2, which waits for the end of the backward",
+            )
+
+    def is_complete(self, unit: Unit) -> bool:
+        """Whether all parameters of a unit got their gradients here, and these were not sent."""
+        found = self._buckets.get(unit.index, ())
+        return bool(found) and unit.index not in self.sent and all(g.arrived for b in found for g in b.gradients)
+
+    def has_new(self, unit: Unit) -> bool:
+        """Whether there are gradients here that were not sent."""
+        return any(gradient.is_new for bucket in self._buckets.get(unit.index, ()) for gradient in bucket.gradients)
+
+    def send(self, unit: Unit) -> None:
+        """Starts to sum the gradients of a unit. All ranks call it for the same units in the same order.
+
+        Communicates one reduce-scatter for each bucket.
+        """
+        self.wait()
+        self.sent.add(unit.index)
+        self._under_way = list(self._buckets.get(unit.index, ()))
+        for bucket in self._under_way:
+            self._end.start(bucket)
+            for gradient in bucket.gradients:
+                gradient.changed = False
+        if not self._overlaps:
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for what was sent last, and hands it on."""
+        for bucket in self._under_way:
+            self._end.finish(bucket)
+            flat, bucket.flat, bucket.work = bucket.flat, None, None
+            if self._memory is not None and flat is not None:
+                memory = memory_of(flat)
+                del flat
+                self._memory.give_back(memory)
+        self._under_way = []
+
+    def end_pass(self) -> None:
+        """What a backward brought is all sent."""
+        self.wait()
+        self.sent = set()
+        for gradient in (g for found in self._buckets.values() for bucket in found for g in bucket.gradients):
+            gradient.arrived = False
+        self._end.end_pass()
+
+    def start(self) -> None:
+        """After backwards that were all paused: sends what they left."""
+        for unit in reversed(self._units):
+            self.send(unit)
+
+    def finish(self) -> None:
+        self.end_pass()
+        self.was_paused = False
+
+    def refresh(self) -> None:
+        """Before a forward: forgets a backward that was broken off, refuses parameters that train only now."""
+        for found in self._buckets.values():
+            for bucket in found:
+                bucket.reset()
+        self.sent, self._under_way = set(), []
+        if late := next((entry.name for entry in self._frozen if entry.param.requires_grad), None):
+            raise ConfigError(
+                f"{late} requires a gradient, which it did not when zero was called",
+                rule="The optimizer's parts of the parameters are laid out once, of those that train",
+                remedy="Unfreeze it first, then make the optimizer, then call zero",
+            )
+
+
+@dataclass
+class Saved:
+    """What autograd saved of a unit's values: the parameter, or where a view of it lies in what is gathered."""
+
+    run: int
+    unit: Unit
+    param: nn.Parameter | None
+    base: int
+    layout: tuple[Any, ...]
+    version: int

@@ -1,0 +1,98 @@
+"""Optimizers and loss scalers of torch that step a sharded model: what they cannot know of it is put in.
+
+``torch.amp.GradScaler`` leaves a step out where gradients are not finite. Each rank would look at its own parts; here
+all ranks of the model leave a step out where one of them has to, as torch's ``ShardedGradScaler`` does for FSDP.
+
+Gradients that ranks have not agreed on are summed, or refused, before a step: see ``agreed``.
+
+An optimizer that looks at more than one number (Adafactor, Muon, LAMB) makes other steps of a part of a matrix than of
+all of it: a warning says so at the first step.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardformer.comm.collectives import all_reduce
+from shardformer.consistency.rank_divergence import models_of
+from shardformer.consistency.usage_checks import agree_before_step
+from shardformer.errors import ConfigError
+from shardformer.layout.sharding_metadata import tables_of
+from shardformer.torch_compat import has_values
+from shardformer.zero.matrix_optimizers import needs_whole
+from shardformer.zero.optimizer_state_view import holder_of, lead_states_here
+from shardformer.zero.zero_optimizer import ZeroOptimizer
+
+_PATCHING = threading.Lock()
+LOOKED_AT = "_shardformer_looked_at"
+"""The attribute of an optimizer whose first step was looked at."""
+
+
+def lead_optimizers_here() -> None:
+    """From now on torch's scalers and optimizers know the sharded models of this process. Idempotent."""
+    scaler: Any = torch.amp.GradScaler
+    with _PATCHING:
+        lead_states_here()
+        if hasattr(scaler._unscale_grads_, "of_torch"):
+            return
+        scaler._unscale_grads_ = _leading(scaler._unscale_grads_)
+        register_optimizer_step_pre_hook(_before_step)
+
+
+def _leading(original: Any) -> Any:
+    @wraps(original)
+    def unscale(self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        found: dict[torch.device, Tensor] = original(self, optimizer, inv_scale, found_inf, allow_fp16)
+        for state in models_of(optimizer):
+            axes = [axis for axis in state.context.own_axes if axis.size > 1]
+            worst = torch.stack([x.to(found_inf.device) for x in (found_inf, *found.values())]).max()
+            for axis in axes:
+                worst = all_reduce(worst.clone(), axis, op="max", purpose="norm")
+            found.setdefault(found_inf.device, found_inf)
+            for x in found.values():
+                x.copy_(worst)
+        return found
+
+    marked: Any = unscale
+    marked.of_torch = original
+    return unscale
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if (holder := holder_of(optimizer)) is not None and not holder.is_stepping:
+        raise ConfigError(
+            f"step was called on the {type(optimizer).__name__} that zero was given",
+            rule="It has pieces of the parameters, and what zero returned steps it and brings them together",
+            remedy="Step what zero returned: optimizer = shardformer.zero(optimizer, model)",
+        )
+    if isinstance(optimizer, ZeroOptimizer):
+        return
+    if holder is None:
+        agree_before_step(optimizer)
+    if LOOKED_AT in optimizer.__dict__:
+        return
+    optimizer.__dict__[LOOKED_AT] = True
+    held = tables_of(p for group in optimizer.param_groups for p in group["params"])
+    entries = [e for some in held.values() for e in some if e.spec.is_sharded]
+    cut = [e.name for e in entries]
+    if not cut or not has_values(entries[0].param):
+        return
+    try:
+        reason = "looks at whole parameters" if needs_whole(optimizer) else None
+    except ConfigError as error:
+        reason = f"is not known to change each number by itself ({error.what})"
+    if reason is not None:
+        warnings.warn(
+            f"{type(optimizer).__name__} {reason}, and this rank has a part of {cut[0]}"
+            f"{' and others' if len(cut) > 1 else ''}: it makes other steps than on one device. Write "
+            "optimizer = shardformer.zero(optimizer, model), which gives it whole ones.",
+            stacklevel=4,
+        )

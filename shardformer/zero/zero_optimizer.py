@@ -1,0 +1,616 @@
+"""Between two steps, what an optimizer keeps under ZeRO can be read, and written to.
+
+Also here, each to be said in one text by hand:
+
+- The optimizer under ZeRO: its parameters are this rank's pieces of those of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardformer.comm.collective_call import agree
+from shardformer.errors import ConfigError
+from shardformer.gradients.buckets import Bucket, Gradient, HandAll, HandOver
+from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
+from shardformer.layout.sharding_metadata import ROOT, ShardedState
+from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.offload.disk import Files, PagedPart
+from shardformer.offload.host import Host
+from shardformer.tensor_parallel.parallel_module import accept_wide_inputs
+from shardformer.torch_compat import hooked_load, hooked_state, is_true
+from shardformer.zero.config import Settings, no_files
+from shardformer.zero.device_placement import Room
+from shardformer.zero.flat_shards import Piece, Shard, set_by_hand
+from shardformer.zero.matrix_optimizers import give_to_owners, needs_whole, state_bytes
+from shardformer.zero.memory_estimate import Memory, held, lines
+from shardformer.zero.mixed_precision import LossScale
+from shardformer.zero.optimizer_state_view import LiveState, ZeroGrad, hold, load_in_place, place_of, unchanged_on_error
+from shardformer.zero.optimizer_step import HandOut, Update, nonfinite, norm_of_shards
+from shardformer.zero.stage3_gather_schedule import Walk, lay_out_units
+from shardformer.zero.stage3_parameters import Unit
+
+
+@contextmanager
+def reading(shards: Sequence[Shard]) -> Iterator[None]:
+    """The pieces and their states have their values in here."""
+    for shard in shards:
+        shard.take()
+    try:
+        yield
+    finally:
+        for shard in shards:
+            shard.drop(keeps_memory=True)
+
+
+@contextmanager
+def loading(shards: Sequence[Shard], walk: Walk | None, host: Host | None, context: ParallelContext) -> Iterator[None]:
+    """The pieces may be written to in here; behind it the parameters of all ranks have what was written.
+
+    Communicates one all-gather of the parameters.
+    """
+    with torch.no_grad(), ExitStack() as stack:
+        for shard in shards:
+            stack.enter_context(shard.changing())
+        yield
+        for shard in shards:
+            if shard.rounded is None:  # else it is rounded once, behind this
+                shard.store()
+    if walk is not None:
+        walk.put_away()
+    hand_out = HandOut()
+    hand_out.add(shards)
+    with torch.no_grad():
+        hand_out.finish()
+    for shard in shards:
+        shard.know_values()
+    if isinstance(host, Files):
+        host.end_writing(context)
+
+
+def check_untouched(model: nn.Module, table: ShardedState, shards: Sequence[Shard]) -> None:
+    """Before a step. Raises ConfigError for parameters that were replaced, and for gradients that were set by hand."""
+    here = {id(p) for p in model.parameters()}
+    rule = "zero moved the parameters to where the ranks' parts lie behind each other, and keeps the gradients itself"
+    for entry in table.entries:
+        if id(entry.param) not in here:
+            said = f"{entry.name} was replaced by another parameter after zero was called"
+            raise ConfigError(said, rule=rule, remedy="Call zero after it")
+        if entry.param.grad is not None:
+            raise set_by_hand(entry.name)
+    for shard in shards:
+        if moved := shard.moved():
+            raise ConfigError(
+                f"{moved} got other memory after zero was called (p.data = ..., model.to(...))",
+                rule=rule,
+                remedy="Write into it (p.copy_(values), under torch.no_grad()), or move the model before zero",
+            )
+
+
+class ZeroOptimizer(Optimizer):
+    """What ``shardformer.zero`` returns. It is used as any optimizer of torch is; its parameters are pieces of yours.
+
+    Attributes:
+        grad_norm: the norm of the last step's gradients before they were clipped; None where it was not taken.
+        skipped: how many steps were left out, since their gradients were not finite.
+        inner: the optimizers that it was made of.
+        is_stepping: whether they make a step now.
+        shards: this rank's parts of all buckets, whose pieces these optimizers have.
+    """
+
+    _is_laid_out = _is_open = False
+    is_stepping = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        table: ShardedState,
+        optimizers: Sequence[Optimizer],
+        settings: Settings,
+    ) -> None:
+        self.inner, self._model, self._table, self._settings = list(optimizers), model, table, settings
+        self._stage, self._precision = settings.stage, settings.precision
+        device, asked = table.context.device, settings.offload
+        where = Files if asked.folder is not None else Host
+        self._host = where(asked, device, overlaps=settings.sending.overlap) if asked.to is not None else None
+        self.grad_norm: Tensor | None = None
+        self.skipped = 0
+        self._walk: Walk | None = None
+        self._is_scaled = False
+        kind = HandAll if self._stage == 0 else HandOver
+        self._end = kind(self._receive, self._check_scaled, self._hide, self._show)
+        whole = {id(p) for o in optimizers if needs_whole(o) for group in o.param_groups for p in group["params"]}
+        self.shards = self._lay_out(whole)
+        self._convert(self._precision.dtype)
+        self._by_bucket = {id(shard.gradients): shard for shard in self.shards}
+        self._places = {id(g): (shard, n) for shard in self.shards for n, g in enumerate(shard.gradients)}
+        self._replace_parameters()
+        self._room = self._make_room()
+        keys = {id(entry): number for number, entry in enumerate(table.entries)}
+        for shard in self.shards:
+            shard.hold(keys)
+        self._update = Update(self.inner, self.shards, self._host, table.context)
+        if isinstance(self._host, Files):
+            self._put_into_files(self._host)
+        known = [getattr(optimizer, "defaults", {}) for optimizer in self.inner]
+        defaults = {name: value for name, value in known[0].items() if all(name in each for each in known)}
+        super().__init__([group for optimizer in self.inner for group in optimizer.param_groups], defaults)
+        self._is_laid_out = True
+        self._state = LiveState(self.inner, self.shards)
+        table.gradients = self
+        self.__dict__[ROOT] = table
+        model.__dict__["zero_grad"] = ZeroGrad(model, self)
+        for optimizer in self.inner:
+            hold(optimizer, self)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizers, as they have them now: a load may have put others in their place."""
+        if self._is_laid_out:
+            self._groups[:] = [group for optimizer in self.inner for group in optimizer.param_groups]
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if self._is_laid_out:
+            raise _laid_out("param_groups was set on")
+        self._groups = groups
+
+    @property  # type: ignore[override]  # torch has an attribute
+    def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
+        """The states that the optimizers use. Those in files are there inside of ``loading()`` alone."""
+        if isinstance(self._host, Files) and not self._is_open:
+            raise ConfigError(
+                f"optimizer.state beside offload='nvme:{self._host.disk.folder}'",
+                rule="States are in files between two steps, and what is done to them in memory would be lost",
+                remedy="Write `with optimizer.loading(): optimizer.state...`, on all ranks",
+            )
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if not self._is_laid_out:
+            return
+        if state:
+            raise _laid_out("state was set on")
+        self.state.clear()
+
+    def _lay_out(self, whole: Collection[int]) -> list[Shard]:
+        """The shards of all buckets. Parameters that no ranks agree on get buckets of their own, of one rank."""
+        table = self._table
+        held = {id(gradient.param) for reducer in self._reducers() for gradient in reducer.gradients}
+        if alone := [Gradient(e, Axis("none"), table.coords) for e in table.entries if id(e.param) not in held]:
+            table.reducers.append(GradientReducer(alone))
+        give_to_owners([g for reducer in self._reducers() for g in reducer.gradients], whole, table.context)
+        shards: list[Shard] = []
+        if self._stage == 3:
+            self._walk, shards = lay_out_units(self._model, table, self._settings, self._end, self._host)
+        return shards + self._cut(self._reducers())
+
+    def _reducers(self) -> list[GradientReducer]:
+        return [reducer for reducer in self._table.reducers if isinstance(reducer, GradientReducer)]
+
+    def _cut(self, reducers: Sequence[GradientReducer]) -> list[Shard]:
+        axis = Axis("none") if self._stage == 0 else None
+        dtype, sending = self._precision.reduce_dtype, self._settings.sending
+        size: Any = sending.bucket_bytes or self._table.request.extra.get("bucket_bytes", BUCKET_BYTES)
+        found = [bucket for r in reducers for bucket in r.hand_over(self._end, dtype, size, sending.overlap)]
+        narrow, rounding = self._precision.dtype, self._precision.rounding
+        return [Shard(bucket, narrow, axis=axis, host=self._host, rounding=rounding) for bucket in found]
+
+    def _make_room(self) -> Room:
+        last_first = self.shards if self._walk is not None else self.shards[::-1]
+        there = [shard for shard in last_first if shard.host is not None]
+        residents = self._walk.residents if self._walk is not None else None
+        return Room(self._settings, there, residents, self.inner, self._table.context)
+
+    def _put_into_files(self, files: Files) -> None:
+        """Raises ConfigError, on all ranks, where there is no room, or no such folder."""
+        held = {id(p): (o, group) for o in self.inner for group in o.param_groups for p in group["params"]}
+
+        def states(value: Tensor) -> dict[str, Any]:
+            return held[id(value)][0].state[value] if id(value) in held else {}
+
+        parts = [(shard, shard.host) for shard in self.shards if isinstance(shard.host, PagedPart)]
+        for shard, part in parts:
+            expected = sum(state_bytes(*held[id(p.value)], p.value) for p in shard.pieces if id(p.value) in held)
+            part.hold([(p.value, p.at) for p in shard.pieces], states, round(expected))
+        if said := files.end_step([part for _, part in parts], self._table.context):
+            raise no_files(files.disk.folder, said)
+
+    def _convert(self, dtype: torch.dtype | None) -> None:
+        """Only when the masters are made, of what the parameters were."""
+        for entry in self._table.entries:
+            if dtype is not None and entry.param.is_floating_point() and entry.param.dtype != dtype:
+                entry.param.data = entry.param.data.to(dtype)
+        if dtype is not None:
+            accept_wide_inputs(self._model)
+
+    def _receive(self, bucket: Bucket, part: Tensor, had: Tensor) -> None:
+        self._by_bucket[id(bucket.gradients)].receive(part, had, self._precision.scale)
+
+    def _hide(self, gradient: Gradient) -> None:
+        shard, number = self._places[id(gradient)]
+        shard.hide(number)
+
+    def _show(self) -> None:
+        for shard in self.shards:
+            shard.show()
+
+    def _replace_parameters(self) -> None:
+        """The optimizers get this rank's pieces in the place of the parameters, and of their state what goes with them.
+
+        Communicates one all-reduce for each tensor of state of which several ranks hold slices.
+        """
+        pieces: dict[int, list[Piece]] = {}
+        for shard in self.shards:
+            for number, gradient in enumerate(shard.gradients):
+                param: Any = gradient.param
+                found = [piece for piece in shard.pieces if piece.number == number]
+                pieces.setdefault(id(param), []).extend(found)
+                for optimizer in self.inner:
+                    if state := optimizer.state.pop(param, None):
+                        cut = shard.cut(number, state)
+                        optimizer.state.update({piece.value: cut for piece in found})
+        for optimizer in self.inner:
+            for group in optimizer.param_groups:
+                group["params"] = [piece.value for p in group["params"] for piece in pieces.get(id(p), ())]
+
+    # --- one step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Clips, updates this rank's pieces, and brings the new parameters together on all ranks.
+
+        Communicates one all-gather of the parameters that got a gradient; to clip, one number over each axis.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.agree()
+        problem = self._take_edits()
+        for shard in self.shards if problem is None else ():
+            shard.take_up()
+        if self._prepare(problem):
+            if self._walk is not None:
+                self._walk.put_away()
+            with self._stepping():
+                self._update.run()
+            self._room.after_step()
+        self._show()
+        return loss
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        self.is_stepping = True
+        try:
+            yield
+        finally:
+            self.is_stepping = False
+
+    def _take_edits(self) -> Exception | None:
+        """Takes up what a script did to gradients. Returns what one rank found, for all ranks to raise."""
+        try:
+            for shard in self.shards:
+                for number in range(len(shard.gradients)):
+                    shard.hide(number)
+            check_untouched(self._model, self._table, self.shards)
+        except Exception as error:  # any failure of one rank must reach the others, which would wait for it
+            return error
+        return None
+
+    def _prepare(self, problem: Exception | None) -> bool:
+        """Looks whether all gradients are finite, and clips them. Returns whether the step is to be made.
+
+        Raises, on all ranks, the problem of one.
+        """
+        rules, scale = self._settings.rules, self._precision.loss_scale
+        is_scaled = self._precision.parameters == "fp16"
+        if rules.max_grad_norm is None and rules.on_nonfinite == "ignore" and not is_scaled:
+            self._raise_together(problem)
+            return True
+        self.grad_norm = self._norm(problem)
+        is_finite = (rules.on_nonfinite == "ignore" and not is_scaled) or is_true(torch.isfinite(self.grad_norm))
+        if is_scaled:
+            scale.update(is_finite)
+        elif not is_finite and rules.on_nonfinite == "raise":
+            raise nonfinite(self.shards, self._table, self.grad_norm)
+        self.skipped += not is_finite
+        if is_finite and rules.max_grad_norm is not None:
+            self._clip(rules.max_grad_norm)
+        return is_finite
+
+    def _raise_together(self, problem: Exception | None, *, in_stage: bool = False) -> None:
+        """Raises, on all ranks, where one has a problem, or where scripts on them did other things to gradients."""
+        norm_of_shards(self.shards, self._table, self._stage, problem, (), in_stage=in_stage)
+
+    def _norm(self, problem: Exception | None = None, only: Collection[int] | None = None) -> Tensor:
+        return norm_of_shards(self.shards, self._table, self._stage, problem, only)
+
+    def agree(self) -> None:
+        """Sums what backwards left that were all in ``no_sync``. All ranks call it."""
+        for reducer in self._table.reducers:
+            if reducer.was_paused:
+                reducer.start()
+                reducer.finish()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scales all gradients so that their norm over the whole model is at most ``max_norm``.
+
+        Args:
+            error_if_nonfinite: leaves gradients as they are whose norm is not finite, for the caller to raise.
+
+        Returns the norm before, the same on all ranks. Communicates one all-reduce of four numbers over each axis.
+        """
+        self.grad_norm = self.norm_of(None, norm_type)
+        if not error_if_nonfinite or is_true(torch.isfinite(self.grad_norm)):
+            self._clip(max_norm)
+        return self.grad_norm
+
+    def norm_of(self, params: Iterable[Tensor] | None, norm_type: float = 2.0) -> Tensor:
+        """The norm of the gradients of some parameters of the model, alike on all ranks; None: of all.
+
+        All ranks call it. Communicates one all-reduce of four numbers over each axis.
+        """
+        if norm_type != 2.0:
+            raise ConfigError(
+                f"norm_type={norm_type} beside zero",
+                rule="What ZeRO clips by is the Euclidean norm",
+                remedy="Leave norm_type out",
+            )
+        self.agree()
+        problem = self._take_edits()
+        self._show()
+        return self._norm(problem, None if params is None else {id(p) for p in params})
+
+    def _clip(self, max_norm: float) -> None:
+        assert self.grad_norm is not None
+        if math.isinf(max_norm):
+            return  # also where the norm is not finite, and inf / inf would make all gradients NaN
+        scale = (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
+        for shard in self.shards:
+            if shard.sum is not None:
+                shard.sum.mul_(scale.to(shard.sum))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Throws away all gradients, those of backwards in ``no_sync`` too.
+
+        Args:
+            set_to_none: False lets those that are there be 0, with which a step changes weights by momentum and decay.
+        """
+        for shard in self.shards:
+            shard.forget() if set_to_none else shard.zero()
+        for p in self._model.parameters():
+            if set_to_none:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.zero_()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For all but the last backward of a step. Stage 2 keeps no whole gradient, so that it agrees each time."""
+        with self._table.paused() if self._stage < 2 else nullcontext():
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        """``loss.backward()``; in fp16 of the loss times its scale."""
+        with self.scaled() as scale:
+            (loss if scale == 1 else loss.float() * scale).backward()
+
+    @contextmanager
+    def scaled(self) -> Iterator[float]:
+        """What the loss is multiplied by, for the backwards in here."""
+        self._is_scaled = True
+        try:
+            yield self._precision.scale
+        finally:
+            self._is_scaled = False
+
+    def _check_scaled(self, gradient: Gradient) -> None:
+        if self._precision.parameters == "fp16" and not self._is_scaled:
+            raise ConfigError(
+                f"A gradient of {gradient.entry.name} arrived from a backward that optimizer.backward did not call",
+                rule="In fp16 the loss is scaled before the backward, since small gradients would be 0",
+                remedy="Write optimizer.backward(loss) in the place of loss.backward(), without a GradScaler",
+            )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What ``torch.amp.GradScaler`` asks before a step."""
+        raise ConfigError(
+            "A GradScaler was given the optimizer that zero returned",
+            rule="zero scales the loss by itself where the parameters are fp16, and ranks agree on what to skip",
+            remedy="Leave the scaler out: optimizer.backward(loss), optimizer.step()",
+        )
+
+    def full_gradient(self, name: str) -> Tensor | None:
+        """The gradient of a parameter as the next step will use it, in the shape that the parameter has on this rank.
+
+        None where it has none. All ranks of the parameter's pipeline stage call it. Communicates one all-gather of a
+        bucket, and a few numbers.
+        """
+        self.agree()
+        self._raise_together(self._take_edits(), in_stage=True)
+        self._show()
+        for shard in self.shards:
+            for number, gradient in enumerate(shard.gradients):
+                if gradient.entry.name == name:
+                    return shard.gather_gradient(number)
+        raise ConfigError(
+            f"There is no gradient of {name!r}",
+            rule="Asked for are parameters that train, by their names in the model",
+            remedy="See [name for name, p in model.named_parameters() if p.requires_grad]",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank keeps: the optimizers' states of its pieces, and their masters. Each rank saves its own."""
+        return hooked_state(self, self._state_dict)
+
+    def _state_dict(self) -> dict[str, Any]:
+        context = self._table.context
+        with self.reading():
+            states = [optimizer.state_dict() for optimizer in self.inner]
+            return {
+                "place": {"sizes": context.sizes, "coords": context.coords},
+                # torch hands out the dictionaries that an optimizer goes on using
+                "optimizers": [{**d, "state": {k: dict(v) for k, v in d["state"].items()}} for d in states],
+                "loss_scale": asdict(self._precision.loss_scale),
+                "rounds": self.rounds,
+                "masters": [piece.value.detach().clone() for shard in self.shards for piece in shard.pieces],
+            }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up what ``state_dict`` of the same rank of an equal grid gave. All ranks call it.
+
+        Raises ConfigError, on all ranks and before anything is changed, where it is another one's on any.
+        """
+        hooked_load(self, state_dict, self._load_state_dict)
+
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        context, doing = self._table.context, "load this optimizer's state"
+        agree(context, lambda: self._check_saved(state_dict), doing=doing)
+
+        def load() -> None:
+            for optimizer, state in zip(self.inner, state_dict["optimizers"], strict=True):
+                load_in_place(optimizer, state)
+
+        pieces = [piece for shard in self.shards for piece in shard.pieces]
+        with self.loading():
+            with unchanged_on_error(self.inner):
+                agree(context, load, doing=doing)
+            for piece, master in zip(pieces, state_dict["masters"], strict=True):
+                piece.value.copy_(master)
+        for name, value in state_dict["loss_scale"].items():
+            setattr(self._precision.loss_scale, name, value)
+        self.rounds = state_dict["rounds"]
+
+    def _check_saved(self, state_dict: dict[str, Any]) -> None:
+        context = self._table.context
+        known = ("place", "masters", "optimizers", "loss_scale", "rounds")
+        is_dict = isinstance(state_dict, dict)
+        if missing := [name for name in known if not is_dict or name not in state_dict]:
+            raise ConfigError(
+                f"The state that was to be loaded has no {missing[0]!r}: it is not what this optimizer saved",
+                rule="Under ZeRO each rank loads what state_dict() of the same rank gave",
+                remedy="Load what optimizer.state_dict() gave; load the state of a plain optimizer into yours before "
+                "zero(optimizer, model); or let shardformer.save_checkpoint save, whose checkpoints fit any layout",
+            )
+        saved, axes = state_dict["place"], place_of(self.inner[0])
+        try:
+            is_here = saved["sizes"] == context.sizes and all(saved["coords"][n] == axes[n][1] for n in axes)
+            fits = is_here and _form_of(state_dict) == self._form
+        except (AttributeError, KeyError, TypeError):  # of something else
+            fits = False
+        if not fits:
+            place = {"sizes": context.sizes, "coords": context.coords}
+            raise ConfigError(
+                f"This optimizer's state was saved by the rank {saved}, and this is {place}",
+                rule="The pieces of a rank fit the same rank of an equal grid, with the same model and buckets",
+                remedy="Load what state_dict() of this rank gave, with as many processes as then; or let "
+                "shardformer.save_checkpoint save, whose checkpoints fit any layout",
+            )
+
+    @property
+    def _form(self) -> tuple[Any, ...]:
+        shapes = [tuple(piece.value.shape) for shard in self.shards for piece in shard.pieces]
+        groups = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.inner]
+        return shapes, groups, sorted(vars(self._precision.loss_scale)), len(self.rounds)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """The pieces and their states have their values in here. Between two steps."""
+        with reading(self.shards), self._opened():
+            yield
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """The pieces may be written to in here; behind it the parameters of all ranks have what was written.
+
+        All ranks call it. Communicates one all-gather of the parameters.
+        """
+        with loading(self.shards, self._walk, self._host, self._table.context), self._opened():
+            yield
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        before, self._is_open = self._is_open, True
+        try:
+            yield
+        finally:
+            self._is_open = before
+
+    @property
+    def cuts_states(self) -> bool:
+        """Whether ranks that hold the same parameters keep other parts of the state."""
+        return any(s.axis.size > 1 or any(gradient.is_shared for gradient in s.gradients) for s in self.shards)
+
+    @property
+    def rounds(self) -> list[int]:
+        """How often each shard was rounded by chance."""
+        return [shard.rounded.step for shard in self.shards if shard.rounded is not None]
+
+    @rounds.setter
+    def rounds(self, rounds: Sequence[int]) -> None:
+        for rounded, step in zip([s.rounded for s in self.shards if s.rounded], rounds, strict=True):
+            rounded.step = step
+
+    @property
+    def table(self) -> ShardedState:
+        """Of the model."""
+        return self._table
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """Under stage 3, what is gathered together; else none."""
+        return self._walk.units if self._walk is not None else ()
+
+    @property
+    def loss_scale(self) -> LossScale:
+        return self._precision.loss_scale
+
+    def memory(self) -> Memory:
+        """What this rank keeps now, in bytes, by kind."""
+        return held(self._table, self.shards, self.units, self.inner)
+
+    def describe(self) -> str:
+        """What was asked for, what this rank keeps now, and how fast it comes and goes."""
+        return lines(self._settings, self.inner, self.memory(), self._host)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ConfigError(
+            "The optimizer that zero returned was to be copied or pickled, as by copy.deepcopy or torch.save",
+            rule="It holds this rank's pieces of the parameters of one model",
+            remedy="Copy the model (copy.deepcopy(model)), and call zero for the copy; keep optimizer.state_dict() to "
+            "go back to; or let shardformer.save_checkpoint save",
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the pieces of the parameters are laid out once."""
+        if self._is_laid_out:
+            raise _laid_out("add_param_group was called on")
+        super().add_param_group(param_group)
+
+
+def _form_of(state_dict: dict[str, Any]) -> tuple[Any, ...]:
+    """What all states of one rank have in common."""
+    shapes = [tuple(master.shape) for master in state_dict["masters"]]
+    groups = [[len(group["params"]) for group in each["param_groups"]] for each in state_dict["optimizers"]]
+    return shapes, groups, sorted(state_dict["loss_scale"]), len(state_dict["rounds"])
+
+
+def _laid_out(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} the optimizer that zero returned",
+        rule="The pieces of the parameters are laid out once",
+        remedy="Change your own optimizer, then call zero; load a state with load_state_dict",
+    )

@@ -1,0 +1,354 @@
+"""The house rules, read from the source: who may import whom, how long things are, what an import costs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "shardformer"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# From the top: a module imports only from the floors above its own. A room inside of another may have its own floor.
+FLOORS = [
+    "errors",
+    "torch_compat",
+    "transformers_compat",
+    "module_paths",
+    "filesystem",
+    "mesh",
+    "launcher",
+    "layout",
+    "local_ranks",
+    "comm",
+    "meta_init",
+    "gradients",
+    "kernels",
+    "random_state",
+    "consistency",
+    "tensor_parallel",
+    "context_parallel",
+    "offload",
+    "pipeline",
+    "zero",
+    "checkpoint",
+    "config",
+    "policies",
+    "weights",
+    "sharding",
+    "discovery",  # derives a policy by sharding small models
+    "shard_model_api",
+    "training",
+    "verify",
+    "train_command",
+    "cli",
+    "testing",
+    "__main__",
+]
+FLOOR = {part: floor for floor, part in enumerate(FLOORS)}
+LATE_ONLY = {
+    "transformers",
+    "timm",
+    "torchvision",
+    "triton",
+    "flash_attn",
+    "matplotlib",
+    "tensorboard",
+    "sklearn",
+    "torchmetrics",
+    "datasets",
+    "PIL",
+}
+
+
+def name_of(path: Path) -> str:
+    """``shardformer/comm/functions.py`` -> ``shardformer.comm.functions``."""
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path) for path in FILES} | {f"shardformer.{part}" for part in FLOOR}
+
+
+def imports(tree: ast.AST, module: str, is_package: bool = False) -> Iterator[str]:
+    """Full names of what a tree imports anywhere, functions included; ``from x import y`` gives x.y if that is ours."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")
+                kept = len(parents) - node.level + is_package
+                base = ".".join([*parents[:kept], *filter(None, [base])])
+            for alias in node.names:
+                yield f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base
+
+
+def part_of(name: str) -> str | None:
+    """The part of the house that a module of ours belongs to; None for the package itself."""
+    parts = name.split(".")[1:]
+    if not parts:
+        return None
+    return ".".join(parts[:2]) if ".".join(parts[:2]) in FLOOR else parts[0]
+
+
+def broken_rule(source: str, target: str) -> str | None:
+    """What is wrong with an import of module ``target`` in module ``source``, None if nothing is."""
+    if target.partition(".")[0] != "shardformer" or part_of(source) is None:
+        return None  # Not ours; or the package's own __init__, which names everything.
+    here, there = part_of(source), part_of(target)
+    if here not in FLOOR:
+        return f"{source} stands on no floor: add {here!r} to FLOORS"
+    if there is None:
+        return None if here == "cli" else f"{source} imports the whole package: name the module"
+    if here == there or FLOOR.get(there, len(FLOORS)) < FLOOR[here]:
+        return None
+    return f"{source} may not import {target}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_module_imports_only_from_the_floors_above(path: Path) -> None:
+    module = name_of(path)
+    found = imports(ast.parse(path.read_text(encoding="utf-8")), module, path.name == "__init__.py")
+    assert [rule for target in found if (rule := broken_rule(module, target))] == []
+
+
+def test_every_module_stands_on_a_floor_and_every_floor_has_one() -> None:
+    assert {part for path in FILES if (part := part_of(name_of(path)))} == FLOOR.keys()
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    ours = {name_of(path): path for path in FILES if part_of(name_of(path)) is not None}
+    arrows = {
+        name: {t for t in imports(ast.parse(path.read_text(encoding="utf-8")), name) if t in ours and t != name}
+        for name, path in ours.items()
+    }
+    assert circle_in(arrows) == []
+
+
+def circle_in(arrows: dict[str, set[str]]) -> list[str]:
+    """The modules on one circle of imports; empty where there is none."""
+    done: set[str] = set()
+
+    def look(name: str, way: list[str]) -> list[str]:
+        if name in way:
+            return way[way.index(name) :]
+        if name in done:
+            return []
+        for target in sorted(arrows.get(name, ())):
+            if found := look(target, [*way, name]):
+                return found
+        done.add(name)
+        return []
+
+    return next((found for name in sorted(arrows) if (found := look(name, []))), [])
+
+
+def test_a_circle_is_found() -> None:
+    assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
+    assert circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "allowed"),
+    [
+        ("shardformer.comm.collectives", "from shardformer.mesh.parallel_context import ParallelContext", True),
+        (
+            "shardformer.comm.collectives",
+            "def f():\n    from shardformer.tensor_parallel.layers import Linear1D_Col",
+            False,
+        ),
+        ("shardformer.mesh.parallel_context", "from shardformer.layout import shard_spec", False),
+        ("shardformer.tensor_parallel.layers", "from ..kernels.fused_ops import FusedLayerNorm", True),
+        ("shardformer.tensor_parallel.layers", "from ..pipeline import x", False),
+        ("shardformer.discovery.validation", "import shardformer.sharding.apply", True),
+        ("shardformer.policies.registry", "import shardformer.discovery.derive_policy", False),
+        ("shardformer.verify", "from shardformer.pipeline.pipeline import Pipeline", True),
+        ("shardformer.training", "from shardformer import shard_model", False),
+        ("shardformer.errors", "import shardformer.unheard_of", False),
+    ],
+)
+def test_the_contract_tells_good_imports_from_bad(source: str, line: str, allowed: bool) -> None:
+    rules = [broken_rule(source, target) for target in imports(ast.parse(line), source)]
+    assert (rules == [None]) == allowed
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_optional_and_slow_libraries_are_imported_when_used(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = {name.partition(".")[0] for node in at_import_time(tree) for name in imports(node, name_of(path))}
+    assert found & LATE_ONLY == set()
+
+
+def at_import_time(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The import statements that run when a module is imported: outside functions and ``if TYPE_CHECKING``."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        yield node
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        return
+    children: list[ast.AST] = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        children = list(node.orelse)
+    for child in children:
+        yield from at_import_time(child)
+
+
+CACHES = re.compile(r"past_key_values?\b|cache_params|\bmems\b|past_buckets_states")
+"""Arguments and fields that have other names in other versions of transformers."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_what_versions_of_transformers_name_differently_is_known_to_one_module(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    loads = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import)]
+    named = {alias.name for node in loads for alias in node.names}
+    if path.name != "transformers_compat.py":
+        assert CACHES.findall(text) == []
+        assert "transformers" not in named, "load_transformers() makes it ready where docstrings are missing"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_files_functions_and_signatures_stay_short(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    too_long = [f"{path.name}: {len(text.splitlines())} lines"] if len(text.splitlines()) > 800 else []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        if num_lines >= 60:
+            too_long.append(f"{node.name}: {num_lines} lines")
+        names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        num_arguments = len([name for name in names if name not in ("self", "cls")])
+        if num_arguments > 12:  # a layer's constructor takes what torch's does, and verify what a comparison needs
+            too_long.append(f"{node.name}: {num_arguments} arguments")
+    assert too_long == []
+
+
+def test_what_a_table_is_made_of_has_few_fields() -> None:
+    """What belongs together is a value of its own, in the words of a policy."""
+    for file in ("policies/roles.py", "policies/module_descriptions.py", "pipeline/layer_sequence.py"):
+        for node in ast.walk(ast.parse((PACKAGE / file).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                fields = [line for line in node.body if isinstance(line, ast.AnnAssign)]
+                assert len(fields) < 10, node.name
+
+
+def test_a_table_of_a_family_is_read_at_one_glance() -> None:
+    for path in sorted((PACKAGE / "policies" / "models").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "stack":
+                assert (node.end_lineno or node.lineno) - node.lineno < 25, path.name
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_is_left_for_later(path: Path) -> None:
+    words = re.findall(r"\b(?:TODO|FIXME|XXX|HACK|NotImplementedError)\b", path.read_text(encoding="utf-8"))
+    assert words == []
+
+
+SHARED = {
+    "checkpoint.directory._SAVED": "by the first rank's model, which it alone asks for",
+    "launcher.shutdown.STUCK": "of a process that ends",
+    "launcher.shutdown.PLACES": "of a process that ends",
+    "layout.sharding_metadata._TABLES": "read under a lock, and by the rank that asks alone",
+    "layout.sharding_metadata._OWNERS": "by the identity of a parameter, of which its own rank alone asks",
+    "meta_init.lazy_init._IS_HOOKED": "set once, under a lock",
+    "mesh.rank_presence._OF_PROCESS": "by process id; ranks that are threads have no presence",
+    "discovery.user_policy_validation._KNOWN": "findings about classes and configs, made under a lock",
+    "discovery.validation._CONTEXT_RESULTS": "findings about classes and configs, made under a lock",
+    "discovery.validation._GRID_RESULTS": "findings about classes and configs, made under a lock",
+    "policies.registry._REGISTERED": "what the user registers for the process",
+    "consistency.rank_divergence._IS_SEEING": "set once, under a lock",
+    "consistency.rank_divergence._SIGNS": "constants, the same whoever makes them",
+    "local_ranks.fake_rank._TRACES": "counted under a lock",
+    "verify.small_models.LIBRARIES": "what a library of models registers for the process",
+    "training.preemption._REPLACED": "handlers of signals, which a process has once, and its main thread sets",
+}
+"""What changes at module level, and why ranks that are threads of one process may have it in common."""
+COLLECTIONS = re.compile(r"(dict|list|set|OrderedDict|defaultdict|Counter|deque|Weak\w+)")
+
+
+def shared_state(tree: ast.Module) -> Iterator[str]:
+    """Names of what all threads of a process have in common: collections that begin empty, ``global``, class attributes
+    that a method replaces."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and begins_empty(node.value):
+            yield from (ast.unparse(t) for t in (node.targets if isinstance(node, ast.Assign) else [node.target]))
+    for inner in ast.walk(tree):
+        if isinstance(inner, ast.Global):
+            yield from inner.names
+        elif isinstance(inner, ast.Assign):
+            names = map(ast.unparse, inner.targets)
+            yield from (name for name in names if re.match(r"(cls|type\(self\)|self\.__class__)\.\w", name))
+
+
+def begins_empty(value: ast.expr) -> bool:
+    if isinstance(value, ast.Call):
+        makes = COLLECTIONS.fullmatch(ast.unparse(value.func).rpartition(".")[2])
+        return makes is not None and (makes[0] == "defaultdict" or not (value.args or value.keywords))
+    return (isinstance(value, ast.Dict) and not value.keys) or (isinstance(value, ast.List) and not value.elts)
+
+
+def test_what_all_ranks_of_a_process_have_in_common_is_listed() -> None:
+    """Ranks may be threads. What is known of a model is kept by the model, its optimizer, or the thread."""
+    found = {
+        f"{name_of(path).removeprefix('shardformer.')}.{name}"
+        for path in FILES
+        for name in shared_state(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert found == SHARED.keys()
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("_LIVE: WeakSet[int] = WeakSet()\nA = weakref.WeakKeyDictionary()", ["_LIVE", "A"]),
+        ("a, b = {}, 1\nC: dict[int, int] = {}\nD = []\nE = defaultdict(list)", ["C", "D", "E"]),
+        ("def f():\n    global x\n    x = 1", ["x"]),
+        ("class A:\n    def f(self):\n        type(self).g = 1\n        self.h = {}", ["type(self).g"]),
+        ("TABLE = {'a': 1}\nLOCAL = threading.local()", []),
+    ],
+)
+def test_shared_state_is_found(code: str, names: list[str]) -> None:
+    assert list(shared_state(ast.parse(code))) == names
+
+
+def import_seconds(statement: str) -> float:
+    """Seconds of CPU that an import takes where torch has been imported, the better of two fresh interpreters."""
+    code = f"import time, torch; start = time.process_time(); {statement}; print(time.process_time() - start)"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    return min(float(subprocess.check_output(command, text=True, timeout=120)) for _ in range(2))
+
+
+# Public names are loaded when they are asked for, so all of them are asked for.
+ALL_NAMES = "import shardformer; [getattr(shardformer, name) for name in getattr(shardformer, '__all__', ())]"
+
+
+@pytest.mark.slow
+def test_importing_shardformer_costs_less_than_a_second_beside_torch() -> None:
+    assert import_seconds(ALL_NAMES) < 1.0
+
+
+@pytest.mark.slow
+def test_importing_shardformer_leaves_slow_libraries_alone() -> None:
+    code = f"import sys, torch; before = set(sys.modules); {ALL_NAMES}; "
+    code += f"print(sorted((set(sys.modules) - before) & {LATE_ONLY!r}))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120).strip() == "[]"
+
+
+@pytest.mark.slow
+def test_the_command_line_starts_without_torch() -> None:
+    code = "import sys, shardformer.cli as cli; cli.build_app(); print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120).strip() == "False"
+
+
+def test_the_oldest_transformers_that_is_tested_is_the_oldest_that_is_allowed() -> None:
+    root = PACKAGE.parent
+    allowed = re.search(r'"transformers>=([\d.]+)"', (root / "pyproject.toml").read_text(encoding="utf-8"))
+    tested = re.search(r"^transformers==([\d.]+)$", (root / "constraints-oldest.txt").read_text(encoding="utf-8"), re.M)
+    assert allowed is not None and tested is not None and tested[1].startswith(f"{allowed[1]}.")
